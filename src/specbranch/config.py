@@ -1,0 +1,135 @@
+"""What users may set: how to sample (`SamplingParams`) and how to speculate (`SpeculativeConfig`).
+
+Frozen, checked when made; unknown keys are refused with the nearest name. Holds no defaults of particular models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal, Self, get_args
+
+from specbranch.errors import BadParameter, unknown
+
+Rule = Literal["match", "ratio"]
+HeadKind = Literal["top", "sampled"]
+Policy = Literal["fixed", "confidence", "entropy"]
+ExecutorName = Literal["serial", "process"]
+
+NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+def _require(ok: bool, name: str, got: object, expected: str) -> None:
+    if not ok:
+        raise BadParameter(f"{name} is {got!r}; expected {expected}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when a request ends; one pipeline for target and draft."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: NO_BIAS)
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_ranges()
+        self._check_limits()
+
+    def _check_ranges(self) -> None:
+        for name, low, high, expected in (
+            ("temperature", 0.0, math.inf, "a number ≥ 0 (0 decodes greedily)"),
+            ("top_p", 0.0, 1.0, "a number above 0 and at most 1 (1 keeps every token)"),
+            ("min_p", 0.0, 1.0, "a number from 0 to 1 (0 keeps every token)"),
+            ("repetition_penalty", 0.0, math.inf, "a number above 0 (1 changes nothing)"),
+            ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
+            ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
+        ):
+            value = getattr(self, name)
+            _require(_is_number(value) and low <= value <= high, name, value, expected)
+            if name in ("top_p", "repetition_penalty"):
+                _require(value > 0, name, value, expected)
+        _require(self.top_k is None or _is_count(self.top_k, 1), "top_k", self.top_k, "a whole number ≥ 1, or nothing for all tokens")
+        for token, bias in self.logit_bias.items():
+            _require(_is_count(token, 0) and _is_number(bias), "logit_bias", {token: bias}, "token ids ≥ 0 with finite numbers")
+
+    def _check_limits(self) -> None:
+        for name, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1)):
+            _require(_is_count(getattr(self, name), least), name, getattr(self, name), f"a whole number ≥ {least}")
+        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        _require(self.logprobs is None or _is_count(self.logprobs, 0), "logprobs", self.logprobs, "a whole number ≥ 0, or nothing")
+        _require(self.seed is None or isinstance(self.seed, int), "seed", self.seed, "a whole number, or nothing for a fresh one")
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
+        _require(all(_is_count(t, 0) for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids ≥ 0")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from a mapping, refusing keys that do not exist."""
+        return cls(**_known_only(cls, "sampling parameter", values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How a method speculates. Names follow vLLM where the idea is the same."""
+
+    method: str = "lookup"
+    num_speculative_tokens: int = 5
+    policy: Policy | None = None  # nothing: the method's own
+    rule: Rule = "match"
+    heads: HeadKind | None = None  # nothing: the method's own
+    stop_below: float = 0.4  # confidence under which a chain ends (ε in the paper)
+    max_branches: int = 6  # k_max in the paper
+    until_target: bool = False  # draft on until the target is done, instead of a fixed length
+    ngram_max: int = 4
+    ngram_min: int = 1
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.num_speculative_tokens, 1), "num_speculative_tokens", self.num_speculative_tokens, "a whole number ≥ 1")
+        _require(_is_count(self.max_branches, 1), "max_branches", self.max_branches, "a whole number ≥ 1")
+        _require(_is_number(self.stop_below) and 0 <= self.stop_below <= 1, "stop_below", self.stop_below, "a number from 0 to 1")
+        _require(_is_count(self.ngram_min, 1), "ngram_min", self.ngram_min, "a whole number ≥ 1")
+        _require(_is_count(self.ngram_max, self.ngram_min), "ngram_max", self.ngram_max, f"a whole number ≥ ngram_min ({self.ngram_min})")
+        for name, choices in (("rule", get_args(Rule)), ("heads", get_args(HeadKind)), ("policy", get_args(Policy))):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise unknown(name, str(value), choices)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from a mapping, refusing keys that do not exist."""
+        return cls(**_known_only(cls, "speculative setting", values))
+
+
+def _known_only(cls: type[Any], what: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in names:
+            raise unknown(what, key, names)
+    return dict(values)

@@ -1,0 +1,1 @@
+"""Speculative decoding as bookkeeping: standard library only, no model is ever called from here."""

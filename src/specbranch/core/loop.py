@@ -1,0 +1,109 @@
+"""The loop: every live session says what it wants, the executor does it, every session takes its reports.
+
+Owns which sessions are live. Invariant: a session joins, leaves or fails without the others noticing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from specbranch.core.methods import Rounds
+from specbranch.core.orders import Orders, Reports
+from specbranch.core.request import Request
+from specbranch.core.session import Session
+from specbranch.core.trace import Trace
+
+
+class Executor(Protocol):
+    """Carries out orders of several sessions, both models at once if it can."""
+
+    def open(self, session: int, request: Request) -> None:
+        """Prepare the workers for a new session."""
+        ...
+
+    def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
+        """Carry out one round; a report for every session that ordered."""
+        ...
+
+    def leave(self, session: int) -> None:
+        """Free what the session held; harmless if it held nothing."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on the clock that spans are measured by."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often a lost draft worker was replaced."""
+        ...
+
+    def close(self) -> None:
+        """Stop the workers."""
+        ...
+
+
+class Loop:
+    """Runs sessions to their end, a round at a time."""
+
+    def __init__(self, executor: Executor, trace: Trace | None = None) -> None:
+        self.executor = executor
+        self.trace = trace
+        self._live: dict[int, tuple[Session, Rounds]] = {}
+        self._orders: dict[int, Orders] = {}
+
+    @property
+    def live(self) -> bool:
+        """Whether any session is unfinished."""
+        return bool(self._live)
+
+    def join(self, session: Session, rounds: Rounds) -> None:
+        """Take a session in; it takes part from the next round on."""
+        session.stats.started = self.executor.now()
+        self.executor.open(session.number, session.request)
+        self._live[session.number] = (session, rounds)
+        self._orders[session.number] = next(rounds)
+
+    def step(self) -> list[Session]:
+        """Run one round for every live session; returns those that took part."""
+        restarts = self.executor.restarts
+        reports = self.executor.run(self._orders)
+        took_part = [self._live[number][0] for number in reports]
+        for number, report in reports.items():
+            self._live[number][0].stats.draft_restarts += self.executor.restarts - restarts
+            self._advance(number, report)
+        return took_part
+
+    def leave(self, session: Session) -> None:
+        """Let a session go, finished or not, and free what it held."""
+        if session.number in self._live:
+            self._live.pop(session.number)[1].close()
+            del self._orders[session.number]
+            self.executor.leave(session.number)
+
+    def _advance(self, number: int, reports: Reports) -> None:
+        session, rounds = self._live[number]
+        first = session.stats.emitted == 0
+        if self.trace:
+            self.trace.record(number, self._orders[number], reports)
+        self._send(session, rounds, reports)
+        self._clock(session, reports, first)
+        if session.finished:
+            session.stats.finished = self.executor.now()
+            self.leave(session)
+
+    def _send(self, session: Session, rounds: Rounds, reports: Reports) -> None:
+        if reports.error:
+            session.fail(reports.error)
+            return
+        try:
+            self._orders[session.number] = rounds.send(reports)
+        except StopIteration:
+            assert session.finished, "a method ended before its session"
+
+    def _clock(self, session: Session, reports: Reports, first: bool) -> None:
+        if not first:
+            session.stats.clock(reports)
+        elif session.stats.emitted:
+            session.stats.first_token = self.executor.now()

@@ -1,0 +1,169 @@
+"""The shared vocabulary: what a method asks for (orders) and what comes back (reports).
+
+Owns only values; nothing here computes with a model. Invariant: an order states the true sequence and never says "undo".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specbranch.config import HeadKind
+from specbranch.errors import SpecBranchError
+
+Measure = Literal["top", "entropy"]
+Until = Literal["length", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """A proposal distribution by its few non-zero entries, most probable first; they sum to 1."""
+
+    ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+    def prob(self, token: int) -> float:
+        """Return the probability of `token`, 0 where it has none."""
+        return self.probs[self.ids.index(token)] if token in self.ids else 0.0
+
+    def without(self, token: int) -> Sparse:
+        """Return the law of the next draw once `token` was tried: its mass removed, the rest renormalised."""
+        rest = [(i, p) for i, p in zip(self.ids, self.probs, strict=True) if i != token]
+        total = sum(p for _, p in rest)
+        return Sparse(tuple(i for i, _ in rest), tuple(p / total for _, p in rest))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A sequence as a worker is told it: keep `base` tokens of what you hold, then these.
+
+    `history` is the session's own list: only its first `base` tokens are read, and only for a worker that has lost them.
+    """
+
+    base: int
+    tail: tuple[int, ...]
+    history: Sequence[int] = field(default=(), repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return self.base + len(self.tail)
+
+    def whole(self) -> Context:
+        """The same sequence for a worker that holds nothing of it."""
+        return Context(0, (*self.history[: self.base], *self.tail))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to draft: from each fork, `width` heads, each extended to `length` tokens (head included).
+
+    A fork is `(after, width)`: it presumes that `after` of the pending tokens are accepted. No fork: one chain after all of
+    them. `narrow` lets the worker shrink a fork where the draft is sure: k = max(1, ⌊width·(1 − confidence)⌋), the paper's rule.
+    """
+
+    length: int
+    forks: tuple[tuple[int, int], ...] = ()
+    stop_below: float = 0.0  # end a lane before the first token less confident than this
+    measure: Measure = "top"
+    narrow: bool = False
+    heads: HeadKind = "top"
+    until: Until = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft by `plan` after the sequence `on`, whose last `pending` tokens are not yet committed."""
+
+    on: Context
+    plan: Plan
+    pending: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Judge `tokens` after the sequence `on`. `parents[i]` is the index of node i's parent, -1 for the root; None: a chain.
+
+    `q[i]` is the law node i was drawn from; None: the proposal was deterministic.
+    """
+
+    on: Context
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    q: tuple[Sparse | None, ...] | None = None
+
+    def parent(self, node: int) -> int:
+        """Return the index of the node's parent, -1 for the root."""
+        return node - 1 if self.parents is None else self.parents[node]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A drafted continuation that presumes `after` accepted pending tokens; `tokens[0]` is its head.
+
+    `confidence` may be one longer than `tokens`: the last entry is then that of the token it stopped before.
+    """
+
+    after: int
+    tokens: tuple[int, ...]
+    confidence: tuple[float, ...]
+    q: tuple[Sparse | None, ...] | None = None
+
+    def cut(self, start: int, stop: int | None = None) -> Branch:
+        """Return the tokens from `start` up to `stop`, as a branch that presumes the ones before them."""
+        q = None if self.q is None else self.q[start:stop]
+        return Branch(self.after + start, self.tokens[start:stop], self.confidence[start:stop], q)
+
+
+NOTHING = Branch(0, (), ())  # a pending chain with no token in it
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of an emitted token and of the most likely ones, under the target's unshaped law."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Indices of the accepted nodes (a chain: 0..n-1), then the target's own next token."""
+
+    path: tuple[int, ...]
+    token: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each accepted node, then one for `token`
+    signal: int | None = None  # H-RAD's, made where the features live
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of work on the executor's clock, in seconds."""
+
+    start: float
+    end: float
+    tokens: int = 0  # rows fed to the model
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """One session's orders for one round; either may be absent."""
+
+    draft: Draft | None = None
+    verify: Verify | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What came back for one session. A lost or absent draft reports no branches."""
+
+    branches: tuple[Branch, ...] = ()
+    verdict: Verdict | None = None
+    drafting: Span | None = None
+    verifying: Span | None = None
+    draft_lost: bool = False
+    error: SpecBranchError | None = None  # this session cannot go on; the others can

@@ -1,0 +1,120 @@
+"""How far to draft, where to fork, how much to keep: numbers in, a Plan out.
+
+Owns the choice of lengths and widths. Invariant under the ratio rule: whether a token is kept depends on its law q (max, entropy),
+never on the token drawn from it or on anything after it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from specbranch.config import HeadKind, SpeculativeConfig
+from specbranch.core.orders import Branch, Plan, Until, Verdict
+
+
+class Policy(Protocol):
+    """Plans for one session; may learn from verdicts."""
+
+    def chain(self) -> Plan:
+        """Plan one chain, drafted while nothing is verified."""
+        ...
+
+    def fork(self, pending: Branch) -> Plan:
+        """Plan what to draft while `pending` is verified."""
+        ...
+
+    def trim(self, branch: Branch) -> Branch:
+        """Cut a drafted continuation to what is worth verifying."""
+        ...
+
+    def observe(self, pending: Branch, verdict: Verdict) -> None:
+        """Learn from what became of a pending chain."""
+        ...
+
+
+class Fixed:
+    """Always the same length, one branch."""
+
+    def __init__(self, length: int, heads: HeadKind = "top", until: Until = "length") -> None:
+        self.length = length
+        self.heads = heads
+        self.until = until
+
+    def chain(self) -> Plan:
+        """Plan a chain of the fixed length."""
+        return Plan(self.length)
+
+    def fork(self, pending: Branch) -> Plan:
+        """Plan one continuation of the pending chain."""
+        return Plan(self.length, ((len(pending.tokens), 1),), heads=self.heads, until=self.until)
+
+    def trim(self, branch: Branch) -> Branch:
+        """Keep all of it."""
+        return branch
+
+    def observe(self, pending: Branch, verdict: Verdict) -> None:
+        """Learn nothing."""
+
+
+class Confidence(Fixed):
+    """Keep tokens while the draft is confident; fork at the first unsure one, wider the less sure (SpecBranch's implicit signal)."""
+
+    def __init__(self, length: int, stop_below: float, width: int = 1, heads: HeadKind = "top", until: Until = "length") -> None:
+        super().__init__(length, heads, until)
+        self.stop_below = stop_below
+        self.width = width
+
+    def chain(self) -> Plan:
+        """Plan a chain that ends before the first unsure token."""
+        return Plan(self.length, stop_below=self.stop_below)
+
+    def fork(self, pending: Branch) -> Plan:
+        """Plan branches at the token after the pending chain; they run on to full length, to be trimmed once one has won."""
+        return Plan(self.length, ((len(pending.tokens), self.width),), narrow=True, heads=self.heads, until=self.until)
+
+    def trim(self, branch: Branch) -> Branch:
+        """Cut before the first unsure token."""
+        sure = next((i for i, c in enumerate(branch.confidence) if c < self.stop_below), len(branch.tokens))
+        return branch.cut(0, sure)
+
+
+class Entropy(Fixed):
+    """AdaEDL (arXiv 2410.18351): stop where the entropy's lower bound on acceptance, 1 − sqrt(γ·H), falls under a moving threshold."""
+
+    goal = 0.9  # wanted acceptance (α in the paper)
+    recall = 0.5  # weight of the past in the running acceptance (β₁)
+    calm = 0.9  # weight of the past in the threshold (β₂)
+    pace = 0.01  # step of the threshold (ε)
+
+    def __init__(self, length: int, threshold: float = 0.3) -> None:
+        super().__init__(length)
+        self.threshold = threshold
+        self.acceptance = self.goal
+
+    def chain(self) -> Plan:
+        """Plan a chain that ends where the bound falls under the threshold."""
+        return Plan(self.length, stop_below=self.threshold, measure="entropy")
+
+    def observe(self, pending: Branch, verdict: Verdict) -> None:
+        """Move the threshold towards the wanted acceptance."""
+        if not pending.tokens:
+            # Nothing was proposed: without this the threshold could stay too strict for ever.
+            self.threshold = max(0.0, self.threshold - (1 - self.calm) * self.pace)
+            return
+        rate = len(verdict.path) / len(pending.tokens)
+        self.acceptance = self.recall * self.acceptance + (1 - self.recall) * rate
+        step = self.pace if self.acceptance <= self.goal else -self.pace
+        self.threshold = self.calm * self.threshold + (1 - self.calm) * (self.threshold + step)
+
+
+def make_policy(config: SpeculativeConfig, kind: str, heads: HeadKind) -> Policy:
+    """Build the policy a configuration asks for, the method's own `kind` if it asks for none."""
+    until: Until = "target" if config.until_target else "length"
+    length = config.num_speculative_tokens
+    match config.policy or kind:
+        case "confidence":
+            return Confidence(length, config.stop_below, config.max_branches, config.heads or heads, until)
+        case "entropy":
+            return Entropy(length)
+        case _:
+            return Fixed(length, config.heads or heads, until)

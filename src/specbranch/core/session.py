@@ -1,0 +1,100 @@
+"""One request in progress: its committed tokens, its limits, its end.
+
+Owns the token list; `commit` is the only place that appends to it, so stops, limits and the end token act alike whether a token
+came alone or in an accepted block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from specbranch.core.orders import NOTHING, Branch, Context, Draft, Plan, TokenLogprobs, Verdict, Verify
+from specbranch.core.request import Request
+from specbranch.core.stats import Stats
+from specbranch.errors import SpecBranchError
+
+Origin = Literal["target", "draft", "branch"]
+FinishReason = Literal["stop", "length", "error"]
+Watcher = Callable[[int], bool]  # told of each token appended; True ends the request (a stop string is complete)
+
+
+class Session:
+    """Committed tokens of one request and what may still be added."""
+
+    def __init__(self, number: int, prompt: Sequence[int], request: Request, limit: int, watch: Watcher | None = None) -> None:
+        """`limit` is the most tokens the sequence may have, prompt included."""
+        self.number = number
+        self.request = request
+        self.limit = min(limit, len(prompt) + request.params.max_tokens)
+        self.tokens: list[int] = list(prompt)
+        self.origins: list[Origin] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finished: FinishReason | None = None
+        self.stopped_by: int | None = None  # the token id that ended it
+        self.error: SpecBranchError | None = None
+        self.stats = Stats()
+        self._watch = watch
+        self._ending = request.ending_ids
+        self._told = {"draft": 0, "target": 0}
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens emitted so far."""
+        return self.tokens[self.request.prompt_length :]
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still be emitted."""
+        return self.limit - len(self.tokens)
+
+    def draft(self, plan: Plan, pending: Branch = NOTHING) -> Draft | None:
+        """Order a draft after the pending chain, clipped to what could still be emitted; None if that is nothing."""
+        length = min(plan.length, self.room - len(pending.tokens) - 1)
+        if length < min(plan.length, 1):
+            return None
+        return Draft(self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens))
+
+    def verify(self, pending: Branch = NOTHING) -> Verify:
+        """Order the pending chain to be judged."""
+        return Verify(self._context("target"), pending.tokens, None, pending.q)
+
+    def commit(self, pending: Branch, verdict: Verdict, kept: Branch | None = None) -> None:
+        """Append the accepted tokens, then the target's own; `kept` is the branch that presumed this very outcome."""
+        tokens = [*(pending.tokens[node] for node in verdict.path), verdict.token]
+        origins: list[Origin] = [*("draft" for _ in verdict.path), "branch" if kept else "target"]
+        for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
+            self._append(token, origin)
+            if verdict.logprobs:
+                self.logprobs.append(verdict.logprobs[index])
+            if self.finished:
+                self._discount(origins[index + 1 :])
+                return
+
+    def fail(self, error: SpecBranchError) -> None:
+        """End the request with an error; what was emitted stays."""
+        self.error = error
+        self.finished = "error"
+
+    def _context(self, role: Literal["draft", "target"], pending: Sequence[int] = ()) -> Context:
+        base = self._told[role]
+        self._told[role] = len(self.tokens)
+        return Context(base, (*self.tokens[base:], *pending), self.tokens)
+
+    def _append(self, token: int, origin: Origin) -> None:
+        self.tokens.append(token)
+        self.origins.append(origin)
+        self.stats.emitted += 1
+        watched = self._watch(token) if self._watch else False
+        if token in self._ending:
+            self.finished, self.stopped_by = "stop", token
+        elif watched:
+            self.finished = "stop"
+        elif self.room <= 0:
+            self.finished = "length"
+
+    def _discount(self, beyond: Sequence[Origin]) -> None:
+        lost = sum(origin != "target" for origin in beyond)
+        self.stats.accepted -= lost
+        self.stats.unused += lost

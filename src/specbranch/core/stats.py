@@ -1,0 +1,125 @@
+"""What a request did and where its drafted tokens went; every metric is defined here and nowhere else.
+
+Invariant (`check`): drafted = accepted + rejected + losing + dropped + unused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbranch.core.orders import Branch, Reports, Span, Verdict
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters of one request. Prefill (up to the first token) is kept apart from decoding."""
+
+    emitted: int = 0
+    target_forwards: int = 0  # decoding only
+    drafted: int = 0
+    accepted: int = 0  # drafted tokens that were emitted, branch heads included
+    rejected: int = 0  # on the main line: the chain a plain method would have sent
+    losing: int = 0  # on branches that lost
+    dropped: int = 0  # by the length rule
+    unused: int = 0  # still in flight, or beyond the end of the request
+    rounds_all_accepted: int = 0
+    rounds_rejected_inside: int = 0
+    branch_points: int = 0
+    branch_hits: int = 0
+    branch_hits_other: int = 0  # on a head that was not the first
+    tested_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    rounds_without_draft: int = 0  # the worker was lost
+    draft_restarts: int = 0
+    started: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    draft_busy: float = 0.0  # decoding only, like the next
+    target_busy: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from the start to the first token: both prefills."""
+        return self.first_token - self.started
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.finished - self.first_token
+
+    def judge(self, pending: Branch, verdict: Verdict) -> None:
+        """Count what a verdict did to the pending chain."""
+        good, length = len(verdict.path), len(pending.tokens)
+        self.target_forwards += 1
+        self.accepted += good
+        self.rejected += length - good
+        self.rounds_all_accepted += good == length > 0
+        self.rounds_rejected_inside += 0 < good < length
+        for at in range(min(good + 1, length)):
+            if at == len(self.tested_at):
+                self.tested_at.append(0)
+                self.accepted_at.append(0)
+            self.tested_at[at] += 1
+            self.accepted_at[at] += at < good
+
+    def settle(self, branches: tuple[Branch, ...], kept: Branch | None) -> None:
+        """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the others lost."""
+        if not branches:
+            return
+        survivor = kept if kept is not None else branches[0]
+        self.losing += sum(len(b.tokens) for b in branches if b is not survivor)
+        self.branch_points += len({b.after for b in branches})
+        if kept is None:
+            self.rejected += len(survivor.tokens)
+            return
+        self.accepted += 1
+        self.branch_hits += 1
+        self.branch_hits_other += kept is not next(b for b in branches if b.after == kept.after)
+
+    def clock(self, reports: Reports) -> None:
+        """Add the time both models worked in a decoding round."""
+        self.draft_busy += _seconds(reports.drafting)
+        self.target_busy += _seconds(reports.verifying)
+
+    def check(self) -> None:
+        """Raise if a drafted token went missing."""
+        fate = self.accepted + self.rejected + self.losing + self.dropped + self.unused
+        if fate != self.drafted:
+            raise AssertionError(f"{self.drafted} drafted, but {fate} accounted for: {self}")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the metrics under their public names."""
+        line = self.drafted - self.losing
+        decoded = max(self.emitted - 1, 0)
+        return {
+            "tokens": self.emitted,
+            "ttft_seconds": self.ttft,
+            "decode_seconds": self.decode_seconds,
+            "tokens_per_second": _over(decoded, self.decode_seconds),
+            "end_to_end_tokens_per_second": _over(self.emitted, self.finished - self.started),
+            "target_forwards": self.target_forwards,
+            "tokens_per_forward": _over(decoded, self.target_forwards),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "rollback_rate": _over(self.rejected + self.dropped, line),
+            "rollback": {"rejected": self.rejected, "losing_branches": self.losing, "dropped_by_length": self.dropped},
+            "unused": self.unused,
+            "acceptance_by_position": [_over(a, t) for a, t in zip(self.accepted_at, self.tested_at, strict=True)],
+            "branch_points": self.branch_points,
+            "branch_hits": self.branch_hits,
+            "branch_hits_other_head": self.branch_hits_other,
+            "branch_hit_rate": _over(self.branch_hits, self.branch_points),
+            "draft_idle_seconds": max(self.decode_seconds - self.draft_busy, 0.0),
+            "target_idle_seconds": max(self.decode_seconds - self.target_busy, 0.0),
+            "rounds_without_draft": self.rounds_without_draft,
+            "draft_restarts": self.draft_restarts,
+        }
+
+
+def _seconds(span: Span | None) -> float:
+    return span.seconds if span is not None else 0.0
+
+
+def _over(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

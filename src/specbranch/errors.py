@@ -1,0 +1,45 @@
+"""Errors that users can cause, each a sentence: what was got, what was expected, what to do.
+
+Owns the exception types; the CLI prints `str(error)` and exits with 2. A programming mistake is not one of these and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class SpecBranchError(Exception):
+    """Something the user can put right; the message says how."""
+
+
+class BadParameter(SpecBranchError):
+    """A value outside its range, or a name that does not exist."""
+
+
+class ModelError(SpecBranchError):
+    """A model that is missing, damaged or of a kind that cannot be used here."""
+
+
+class VocabularyMismatch(ModelError):
+    """Draft and target do not speak the same tokens."""
+
+
+class CacheFull(SpecBranchError):
+    """A sequence needs more places than its cache has."""
+
+
+class DownloadError(SpecBranchError):
+    """A file could not be fetched, checked or stored."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the closest known name, or an empty string."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> BadParameter:
+    """Build the error for a name that is not among the known ones."""
+    names = sorted(known)
+    return BadParameter(f"Unknown {what} {name!r}.{nearest(name, names)} Known: {', '.join(names)}.")

@@ -1,0 +1,156 @@
+"""Drafting: carries out Draft orders of several sessions in step, a forward a step for all their lanes.
+
+Owns how lanes fork and grow. Invariant under the ratio rule: what a lane keeps never depends on a token drawn after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from specbranch.core.orders import Branch, Draft, Sparse
+from specbranch.core.runner import Ask, Feed, Proposal
+from specbranch.core.slots import ROOT
+from specbranch.errors import CacheFull
+from specbranch.exec.worker import Worker, chain_after
+
+Done = Callable[[], bool]
+Announce = Callable[[int, Branch], None]  # told of a session's first head as soon as it is drawn
+
+
+def never() -> bool:
+    """The target is never done first."""
+    return False
+
+
+@dataclass(slots=True)
+class Lane:
+    """A branch being drafted; its last token is not fed yet."""
+
+    session: int
+    order: Draft
+    after: int
+    node: int  # the fed node it continues from
+    tokens: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    q: list[Sparse | None] = field(default_factory=list)
+    open: bool = True
+
+    def take(self, token: int, proposal: Proposal, q: Sparse | None) -> None:
+        """Append a token."""
+        self.tokens.append(token)
+        self.confidence.append(proposal.confidence)
+        self.q.append(q)
+        self.open = len(self.tokens) < self.order.plan.length
+
+    def stop(self, proposal: Proposal) -> None:
+        """End before an unsure token; its confidence is still told."""
+        self.confidence.append(proposal.confidence)
+        self.open = False
+
+    def branch(self) -> Branch:
+        """What was drafted."""
+        q = tuple(self.q) if any(law is not None for law in self.q) else None
+        return Branch(self.after, tuple(self.tokens), tuple(self.confidence), q)
+
+
+class Drafter(Worker):
+    """The draft model at work."""
+
+    def draft(self, orders: Mapping[int, Draft], done: Done = never, announce: Announce | None = None) -> dict[int, tuple[Branch, ...]]:
+        """Carry out the orders; `done` ends lanes that draft only until the target is done."""
+        lines = self._read(orders)
+        lanes = [lane for session, line in lines.items() for lane in self._fork(session, orders[session], line)]
+        if announce:
+            _announce(lanes, announce)
+        while growing := self._growing(lanes, done):
+            self._grow(growing)
+        return {session: tuple(lane.branch() for lane in lanes if lane.session == session and lane.tokens) for session in orders}
+
+    def _read(self, orders: Mapping[int, Draft]) -> dict[int, list[int]]:
+        """Feed what is unread of each context; returns the nodes of its line, ROOT first. What does not fit the cache is left out."""
+        ends: dict[int, int] = {}
+        work: list[Feed] = []
+        for session, order in orders.items():
+            try:
+                end, rest = self.align(session, order.on, order.pending)
+                self.slots(session).demand(len(rest))
+            except CacheFull:
+                continue  # a draft with a shorter context than the target's: that session goes on without
+            ends[session] = end
+            work += [Feed(session, tuple(rest), chain_after(end, len(self.slots(session).tokens), len(rest)))] if rest else []
+        for item, nodes in zip(work, self.feed(work) if work else [], strict=True):
+            ends[item.seq] = nodes[-1]
+        return {session: [ROOT, *self.slots(session).path(end)] for session, end in ends.items()}
+
+    def _fork(self, session: int, order: Draft, line: list[int]) -> list[Lane]:
+        """Open the lanes an order asks for, each with its head."""
+        plan, start = order.plan, len(line) - 1 - order.pending
+        if plan.length < 1:
+            return []
+        forks = plan.forks or ((order.pending, 1),)
+        lanes: list[Lane] = []
+        for after, width in forks:
+            node = line[start + after]
+            heads = plan.heads if plan.forks else "sampled"
+            proposal = self._propose(session, node, Ask(width, heads, plan.measure))
+            if not plan.forks and proposal.confidence < plan.stop_below:
+                continue
+            lanes += [_lane(session, order, after, node, rank, proposal) for rank in range(self._width(order, width, proposal))]
+        return lanes
+
+    def _propose(self, session: int, node: int, ask: Ask) -> Proposal:
+        return self.sampler.propose([self.row(session, node)], [self.spot(session, node)], [ask])[0]
+
+    def _width(self, order: Draft, width: int, proposal: Proposal) -> int:
+        if order.plan.narrow:
+            width = max(1, int(width * (1.0 - proposal.confidence)))
+        return min(width, len(proposal.tokens))
+
+    def _growing(self, lanes: list[Lane], done: Done) -> list[Lane]:
+        growing = [lane for lane in lanes if lane.open]
+        if growing and done():
+            growing = [lane for lane in growing if lane.order.plan.until == "length"]
+        return self._that_fit(growing)
+
+    def _that_fit(self, lanes: list[Lane]) -> list[Lane]:
+        """Leave out the lanes for which the tail has no place left; they end where they are."""
+        room = {lane.session: self.slots(lane.session).room for lane in lanes}
+        fitting: list[Lane] = []
+        for lane in lanes:
+            room[lane.session] -= 1
+            if room[lane.session] >= 0:
+                fitting.append(lane)
+        return fitting
+
+    def _grow(self, lanes: list[Lane]) -> None:
+        """Feed each lane's last token and take the next one, or stop before it."""
+        by_session: dict[int, list[Lane]] = {}
+        for lane in lanes:
+            by_session.setdefault(lane.session, []).append(lane)
+        work = [Feed(s, tuple(la.tokens[-1] for la in group), tuple(la.node for la in group)) for s, group in by_session.items()]
+        for group, nodes in zip(by_session.values(), self.feed(work), strict=True):
+            for lane, node in zip(group, nodes, strict=True):
+                lane.node = node
+        rows = [self.row(lane.session, lane.node) for lane in lanes]
+        spots = [self.spot(lane.session, lane.node) for lane in lanes]
+        asks = [Ask(measure=lane.order.plan.measure) for lane in lanes]
+        for lane, proposal in zip(lanes, self.sampler.propose(rows, spots, asks), strict=True):
+            if proposal.confidence < lane.order.plan.stop_below:
+                lane.stop(proposal)
+            else:
+                lane.take(proposal.tokens[0], proposal, proposal.q)
+
+
+def _lane(session: int, order: Draft, after: int, node: int, rank: int, proposal: Proposal) -> Lane:
+    lane = Lane(session, order, after, node)
+    lane.take(proposal.tokens[rank], proposal, proposal.q if rank == 0 else None)
+    return lane
+
+
+def _announce(lanes: list[Lane], announce: Announce) -> None:
+    told: set[int] = set()
+    for lane in lanes:
+        if lane.after == lane.order.pending and lane.session not in told:
+            told.add(lane.session)
+            announce(lane.session, lane.branch())

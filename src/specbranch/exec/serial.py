@@ -1,0 +1,83 @@
+"""Both models one after the other in this process: the reference that every other executor must equal.
+
+Owns no state besides its workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from specbranch.core.orders import Branch, Draft, Orders, Reports, Span, Verify
+from specbranch.core.request import Request
+from specbranch.exec.drafter import Done, Drafter, never
+from specbranch.exec.verifier import Verifier
+from specbranch.exec.worker import Stale
+
+T = TypeVar("T", Draft, Verify)
+
+
+class Serial:
+    """Drafts, then verifies."""
+
+    restarts = 0  # a worker in this process is never lost
+
+    def __init__(self, target: Verifier, draft: Drafter | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.target = target
+        self.draft = draft
+        self.now = clock
+
+    def open(self, session: int, request: Request) -> None:
+        """Prepare both workers for a session."""
+        self.target.open(session, request)
+        if self.draft:
+            self.draft.open(session, request)
+
+    def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
+        """Carry out one round."""
+        heads: dict[int, Branch] = {}
+        drafts = {session: o.draft for session, o in orders.items() if o.draft}
+        branches, drafting = self.run_drafts(drafts, never, heads)
+        reports = self.run_verifies({session: o.verify for session, o in orders.items() if o.verify}, heads)
+        return {
+            session: replace(reports.get(session, Reports()), branches=branches.get(session, ()), drafting=drafting if session in drafts else None)
+            for session in orders
+        }
+
+    def run_drafts(self, orders: dict[int, Draft], done: Done, heads: dict[int, Branch]) -> tuple[dict[int, tuple[Branch, ...]], Span | None]:
+        """Draft for all sessions; notes each one's first head in `heads`."""
+        if not orders or not self.draft:
+            return {}, None
+        start, fed = self.now(), self.draft.rows_fed
+        branches = draft_or_whole(self.draft, orders, done, heads)
+        return branches, Span(start, self.now(), self.draft.rows_fed - fed)
+
+    def run_verifies(self, orders: dict[int, Verify], heads: Mapping[int, Branch]) -> dict[int, Reports]:
+        """Verify for all sessions."""
+        if not orders:
+            return {}
+        start, fed = self.now(), self.target.rows_fed
+        scored, failed = self.target.score(orders)
+        verdicts = self.target.judge(scored, heads)
+        span = Span(start, self.now(), self.target.rows_fed - fed)
+        reports = {session: Reports(verdict=verdict, verifying=span) for session, verdict in verdicts.items()}
+        return reports | {session: Reports(verifying=span, error=error) for session, error in failed.items()}
+
+    def leave(self, session: int) -> None:
+        """Free what a session holds."""
+        self.target.leave(session)
+        if self.draft:
+            self.draft.leave(session)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def draft_or_whole(drafter: Drafter, orders: dict[int, Draft], done: Done, heads: dict[int, Branch]) -> dict[int, tuple[Branch, ...]]:
+    """Draft; if the worker has lost a sequence, tell it everything once and draft then."""
+    try:
+        return drafter.draft(orders, done, heads.__setitem__)
+    except Stale:
+        return drafter.draft({session: replace(o, on=o.on.whole()) for session, o in orders.items()}, done, heads.__setitem__)

@@ -1,0 +1,114 @@
+"""A worker's hold on its sequences: what the model has read, the rows it made, and how to bring both in line with an order.
+
+Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariant: after `align` the tail holds exactly the
+line the order states, the committed part of it in the prefix, and every fed node still has its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specbranch.core.orders import Context
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Feed, Row, Runner, Sampler
+from specbranch.core.slots import ROOT, Slots
+
+PREFILL_ABOVE = 16  # unread tokens beyond this many are read in chunks, without rows
+
+
+class Stale(Exception):
+    """The worker holds less of a sequence than the order presumes; send it whole."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """One sequence as a worker holds it: the request, and the row after each node (ROOT: after the prefix)."""
+
+    request: Request
+    rows: dict[int, Row] = field(default_factory=dict)
+
+
+class Worker:
+    """A Runner, its Sampler and the sequences they hold."""
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self.runner = runner
+        self.sampler = sampler
+        self.rows_fed = 0
+        self._held: dict[int, Holding] = {}
+
+    def open(self, session: int, request: Request) -> None:
+        """Make room for a session."""
+        self.runner.open(session)
+        self._held[session] = Holding(request)
+
+    def leave(self, session: int) -> None:
+        """Free what a session holds; harmless if it holds nothing."""
+        if self._held.pop(session, None):
+            self.runner.close(session)
+
+    def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
+        """Bring the cache in line with `on`, whose last `pending` tokens are uncommitted.
+
+        Returns the node the line ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
+        """
+        slots = self.runner.slots(session)
+        held = len(slots.prefix)
+        if held < on.base:
+            raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
+        unread = list(on.tail[held - on.base :])
+        path = slots.find(unread)
+        committed = max(len(unread) - pending, 0)
+        self._keep(session, path, min(len(path), committed))
+        rest = unread[len(path) :]
+        return len(slots.tokens) - 1, self._prefill(session, rest, committed - len(path))
+
+    def feed(self, work: Sequence[Feed]) -> list[list[int]]:
+        """Feed nodes of several sequences in one forward, keep their rows; returns the new nodes of each."""
+        starts = [len(self.runner.slots(item.seq).tokens) for item in work]
+        batch = self.runner.feed(work)
+        nodes = [list(range(start, start + len(item.tokens))) for start, item in zip(starts, work, strict=True)]
+        for item, rows, new in zip(work, batch, nodes, strict=True):
+            self._held[item.seq].rows.update(zip(new, rows, strict=True))
+            self.rows_fed += len(new)
+        return nodes
+
+    def row(self, session: int, node: int) -> Row:
+        """The row after a node."""
+        return self._held[session].rows[node]
+
+    def spot(self, session: int, node: int) -> Spot:
+        """Where the token after a node will stand."""
+        slots = self.slots(session)
+        position = len(slots.prefix) if node == ROOT else slots.position(node) + 1
+        return Spot(self._held[session].request, position, lambda: slots.sequence(node))
+
+    def slots(self, session: int) -> Slots:
+        """The places of a session's sequence."""
+        return self.runner.slots(session)
+
+    def request(self, session: int) -> Request:
+        """The request a session was opened with."""
+        return self._held[session].request
+
+    def _keep(self, session: int, path: Sequence[int], commit: int) -> None:
+        held = self._held[session]
+        line = [ROOT, *path]  # the row after k kept nodes is that of line[k]
+        rows = {at - commit - 1: held.rows[node] for at, node in enumerate(line) if at >= commit and node in held.rows}
+        self.runner.keep(session, path, commit)
+        held.rows = rows
+
+    def _prefill(self, session: int, rest: list[int], committed: int) -> list[int]:
+        """Read all but a few of the committed tokens in chunks; returns those left to feed."""
+        if committed <= PREFILL_ABOVE:
+            return rest
+        self.runner.extend(session, rest[: committed - 1])
+        self.rows_fed += committed - 1
+        self._held[session].rows.clear()
+        return rest[committed - 1 :]
+
+
+def chain_after(node: int, tail: int, count: int) -> tuple[int, ...]:
+    """Parents of `count` tokens that follow `node` one after the other, in a tail that holds `tail` nodes."""
+    return tuple(node if i == 0 else tail + i - 1 for i in range(count))

@@ -1,0 +1,99 @@
+"""Which models can take tokens back: those whose cache holds one entry a token, for every token of the context.
+
+Owns the refusal, for every runner. Invariant: what passes here keeps the keys and values of all `context_length` tokens, so that
+dropping the last ones leaves exactly what was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specbranch.errors import ModelError
+
+RECURRENT_FAMILIES = frozenset(
+    (
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "rwkv",
+        "rwkv5",
+        "rwkv6",
+        "rwkv6qwen2",
+        "rwkv7",
+        "xlstm",
+        "recurrent_gemma",
+        "jamba",
+        "zamba",
+        "zamba2",
+        "bamba",
+        "falcon_h1",
+        "falcon-h1",
+        "granitemoehybrid",
+        "granitehybrid",
+        "nemotron_h",
+        "nemotron_hybrid",
+        "lfm2",
+        "lfm2_moe",
+        "minimax",
+        "qwen3_next",
+        "qwen3next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "kimi_linear",
+        "plamo2",
+        "olmo_hybrid",
+        "bailing_hybrid",
+        "bailing_moe_linear",
+        "retnet",
+        "griffin",
+        "hgrn",
+    )
+)
+RECURRENT_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "ssm", "hybrid", "rwkv", "lightning")
+WINDOWED_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+def refuse_if_cannot_roll_back(config: Mapping[str, Any], context_length: int, name: str) -> None:
+    """Raise a ModelError if the model's cache forgets tokens within `context_length`; `config` is its config.json."""
+    config = config.get("text_config") or config
+    family = str(config.get("model_type", "unknown"))
+    if why := _recurrent(config, family):
+        raise ModelError(
+            f"{name} has architecture {family!r}, {why}: it folds past tokens into a state and cannot take rejected ones back. "
+            "Choose a model whose layers all attend to a cache of keys and values."
+        )
+    window = active_window(config)
+    if window is not None and window < context_length:
+        raise ModelError(
+            f"{name} (architecture {family!r}) attends to the last {window} tokens only, fewer than the context of {context_length} "
+            f"asked for: tokens that left the window cannot be brought back. Set context_length to {window} or less."
+        )
+
+
+def active_window(config: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the narrowest layer sees, or None where every layer sees all of them."""
+    kinds = config.get("layer_types")
+    if kinds:
+        windows = [config.get(key) for kind, key in WINDOWED_LAYERS.items() if kind in kinds]
+    else:
+        windows = [config.get("sliding_window")] if _slides(config) else []
+    return min((int(window) for window in windows if window), default=None)
+
+
+def _slides(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration without `layer_types` uses its `sliding_window`; Qwen switches it on by a flag, from a certain layer."""
+    qwen = str(config.get("model_type", "")).startswith("qwen")
+    layers, first = config.get("num_hidden_layers"), config.get("max_window_layers")
+    return bool(config.get("use_sliding_window", not qwen)) and (layers is None or first is None or first < layers)
+
+
+def _recurrent(config: Mapping[str, Any], family: str) -> str | None:
+    """Say what makes the model recurrent, or None."""
+    if family in RECURRENT_FAMILIES:
+        return "which is recurrent"
+    for key in ("layer_types", "layers_block_type", "block_types", "attn_type_list"):
+        for kind in config.get(key) or ():
+            if any(word in str(kind) for word in RECURRENT_LAYERS):
+                return f"which has {kind!r} layers"
+    return "which has state-space layers" if config.get("ssm_cfg") or config.get("hybrid_override_pattern") else None

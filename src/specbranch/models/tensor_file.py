@@ -1,0 +1,195 @@
+"""Reading tensors from a weight file straight into their final place, in pieces of a few megabytes.
+
+Owns the byte ranges of one file. Files are read, not mapped: mapped pages would count as memory of this process. Invariant: a tensor
+that was read lies wholly inside the file; anything else is a ModelError that names file and tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from specbranch.errors import ModelError
+from specbranch.models.encodings import SAFETENSORS, Encoding
+
+PIECE = 4 << 20  # bytes read at once: large enough for full speed, small enough to stay in a cache
+
+
+class TensorSource(Protocol):
+    """Named tensors on disk."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a sentence."""
+        ...
+
+    def __contains__(self, tensor: str) -> bool: ...
+
+    def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
+        """Fill a contiguous tensor of the same shape, converting; `leading`: it may have fewer rows, the first ones are read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies in its file and how it is stored."""
+
+    shape: tuple[int, ...]
+    offset: int
+    encoding: Encoding
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + math.prod(self.shape) // self.encoding.block * self.encoding.size
+
+
+class TensorFile:
+    """The tensors of one file, by name."""
+
+    def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
+        self.path = path
+        self.entries = entries
+        size = path.stat().st_size
+        for tensor, entry in entries.items():
+            if not 0 <= entry.offset <= entry.end <= size:
+                raise ModelError(f"{path} is cut short: {tensor} ends at byte {entry.end}, the file at {size}. Fetch the file again.")
+
+    @property
+    def name(self) -> str:
+        """The file's path."""
+        return str(self.path)
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self.entries
+
+    def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
+        """Fill `into`; see TensorSource."""
+        entry = self.entries.get(tensor)
+        if entry is None:
+            raise ModelError(
+                f"{self.path} has no tensor {tensor!r}, which its configuration needs. The file belongs to another model, or is incomplete."
+            )
+        rows_fit = leading and entry.shape[1:] == tuple(into.shape[1:]) and entry.shape[0] >= into.shape[0]
+        if not rows_fit and entry.shape != tuple(into.shape):
+            raise ModelError(f"{self.path}: tensor {tensor!r} has shape {list(entry.shape)}; its configuration says {list(into.shape)}.")
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                _fill(file, entry, into.view(-1))
+        except (OSError, EOFError) as error:
+            raise ModelError(f"{self.path}: tensor {tensor!r} could not be read ({error}). Fetch the file again.") from None
+
+
+def _fill(file: BinaryIO, entry: Entry, flat: Tensor) -> None:
+    file.seek(entry.offset)
+    if flat.device.type == "cpu" and flat.dtype == entry.encoding.dtype:
+        return _read_exactly(file, flat.view(torch.uint8))
+    buffer = torch.empty(PIECE, dtype=torch.uint8)
+    for start, stop in _pieces(flat.numel(), entry.encoding):
+        raw = buffer[: (stop - start) // entry.encoding.block * entry.encoding.size]
+        _read_exactly(file, raw)
+        flat[start:stop].copy_(entry.encoding.decode(raw.to(flat.device)))
+    return None
+
+
+def _pieces(numbers: int, encoding: Encoding) -> Iterator[tuple[int, int]]:
+    step = PIECE // encoding.size * encoding.block
+    for start in range(0, numbers, step):
+        yield start, min(start + step, numbers)
+
+
+def _read_exactly(file: BinaryIO, raw: Tensor) -> None:
+    view = memoryview(raw.numpy())
+    while view:
+        got = file.readinto(view)  # type: ignore[attr-defined]
+        if not got:
+            raise EOFError("the file ends inside it")
+        view = view[got:]
+
+
+def open_safetensors(path: Path) -> TensorFile:
+    """Read the header of one safetensors file: eight bytes of length, then JSON, then the data."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(path.stat().st_size - 8, 100 << 20):
+                raise ValueError(f"its header claims {length} bytes")
+            header: dict[str, Any] = json.loads(file.read(length))
+        entries = {tensor: _entry(tensor, info, 8 + length) for tensor, info in header.items() if tensor != "__metadata__"}
+    except OSError as error:
+        raise ModelError(f"{path} could not be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is damaged or no safetensors file: {error}. Fetch the file again.") from None
+    return TensorFile(path, entries)
+
+
+def _entry(tensor: str, info: dict[str, Any], data: int) -> Entry:
+    if info["dtype"] not in SAFETENSORS:
+        # Named only when read: a file may carry such tensors beside the weights.
+        return Entry(tuple(info["shape"]), data + info["data_offsets"][0], _unreadable(tensor, info["dtype"]))
+    entry = Entry(tuple(info["shape"]), data + info["data_offsets"][0], SAFETENSORS[info["dtype"]])
+    if entry.end != data + info["data_offsets"][1]:
+        raise ValueError(f"{tensor} of shape {info['shape']} does not fill its bytes {info['data_offsets']}")
+    return entry
+
+
+def _unreadable(tensor: str, dtype: str) -> Encoding:
+    def decode(raw: Tensor) -> Tensor:
+        raise ModelError(
+            f"Tensor {tensor!r} is stored as {dtype}; expected one of {', '.join(SAFETENSORS)}. Load it with runner='transformers'."
+        )
+
+    return Encoding(1, 0, decode)
+
+
+class ShardedFile:
+    """Tensors spread over the safetensors files that an index names."""
+
+    def __init__(self, index: Path) -> None:
+        self.index = index
+        try:
+            self.files: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{index} is damaged: {error}. Fetch the file again.") from None
+        self.shards = {file: self._open(file) for file in sorted(set(self.files.values()))}
+
+    def _open(self, file: str) -> TensorFile:
+        path = self.index.parent / file
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though {self.index.name} names it. Fetch the model again.")
+        return open_safetensors(path)
+
+    @property
+    def name(self) -> str:
+        """The index's path."""
+        return str(self.index)
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self.files
+
+    def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
+        """Fill `into`; see TensorSource."""
+        if tensor not in self.files:
+            raise ModelError(
+                f"{self.index} names no tensor {tensor!r}, which its configuration needs. It belongs to another model, or is incomplete."
+            )
+        self.shards[self.files[tensor]].read(tensor, into, leading=leading)
+
+
+def open_folder(folder: Path) -> TensorFile | ShardedFile:
+    """Open the safetensors of a model folder, one file or several."""
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return ShardedFile(index)
+    if (single := folder / "model.safetensors").is_file():
+        return open_safetensors(single)
+    held = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
+    raise ModelError(
+        f"{folder} has neither model.safetensors nor model.safetensors.index.json (it holds {held}). Fetch or convert the weights."
+    )

@@ -1,0 +1,147 @@
+"""The decoder's weights, read one tensor at a time into the buffers it will use.
+
+Owns the names that tensors have in each kind of file. Invariant: no tensor exists twice while reading; q, k, v lie in one matrix, gate
+and up in another, and a tied head is the embedding itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specbranch.models.architecture import Architecture
+from specbranch.models.gguf_file import GgufFile
+from specbranch.models.tensor_file import TensorSource
+
+HUGGING_FACE = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "model.layers.{}.input_layernorm",
+    "q": "model.layers.{}.self_attn.q_proj",
+    "k": "model.layers.{}.self_attn.k_proj",
+    "v": "model.layers.{}.self_attn.v_proj",
+    "q_norm": "model.layers.{}.self_attn.q_norm",
+    "k_norm": "model.layers.{}.self_attn.k_norm",
+    "out": "model.layers.{}.self_attn.o_proj",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "gate": "model.layers.{}.mlp.gate_proj",
+    "up": "model.layers.{}.mlp.up_proj",
+    "down": "model.layers.{}.mlp.down_proj",
+}
+GGUF = {
+    "embedding": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "attention_norm": "blk.{}.attn_norm",
+    "q": "blk.{}.attn_q",
+    "k": "blk.{}.attn_k",
+    "v": "blk.{}.attn_v",
+    "q_norm": "blk.{}.attn_q_norm",
+    "k_norm": "blk.{}.attn_k_norm",
+    "out": "blk.{}.attn_output",
+    "mlp_norm": "blk.{}.ffn_norm",
+    "gate": "blk.{}.ffn_gate",
+    "up": "blk.{}.ffn_up",
+    "down": "blk.{}.ffn_down",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The weight [out, in] of a linear map and its bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer."""
+
+    attention_norm: Tensor
+    qkv: Matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Matrix
+    mlp_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All of a model's weights."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+
+
+def read_weights(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype) -> Weights:
+    """Read everything the architecture names; a missing or misshapen tensor is a ModelError."""
+    reader = _Reader(arch, source, device, dtype)
+    embedding = reader.vocabulary_matrix("embedding")
+    layers = tuple(reader.layer(index) for index in range(arch.layers))
+    return Weights(embedding, layers, reader.vector("norm", arch.hidden), embedding if arch.tied else reader.vocabulary_matrix("head"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    arch: Architecture
+    source: TensorSource
+    device: torch.device
+    dtype: torch.dtype
+
+    def layer(self, index: int) -> LayerWeights:
+        a = self.arch
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        return LayerWeights(
+            attention_norm=self.vector("attention_norm", a.hidden, index),
+            qkv=self.matrix({"q": q, "k": kv, "v": kv}, a.hidden, a.qkv_bias, index),
+            q_norm=self.vector("q_norm", a.head_dim, index) if a.qk_norm else None,
+            k_norm=self.vector("k_norm", a.head_dim, index) if a.qk_norm else None,
+            out=self.matrix({"out": a.hidden}, q, a.out_bias, index),
+            mlp_norm=self.vector("mlp_norm", a.hidden, index),
+            gate_up=self.matrix({"gate": a.intermediate, "up": a.intermediate}, a.hidden, a.mlp_bias, index),
+            down=self.matrix({"down": a.hidden}, a.intermediate, a.mlp_bias, index),
+        )
+
+    def vector(self, part: str, size: int, layer: int = 0) -> Tensor:
+        return self._stacked({part: size}, (), "weight", layer)
+
+    def matrix(self, parts: dict[str, int], columns: int, bias: bool, layer: int) -> Matrix:
+        weight = self._stacked(parts, (columns,), "weight", layer)
+        return Matrix(weight, self._stacked(parts, (), "bias", layer) if bias else None)
+
+    def vocabulary_matrix(self, part: str) -> Tensor:
+        """Read a matrix with a row a token; files may pad it with rows that mean nothing."""
+        held = torch.empty(self.arch.vocabulary, self.arch.hidden, device=self.device, dtype=self.dtype)
+        self.source.read(self._name(part, "weight", 0), held, leading=True)
+        return held
+
+    def _stacked(self, parts: dict[str, int], inner: tuple[int, ...], suffix: str, layer: int) -> Tensor:
+        """Read several tensors one below the other."""
+        held = torch.empty(sum(parts.values()), *inner, device=self.device, dtype=self.dtype)
+        for part, rows in zip(parts, held.split(list(parts.values())), strict=True):
+            self.source.read(self._name(part, suffix, layer), rows)
+            if part in ("q", "k") and self._interleaved:
+                rows.copy_(_halves_together(rows, self.arch.head_dim))
+        return held
+
+    def _name(self, part: str, suffix: str, layer: int) -> str:
+        names = GGUF if isinstance(self.source, GgufFile) else HUGGING_FACE
+        return f"{names[part].format(layer)}.{suffix}"
+
+    @property
+    def _interleaved(self) -> bool:
+        """Whether the rows of q and k pair dimension 2i with 2i + 1, as llama.cpp stores this family."""
+        return isinstance(self.source, GgufFile) and self.arch.family in ("llama", "mistral")
+
+
+def _halves_together(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of each head so that dimension i is paired with i + head_dim/2."""
+    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,97 @@
+"""Token ids to text, a few at a time: what is given out is final and never ends within a character.
+
+Owns the window of tokens whose text is not settled yet. Invariant: the pieces, joined, are exactly the text of the whole list decoded at
+once, and each token is decoded a bounded number of times.
+
+A decoder treats the beginning of a list apart (it drops a leading space, say), so the window starts with *context*: tokens given out
+already, whose text is not empty. The new text is what the window's text has beyond the context's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
+_LONG = 32  # tokens held back before a cut between them is looked for
+_SPAN = 4  # a character has at most four bytes, so one of four neighbouring cuts falls between characters
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def byte_ids(self) -> frozenset[int]:
+        """The tokens that are decoded run by run."""
+        ...
+
+    def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
+        """Whether decoding passes over the token as if it were not there."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of some ids."""
+        ...
+
+
+class Detokenizer:
+    """The text of one growing list of tokens."""
+
+    def __init__(self, tokenizer: Decoder, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._window: list[int] = []
+        self._given = 0  # tokens at the window's start that are context
+        self._context = ""  # their text
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Append tokens; returns the text that became final."""
+        return "".join([self._append(token) for token in token_ids])
+
+    def finish(self) -> str:
+        """Return what was still held back, with U+FFFD for what never became a character."""
+        rest = self._text(self._window)[len(self._context) :]
+        self._window, self._given, self._context = [], 0, ""
+        return rest
+
+    @property
+    def pending(self) -> str:
+        """The text held back, as it would read if nothing followed, without an unfinished character."""
+        if self._given == len(self._window):
+            return ""
+        return self._text(self._window)[len(self._context) :].rstrip(UNFINISHED)
+
+    def _append(self, token: int) -> str:
+        if self._tokenizer.is_silent(token, self._skip_special):
+            return ""  # it does not even end a run of bytes
+        self._window.append(token)
+        if token in self._tokenizer.byte_ids:
+            return ""  # one bad byte later on would change the text of the whole run
+        text = self._text(self._window)
+        if text.endswith(UNFINISHED):
+            return self._relieve(text) if len(self._window) - self._given > _LONG else ""
+        new = text[len(self._context) :]
+        self._settle(text)
+        return new
+
+    def _settle(self, text: str) -> None:
+        """Make the window's newest tokens its context; if they have no text, the older context stays with them."""
+        fresh = self._text(self._window[self._given :])
+        if fresh:
+            self._window = self._window[self._given :]
+        self._given, self._context = len(self._window), fresh or text
+
+    def _relieve(self, text: str) -> str:
+        """Give out all but the end of a long held-back stretch, where a cut between tokens provably changes nothing."""
+        for cut in range(len(self._window) - _SPAN, len(self._window) - 2 * _SPAN, -1):
+            before = self._text(self._window[:cut])
+            for start in range(cut - 1, cut - 1 - _SPAN, -1):
+                context = self._text(self._window[start:cut])
+                if context and text == before + self._text(self._window[start:]).removeprefix(context):
+                    new = before[len(self._context) :]
+                    self._window, self._given, self._context = self._window[start:], cut - start, context
+                    return new
+        return ""
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, self._skip_special)

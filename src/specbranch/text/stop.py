@@ -1,0 +1,82 @@
+"""Stop strings: watches the text as tokens are appended, and keeps back what may still turn out to be one.
+
+Owns the text of one answer. Invariant: the answer ends at the first token after which the text so far contains a stop string, and is cut
+before the earliest one; text that was shown is never taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specbranch.text.detokenizer import Detokenizer
+
+
+class StopStrings:
+    """Ends a text where one of `stops` is completed, from the `min_tokens`-th token on."""
+
+    def __init__(self, stops: Sequence[str], detokenizer: Detokenizer, min_tokens: int = 0) -> None:
+        self._stops = tuple(stops)
+        self._detokenizer = detokenizer
+        self._min_tokens = min_tokens
+        self._tokens = 0
+        self._settled: list[str] = []  # may be shown
+        self._taken = 0  # pieces of it that were
+        self._held = ""  # final text that may be the beginning of a stop string
+        self.matched: str | None = None  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed."""
+        return self.matched is not None
+
+    @property
+    def text(self) -> str:
+        """The text so far, cut before the stop string; a character still unfinished is not in it before `finish`."""
+        return "".join(self._settled) + self._held
+
+    def append(self, token: int) -> bool:
+        """Take one more token; True when it completes a stop string (and ever after)."""
+        if self.stopped:
+            return True
+        self._tokens += 1
+        self._read(self._detokenizer.feed((token,)))
+        return self.stopped
+
+    def take(self) -> str:
+        """Return the text that may be shown now and was not taken before."""
+        new = "".join(self._settled[self._taken :])
+        self._taken = len(self._settled)
+        return new
+
+    def finish(self) -> str:
+        """End the text, however it ended; returns what was not taken before."""
+        if not self.stopped:
+            self._read(self._detokenizer.finish())
+        self._settle(self._held, "")
+        return self.take()
+
+    def _read(self, new: str) -> None:
+        fresh = self._held + new
+        if self._stops and self._tokens >= self._min_tokens:
+            # What the detokenizer holds back counts too: a byte token may complete a stop string all by itself.
+            found = self._first(fresh + self._detokenizer.pending)
+            if found is not None:
+                at, self.matched = found
+                self._settle((fresh + self._detokenizer.pending)[:at], "")
+                return
+        keep = self._beginning(fresh)
+        self._settle(fresh[: len(fresh) - keep], fresh[len(fresh) - keep :])
+
+    def _settle(self, text: str, held: str) -> None:
+        if text:
+            self._settled.append(text)
+        self._held = held
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Where the earliest stop string begins, and which it is."""
+        return min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
+
+    def _beginning(self, text: str) -> int:
+        """How many characters at the end of `text` are the beginning of a stop string."""
+        longest = min(len(text), max((len(stop) for stop in self._stops), default=0) - 1)
+        return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)

@@ -1,0 +1,235 @@
+"""Text to token ids and back, over the `tokenizers` library alone: a folder with tokenizer.json loads without transformers or torch.
+
+Owns reading the tokenizer files of a model, its special tokens and the ids that end a text.
+Invariant: ids, text and rendered chats are those that transformers gives for the same files. One exception: the clean-up of spaces before
+punctuation, meant for WordPiece encoders, is never done, as text could then change after it was shown.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from specbranch.errors import BadParameter, ModelError
+from specbranch.text.chat_template import ChatTemplate, Message
+from specbranch.text.conversion import TOKENIZER, convert, file_key, folder_key, kept_folder
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_log = logging.getLogger("specbranch")
+
+
+class Tokenizer:
+    """One model's vocabulary, in both directions."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special: Mapping[str, str], eos_ids: Sequence[int] = (), chat_template: str | None = None
+    ) -> None:
+        self._backend = backend
+        self.special = dict(special)
+        self.eos_ids = tuple(eos_ids)
+        self._template = None if chat_template is None else ChatTemplate(chat_template, special)
+        self._warned = False
+
+    @classmethod
+    def from_folder(cls, path: Path | str, cache_folder: Path | None = None) -> Self:
+        """Load from a model's folder. Without tokenizer.json it is converted by transformers and kept in `cache_folder`, if given."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelError(f"No tokenizer at {folder}: there is no such folder. Give the folder that holds {TOKENIZER}.")
+        if (folder / TOKENIZER).is_file():
+            return cls._load(folder)
+        _log.warning("No %s in %s: converting its tokenizer with transformers, once.", TOKENIZER, folder)
+        with kept_folder(cache_folder, folder_key(folder)) as kept:
+            if not (kept / TOKENIZER).is_file():
+                convert(folder, kept, None)
+            return cls._load(kept)
+
+    @classmethod
+    def from_gguf(cls, path: Path | str, cache_folder: Path) -> Self:
+        """Load from a GGUF file. The first time transformers converts it into `cache_folder`; later the file is not even opened."""
+        file = Path(path)
+        if not file.is_file():
+            raise ModelError(f"No model at {file}: there is no such file.")
+        with kept_folder(cache_folder, file_key(file)) as kept:
+            if not (kept / TOKENIZER).is_file():
+                _log.info("Converting the tokenizer of %s, once.", file.name)
+                convert(file.parent, kept, file.name)
+            return cls._load(kept)
+
+    @classmethod
+    def _load(cls, folder: Path) -> Self:
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        backend = _backend(folder / TOKENIZER, config, special)
+        return cls(backend, special, _eos_ids(folder, backend, special), _chat_template(folder, config))
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the ids of a text, with whatever the model puts around one (usually a BOS, or nothing) if `add_special`."""
+        return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of some ids; bytes that make no character become U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def token(self, token_id: int) -> str:
+        """Return the token as the vocabulary spells it; an id without one (padding) gives an empty string."""
+        return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a conversation is to be written."""
+        return self._template is not None
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of a conversation; the template writes a BOS where the model wants one, so none is added."""
+        _check_messages(messages)
+        if self._template is None:
+            return self.encode(self._plain_chat(messages, add_generation_prompt))
+        return self.encode(self._template.render(messages, add_generation_prompt, tools, variables), add_special=False)
+
+    def _plain_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        if not self._warned:
+            self._warned = True
+            warnings.warn("This model has no chat template: the messages are given to it as plain text.", stacklevel=3)
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
+
+    @cached_property
+    def _vocabulary(self) -> dict[int, str]:
+        return {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+
+    def vocabulary(self) -> dict[int, str]:
+        """Return every token by its id."""
+        return dict(self._vocabulary)
+
+    @cached_property
+    def vocabulary_size(self) -> int:
+        """One more than the highest id."""
+        return max(self._vocabulary, default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the vocabulary: equal where all ids mean the same."""
+        return sha256(json.dumps(sorted(self._vocabulary.items())).encode()).hexdigest()
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
+        """Whether decoding passes over the token as if it were not there."""
+        return (skip_special and token_id in self._special_ids) or token_id not in self._vocabulary
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """The tokens that stand for one byte each and are decoded run by run (SentencePiece's byte fallback)."""
+        decoder = self._backend.decoder
+        if decoder is None or b"ByteFallback" not in decoder.__getstate__():
+            return frozenset()
+        return frozenset(token_id for token_id, token in self._vocabulary.items() if _BYTE.fullmatch(token))
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise BadParameter("The conversation is empty; give at least one message.")
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise BadParameter(f"A message is {message!r}; expected a mapping with 'role' and 'content'.")
+        if "content" not in message and "tool_calls" not in message:
+            raise BadParameter(f"The {message['role']} message has no 'content'.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged ({error}). Fetch the model again.") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _backend(path: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{path} is damaged ({error}). Fetch the model again.") from error
+    backend.no_truncation()  # a file may carry both from its training run
+    backend.no_padding()
+    _add_missing(backend, config, special)
+    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
+        backend.post_processor = _frame(backend, config, special)
+    return backend
+
+
+def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Add the tokens that only tokenizer_config.json knows, and mark the named ones as special."""
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda entry: int(entry[0]))
+    for _, entry in listed:
+        if backend.token_to_id(entry["content"]) is None:
+            backend.add_tokens([AddedToken(**{key: value for key, value in entry.items() if key != "__type"})])
+    names = [*special.values(), *_extra_special(config)]
+    already = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names if name not in already])
+
+
+def _extra_special(config: Mapping[str, Any]) -> list[str]:
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    return [_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+
+
+def _frame(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> TemplateProcessing:
+    """What goes around a text when the configuration says so, whatever tokenizer.json has."""
+    before = [special["bos_token"]] if config.get("add_bos_token") and "bos_token" in special else []
+    after = [special["eos_token"]] if config.get("add_eos_token") and "eos_token" in special else []
+    return TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])],
+    )
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+
+
+def _special_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens; older models keep them in special_tokens_map.json."""
+    merged = {**legacy, **{key: value for key, value in config.items() if value is not None}}
+    return {key: _content(merged[key]) for key in _NAMED if merged.get(key) is not None}
+
+
+def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+    """Every id that ends a text: those of generation_config.json (or config.json), then the tokenizer's own."""
+    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if listed is None:
+        listed = _read_json(folder / "config.json").get("eos_token_id")
+    own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    several = listed if isinstance(listed, list) else [listed]
+    return tuple(dict.fromkeys(token_id for token_id in [*several, own] if token_id is not None))
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, list):  # several by name; "tool_use" and the like are not ours to choose
+        return next((str(entry["template"]) for entry in found if entry.get("name") == "default"), None)
+    return found

@@ -1,0 +1,33 @@
+"""Whether a draft speaks the target's tokens: every id that both have must mean the same.
+
+Owns the comparison. Ids that only one of them has (a vocabulary padded to a round size, tokens added for one model) are no hindrance: the
+draft never proposes them, and losslessness does not depend on it.
+"""
+
+from __future__ import annotations
+
+from specbranch.errors import VocabularyMismatch
+from specbranch.text.tokenizer import Tokenizer
+
+SHOWN = 5
+
+
+def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> int:
+    """Return how many ids both have from 0 on, or raise with the tokens that differ."""
+    common = min(target.vocabulary_size, draft.vocabulary_size)
+    if target.fingerprint == draft.fingerprint:
+        return common
+    ours, theirs = target.vocabulary(), draft.vocabulary()
+    different = [i for i in range(common) if i in ours and i in theirs and ours[i] != theirs[i]]
+    if different or not common:
+        raise VocabularyMismatch(_sentence(different, ours, theirs, common))
+    return common
+
+
+def _sentence(different: list[int], ours: dict[int, str], theirs: dict[int, str], common: int) -> str:
+    shown = "; ".join(f"{i} is {ours[i]!r} to the target and {theirs[i]!r} to the draft" for i in different[:SHOWN])
+    more = f"; and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+    return (
+        f"Draft and target have different vocabularies: {len(different)} of {common} shared token ids differ ({shown}{more}). "
+        "Use a draft of the target's own family, or method 'lookup', which needs no draft."
+    )
