@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
 from specbranch.errors import BadParameter, unknown
@@ -17,8 +16,6 @@ Rule = Literal["match", "ratio"]
 HeadKind = Literal["top", "sampled"]
 Policy = Literal["fixed", "confidence", "entropy"]
 ExecutorName = Literal["serial", "process"]
-
-NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 def _require(ok: bool, name: str, got: object, expected: str) -> None:
@@ -45,7 +42,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: NO_BIAS)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     n: int = 1
     max_tokens: int = 256

@@ -63,7 +63,8 @@ class Session:
     def commit(self, pending: Branch, verdict: Verdict, kept: Branch | None = None) -> None:
         """Append the accepted tokens, then the target's own; `kept` is the branch that presumed this very outcome."""
         tokens = [*(pending.tokens[node] for node in verdict.path), verdict.token]
-        origins: list[Origin] = [*("draft" for _ in verdict.path), "branch" if kept else "target"]
+        origins: list[Origin] = ["draft"] * len(verdict.path)
+        origins.append("branch" if kept else "target")
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self._append(token, origin)
             if verdict.logprobs:

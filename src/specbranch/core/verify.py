@@ -48,7 +48,10 @@ def accept_match(order: Verify, chosen: Sequence[int]) -> Outcome:
 
 
 def accept_ratio(order: Verify, law: Callable[[int], Law], uniform: Uniform, head: Head | None = None) -> Outcome:
-    """Walk down by rejection sampling (Leviathan et al. 2023, recursive over siblings); `law(i)` is p after node i, ROOT after the context."""
+    """Walk down by rejection sampling (Leviathan et al. 2023, recursive over siblings).
+
+    `law(i)` is p after node i, ROOT after the context.
+    """
     path: list[int] = []
     here = ROOT
     while True:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 from specbranch.core.orders import Branch, Draft, Orders, Reports, Span, Verify
 from specbranch.core.request import Request
 from specbranch.exec.drafter import Done, Drafter, never
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Stale
-
-T = TypeVar("T", Draft, Verify)
 
 
 class Serial:
@@ -39,22 +36,21 @@ class Serial:
         """Carry out one round."""
         heads: dict[int, Branch] = {}
         drafts = {session: o.draft for session, o in orders.items() if o.draft}
-        branches, drafting = self.run_drafts(drafts, never, heads)
-        reports = self.run_verifies({session: o.verify for session, o in orders.items() if o.verify}, heads)
-        return {
-            session: replace(reports.get(session, Reports()), branches=branches.get(session, ()), drafting=drafting if session in drafts else None)
-            for session in orders
-        }
+        drafted = self._drafts(drafts, heads)
+        verified = self._verifies({session: o.verify for session, o in orders.items() if o.verify}, heads)
+        none = Reports()
+        return {s: _both(drafted.get(s, none), verified.get(s, none)) for s in orders}
 
-    def run_drafts(self, orders: dict[int, Draft], done: Done, heads: dict[int, Branch]) -> tuple[dict[int, tuple[Branch, ...]], Span | None]:
+    def _drafts(self, orders: dict[int, Draft], heads: dict[int, Branch]) -> dict[int, Reports]:
         """Draft for all sessions; notes each one's first head in `heads`."""
         if not orders or not self.draft:
-            return {}, None
+            return {}
         start, fed = self.now(), self.draft.rows_fed
-        branches = draft_or_whole(self.draft, orders, done, heads)
-        return branches, Span(start, self.now(), self.draft.rows_fed - fed)
+        branches = draft_or_whole(self.draft, orders, never, heads)
+        span = Span(start, self.now(), self.draft.rows_fed - fed)
+        return {session: Reports(branches=branches[session], drafting=span) for session in orders}
 
-    def run_verifies(self, orders: dict[int, Verify], heads: Mapping[int, Branch]) -> dict[int, Reports]:
+    def _verifies(self, orders: dict[int, Verify], heads: Mapping[int, Branch]) -> dict[int, Reports]:
         """Verify for all sessions."""
         if not orders:
             return {}
@@ -73,6 +69,10 @@ class Serial:
 
     def close(self) -> None:
         """Nothing to stop."""
+
+
+def _both(drafted: Reports, verified: Reports) -> Reports:
+    return replace(verified, branches=drafted.branches, drafting=drafted.drafting)
 
 
 def draft_or_whole(drafter: Drafter, orders: dict[int, Draft], done: Done, heads: dict[int, Branch]) -> dict[int, tuple[Branch, ...]]:

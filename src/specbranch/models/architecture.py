@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Literal, Protocol, Self
 
 from specbranch.errors import ModelError
 from specbranch.models.rollback import active_window, refuse_if_cannot_roll_back
@@ -168,7 +168,7 @@ def _known_family(family: str, name: str) -> Family:
         raise ModelError(
             f"{name} has architecture {family!r}; the native decoder runs {', '.join(FAMILIES)}. It may run elsewhere: {USE_TRANSFORMERS}"
         )
-    return cast(Family, family)
+    return family
 
 
 def _refuse_variants(config: Mapping[str, Any], name: str) -> None:

@@ -1,7 +1,7 @@
 """A matrix product for few rows on CPUs, as machine code: its source, its compilation (llvmlite) and its launch on torch's own threads.
 
 BLAS repacks the weights whenever there is more than one row; a decoder at 2 to 16 rows then waits for that instead of for memory. Here
-each weight is loaded once for all rows. Owns no weights and chooses nothing (see `linear`).
+each weight is fetched once for all rows. Owns no weights and chooses nothing (see `linear`).
 
 Invariant: an element of the result is one chain of fused multiply-adds in a fixed order, whatever the number of rows or threads. Row i of
 a call with many rows therefore equals, bit for bit, the call with that row alone.
@@ -10,25 +10,27 @@ a call with many rows therefore equals, bit for bit, the call with that row alon
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
-ROWS = 4  # rows of one tile; more rows reuse the tile's weights from the first cache level
 PART = 1 << 16  # bytes of weights that a thread takes at a time
+TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
 
-Launch = Callable[[int, int, int, int, int, int, int], None]
-Arguments = ctypes.c_int64 * 9
+_Arguments = ctypes.c_int64 * 9
+_Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Width of a vector and how many outputs a tile may hold before its sums no longer fit in registers."""
+    """The width of a vector, and how many outputs a tile may have before its sums no longer fit in the registers."""
 
     lanes: int
     outs: int
@@ -36,45 +38,42 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Compiled code for y = x·Wᵀ + b over contiguous float32, called with addresses."""
+    """Compiled code for y = x·Wᵀ + b on contiguous float32, called with addresses."""
 
+    engine: Any  # owns the code
     work: int
-    engine: object  # owns the code: must outlive `work`
-    team: Callable[[int, object, int, int], None] | None  # runs `work` on every thread of torch's pool
+    alone: Callable[[Any], None]  # runs `work` on the calling thread
+    team: Callable[[int, Any, int, int], None] | None  # runs `work` on every thread of torch's pool
 
     def __call__(self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int) -> None:
-        """Write the product of the rows at `x` to `y`; `bias` 0 means none."""
-        # The first number counts the outputs already taken: threads help themselves, so a slow one holds nobody up.
-        arguments = Arguments(0, x, weight, bias, y, rows, ins, outs, max(4, PART // (16 * ins) * 4))
-        threads = torch.get_num_threads() if self.team else 1
-        if self.team and threads > 1:
-            self.team(self.work, arguments, threads, 0)
+        """Write the product of the rows at `x` to `y`; a bias of 0 means none."""
+        # The first number counts the outputs taken so far: threads help themselves, so a slow one holds nobody up.
+        arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, max(1, PART // (16 * ins)) * 4)
+        threads = torch.get_num_threads()
+        if self.team is None or threads == 1:
+            self.alone(arguments)
         else:
-            _Work(self.work)(arguments)
-
-
-_Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+            self.team(self.work, arguments, threads, 0)
 
 
 @cache
 def load_kernel() -> Kernel | None:
     """Compile the kernel for this machine, once a process; None where that cannot be done.
 
-    Call it before weights are loaded: the compiler's own pages are given back afterwards and so never add to the peak.
+    Best called before weights are loaded: the compiler's pages are given back at the end, and so do not add to the peak.
     """
     try:
         import llvmlite.binding as llvm
-    except ImportError:
+
+        machine = _machine(dict(llvm.get_host_cpu_features()))
+        engine = _compile(llvm, source(machine)) if machine else None
+    except (ImportError, OSError, RuntimeError):  # no LLVM, or one too old for this source
         return None
-    machine = _machine(dict(llvm.get_host_cpu_features()))
-    if machine is None:
+    if engine is None:
         return None
-    try:
-        engine = _compile(llvm, source(machine))
-    except (RuntimeError, OSError):  # an LLVM too old for this source
-        return None
-    _forget_pages("llvmlite")
-    return Kernel(engine.get_function_address("work"), engine, _torch_team())
+    _forget_pages("libllvmlite")
+    work = engine.get_function_address("work")
+    return Kernel(engine, work, _Work(work), _torch_team())
 
 
 def _machine(features: dict[str, bool]) -> Machine | None:
@@ -83,3 +82,245 @@ def _machine(features: dict[str, bool]) -> Machine | None:
     if not features.get("fma"):
         return None  # a fused multiply-add would be a library call for each number
     return Machine(lanes=16, outs=4) if features.get("avx512f") else Machine(lanes=8, outs=2)
+
+
+def _compile(llvm: ModuleType, text: str) -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    target = llvm.Target.from_default_triple().create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2)
+    # No optimisation passes: the source is already what they would aim at, and without them compiling takes 0.05 s.
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), target)
+    engine.finalize_object()
+    return engine
+
+
+def _torch_team() -> Callable[[int, Any, int, int], None] | None:
+    """Find the entry point of the OpenMP that torch itself uses.
+
+    A second pool would fight with torch's for the cores, as both spin while they wait. Looking the symbol up from torch's library
+    finds torch's own OpenMP even where several are installed; libgomp, libomp and libiomp5 all have it.
+    """
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            team = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        team.argtypes, team.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        return team
+    return None
+
+
+def _forget_pages(library: str) -> None:
+    """Give back the resident pages of a library that has done its work; they come back from its file if ever touched."""
+    if not hasattr(mmap, "MADV_DONTNEED") or not Path("/proc/self/smaps").exists():
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for start, stop in _clean_mappings(Path("/proc/self/smaps").read_text(), library):
+        madvise(start, stop - start, mmap.MADV_DONTNEED)
+
+
+def _clean_mappings(smaps: str, library: str) -> Iterator[tuple[int, int]]:
+    """Read-only mappings of the library without one private page, so that forgetting them loses nothing."""
+    span: tuple[int, int] | None = None
+    for line in smaps.splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            low, high = (int(part, 16) for part in words[0].split("-"))
+            span = (low, high) if words[1] in ("r-xp", "r--p") and library in words[-1] else None
+        elif span and words[0] == "Anonymous:" and words[1] == "0":
+            yield span
+
+
+def source(machine: Machine) -> str:
+    """Write the kernel in LLVM's language: tiles of every size, a walk over the rows, and the work of one thread."""
+    lanes, wide = machine.lanes, machine.outs
+    tiles = [_Tile(outs, rows, lanes).source() for outs in (wide, 1) for rows in range(1, TILE_ROWS + 1)]
+    return "\n".join([_DECLARATIONS.format(L=lanes), *tiles, _all_rows(wide), _all_rows(1), _work(wide)])
+
+
+_DECLARATIONS = """
+declare i64 @llvm.smin.i64(i64, i64)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare <{L} x float> @llvm.fma.v{L}f32(<{L} x float>, <{L} x float>, <{L} x float>)
+declare <{L} x i1> @llvm.get.active.lane.mask.v{L}i1.i64(i64, i64)
+declare <{L} x float> @llvm.masked.load.v{L}f32.p0(ptr, i32, <{L} x i1>, <{L} x float>)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """A function for a few outputs times a few rows, all sums in registers.
+
+    In the templates o numbers outputs, r rows, L is the number of lanes. Each sum is a vector of L partial sums over every L-th
+    element, folded in halves at the end: the same for every tile size, hence the invariant of this module.
+    """
+
+    outs: int
+    rows: int
+    lanes: int
+
+    def source(self) -> str:
+        head = f"define internal void @tile{self.outs}x{self.rows}(ptr %x, ptr %w, ptr %bias, ptr %y, i64 %n, i64 %stride) {{"
+        return "\n".join([head, self._begin(), self._loop(), self._ragged_end(), self._fold(), self._store(), "}"])
+
+    def _each_out(self, template: str) -> str:
+        return "\n".join(template.format(o=o, L=self.lanes) for o in range(self.outs))
+
+    def _each_row(self, template: str) -> str:
+        return "\n".join(template.format(r=r, L=self.lanes) for r in range(self.rows))
+
+    def _each(self, template: str) -> str:
+        return "\n".join(template.format(o=o, r=r, L=self.lanes) for o in range(self.outs) for r in range(self.rows))
+
+    def _begin(self) -> str:
+        return f"""begin:
+  %whole = and i64 %n, {-self.lanes}
+  %ahead = mul i64 %n, {self.outs}
+{self._each_out("  %w.at{o} = mul i64 %n, {o}")}
+{self._each_out("  %w{o} = getelementptr float, ptr %w, i64 %w.at{o}")}
+{self._each_row("  %x.at{r} = mul i64 %n, {r}")}
+{self._each_row("  %x{r} = getelementptr float, ptr %x, i64 %x.at{r}")}
+  %any = icmp sgt i64 %whole, 0
+  br i1 %any, label %loop, label %looped"""
+
+    def _loop(self) -> str:
+        # The prefetch reaches for the next tile's weights while this one's are in use; beyond the end it does nothing.
+        return f"""loop:
+  %k = phi i64 [0, %begin], [%k.next, %loop]
+{self._each("  %old{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
+{self._each_out("  %wp{o} = getelementptr float, ptr %w{o}, i64 %k")}
+{self._each_out("  %wv{o} = load <{L} x float>, ptr %wp{o}, align 4")}
+{self._each_out("  %wn{o} = getelementptr float, ptr %wp{o}, i64 %ahead")}
+{self._each_out("  call void @llvm.prefetch.p0(ptr %wn{o}, i32 0, i32 3, i32 1)")}
+{self._each_row("  %xp{r} = getelementptr float, ptr %x{r}, i64 %k")}
+{self._each_row("  %xv{r} = load <{L} x float>, ptr %xp{r}, align 4")}
+{self._each("  %new{o}.{r} = call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %wv{o}, <{L} x float> %xv{r}, <{L} x float> %old{o}.{r})")}
+  %k.next = add i64 %k, {self.lanes}
+  %more = icmp slt i64 %k.next, %whole
+  br i1 %more, label %loop, label %looped"""
+
+    def _ragged_end(self) -> str:
+        load = "call <{L} x float> @llvm.masked.load.v{L}f32.p0"
+        masked = "i32 4, <{L} x i1> %mask, <{L} x float> zeroinitializer)"
+        return f"""looped:
+{self._each("  %sum{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
+  %ragged = icmp slt i64 %whole, %n
+  br i1 %ragged, label %rest, label %fold
+rest:
+  %mask = call <{self.lanes} x i1> @llvm.get.active.lane.mask.v{self.lanes}i1.i64(i64 %whole, i64 %n)
+{self._each_out("  %wr{o} = getelementptr float, ptr %w{o}, i64 %whole")}
+{self._each_out("  %wm{o} = " + load + "(ptr %wr{o}, " + masked)}
+{self._each_row("  %xr{r} = getelementptr float, ptr %x{r}, i64 %whole")}
+{self._each_row("  %xm{r} = " + load + "(ptr %xr{r}, " + masked)}
+{self._each("  %end{o}.{r} = call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %wm{o}, <{L} x float> %xm{r}, <{L} x float> %sum{o}.{r})")}
+  br label %fold"""
+
+    def _fold(self) -> str:
+        width = self.lanes
+        lines = ["fold:", self._each("  %fold{o}.{r}.{L} = phi <{L} x float> [%sum{o}.{r}, %looped], [%end{o}.{r}, %rest]")]
+        while width > 1:
+            width //= 2
+            lines += [self._halve(width)]
+        return "\n".join([*lines, self._each("  %dot{o}.{r} = extractelement <1 x float> %fold{o}.{r}.1, i32 0")])
+
+    def _halve(self, half: int) -> str:
+        whole = half * 2
+        low, high = (", ".join(f"i32 {lane}" for lane in lanes) for lanes in (range(half), range(half, whole)))
+        cut = f"<{whole} x float> %fold{{o}}.{{r}}.{whole}, <{whole} x float> poison, <{half} x i32>"
+        return "\n".join(
+            (
+                self._each(f"  %low{{o}}.{{r}}.{half} = shufflevector {cut} <{low}>"),
+                self._each(f"  %high{{o}}.{{r}}.{half} = shufflevector {cut} <{high}>"),
+                self._each(f"  %fold{{o}}.{{r}}.{half} = fadd <{half} x float> %low{{o}}.{{r}}.{half}, %high{{o}}.{{r}}.{half}"),
+            )
+        )
+
+    def _store(self) -> str:
+        return f"""  %plain = icmp eq ptr %bias, null
+  br i1 %plain, label %store, label %shift
+shift:
+{self._each_out("  %bp{o} = getelementptr float, ptr %bias, i64 {o}")}
+{self._each_out("  %b{o} = load float, ptr %bp{o}, align 4")}
+{self._each("  %shifted{o}.{r} = fadd float %dot{o}.{r}, %b{o}")}
+  br label %store
+store:
+{self._each("  %v{o}.{r} = phi float [%dot{o}.{r}, %fold], [%shifted{o}.{r}, %shift]")}
+{self._each_row("  %y.at{r} = mul i64 %stride, {r}")}
+{self._each_row("  %y{r} = getelementptr float, ptr %y, i64 %y.at{r}")}
+{self._each("  %yp{o}.{r} = getelementptr float, ptr %y{r}, i64 {o}")}
+{self._each("  store float %v{o}.{r}, ptr %yp{o}.{r}, align 4")}
+  ret void"""
+
+
+def _all_rows(outs: int) -> str:
+    """Write a function that takes a tile's outputs through all rows, a few rows at a time."""
+    sizes = range(1, TILE_ROWS + 1)
+    targets = " ".join(f"i64 {rows}, label %take{rows}" for rows in sizes)
+    call = "(ptr %xr, ptr %w, ptr %bias, ptr %yr, i64 %n, i64 %stride)"
+    takes = "\n".join(f"take{rows}:\n  call void @tile{outs}x{rows}{call}\n  br label %taken" for rows in sizes)
+    return f"""define internal void @rows{outs}(ptr %x, ptr %w, ptr %bias, ptr %y, i64 %n, i64 %stride, i64 %rows) {{
+begin:
+  br label %next
+next:
+  %r = phi i64 [0, %begin], [%r.next, %taken]
+  %left = sub i64 %rows, %r
+  %some = call i64 @llvm.smin.i64(i64 %left, i64 {TILE_ROWS})
+  %x.at = mul i64 %r, %n
+  %xr = getelementptr float, ptr %x, i64 %x.at
+  %y.at = mul i64 %r, %stride
+  %yr = getelementptr float, ptr %y, i64 %y.at
+  switch i64 %some, label %end [{targets}]
+{takes}
+taken:
+  %r.next = add i64 %r, %some
+  br label %next
+end:
+  ret void
+}}"""
+
+
+def _work(outs: int) -> str:
+    """Write what a thread does: take a part of the outputs, go through it in wide tiles and then in single outputs, until none is left."""
+    pointers, numbers = ("x", "w", "bias", "y"), ("rows", "n", "outs", "part")
+    fields = [("ptr", name) for name in pointers] + [("i64", name) for name in numbers]
+    loads = "\n".join(
+        f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
+        for at, (kind, name) in enumerate(fields, start=1)
+    )
+    return f"""define void @work(ptr %arguments) {{
+begin:
+{loads}
+  %plain = icmp eq ptr %bias, null
+  br label %next
+next:
+  %start = atomicrmw add ptr %arguments, i64 %part monotonic
+  %any = icmp slt i64 %start, %outs
+  br i1 %any, label %take, label %end
+take:
+  %full = add i64 %start, %part
+  %stop = call i64 @llvm.smin.i64(i64 %full, i64 %outs)
+  br label %wide
+{_stretch("wide", outs, "%start", "take", then="single")}
+{_stretch("single", 1, "%wide.o", "wide", then="next")}
+end:
+  ret void
+}}"""
+
+
+def _stretch(name: str, step: int, start: str, before: str, then: str) -> str:
+    """Write a loop over outputs from `start` to %stop in whole steps."""
+    return f"""{name}:
+  %{name}.o = phi i64 [{start}, %{before}], [%{name}.next, %{name}.go]
+  %{name}.next = add i64 %{name}.o, {step}
+  %{name}.fits = icmp sle i64 %{name}.next, %stop
+  br i1 %{name}.fits, label %{name}.go, label %{then}
+{name}.go:
+  %{name}.at = mul i64 %{name}.o, %n
+  %{name}.w = getelementptr float, ptr %w, i64 %{name}.at
+  %{name}.shift = getelementptr float, ptr %bias, i64 %{name}.o
+  %{name}.b = select i1 %plain, ptr null, ptr %{name}.shift
+  %{name}.y = getelementptr float, ptr %y, i64 %{name}.o
+  call void @rows{step}(ptr %x, ptr %{name}.w, ptr %{name}.b, ptr %{name}.y, i64 %n, i64 %outs, i64 %rows)
+  br label %{name}"""

@@ -106,7 +106,7 @@ def _pieces(numbers: int, encoding: Encoding) -> Iterator[tuple[int, int]]:
 
 
 def _read_exactly(file: BinaryIO, raw: Tensor) -> None:
-    view = memoryview(raw.numpy())
+    view = raw.numpy().data
     while view:
         got = file.readinto(view)  # type: ignore[attr-defined]
         if not got:

@@ -126,7 +126,7 @@ class _Reader:
     def _stacked(self, parts: dict[str, int], inner: tuple[int, ...], suffix: str, layer: int) -> Tensor:
         """Read several tensors one below the other."""
         held = torch.empty(sum(parts.values()), *inner, device=self.device, dtype=self.dtype)
-        for part, rows in zip(parts, held.split(list(parts.values())), strict=True):
+        for part, rows in zip(parts, torch.split(held, list(parts.values())), strict=True):
             self.source.read(self._name(part, suffix, layer), rows)
             if part in ("q", "k") and self._interleaved:
                 rows.copy_(_halves_together(rows, self.arch.head_dim))

@@ -1,0 +1,87 @@
+"""The draft worker's process: makes its model, then answers orders until the other end hangs up.
+
+Started as `python -m specbranch.exec.child FD` with one end of a socket pair; a module of its own, so that a user's script is never
+imported again. Invariant: it exits when its parent does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from specbranch.core.orders import Span
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.messages import Broken, Drafted, HeadDrawn, Hello, Leave, Open, Ready, StaleHolding, TargetDone, Work
+from specbranch.exec.worker import Stale
+
+
+def main(descriptor: int) -> None:
+    """Serve on an inherited socket until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it hangs up afterwards
+    connection: Connection[Any, Any] = Connection(descriptor)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+        serve(connection)
+
+
+def serve(connection: Connection[Any, Any]) -> None:
+    """Make the worker, then carry out orders."""
+    hello: Hello = connection.recv()
+    sys.path[:] = [*hello.path, *(p for p in sys.path if p not in hello.path)]
+    try:
+        drafter: Drafter = pickle.loads(hello.pickled_make)()
+    except Exception as error:
+        connection.send(Broken(f"{type(error).__name__}: {error}"))
+        return
+    connection.send(Ready())
+    while True:
+        _answer(connection, drafter, connection.recv())
+
+
+def _answer(connection: Connection[Any, Any], drafter: Drafter, message: object) -> None:
+    match message:
+        case Open(session, request):
+            drafter.leave(session)
+            drafter.open(session, request)
+        case Leave(session):
+            drafter.leave(session)
+        case Work():
+            _work(connection, drafter, message)
+        case TargetDone():
+            pass  # came after the round was drafted
+
+
+def _work(connection: Connection[Any, Any], drafter: Drafter, work: Work) -> None:
+    start, fed = time.perf_counter(), drafter.rows_fed
+    try:
+        branches = drafter.draft(
+            work.orders,
+            done=_TargetDone(connection, work.ticket),
+            announce=lambda session, branch: connection.send(HeadDrawn(work.ticket, session, branch)),
+        )
+    except Stale:
+        connection.send(StaleHolding(work.ticket))
+    else:
+        connection.send(Drafted(work.ticket, branches, Span(start, time.perf_counter(), drafter.rows_fed - fed)))
+
+
+class _TargetDone:
+    """Asks whether the parent has said that the target is done; while a round is drafted it says nothing else."""
+
+    def __init__(self, connection: Connection[Any, Any], ticket: int) -> None:
+        self._connection = connection
+        self._ticket = ticket
+        self._done = False
+
+    def __call__(self) -> bool:
+        while not self._done and self._connection.poll():
+            self._done = self._connection.recv() == TargetDone(self._ticket)
+        return self._done
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

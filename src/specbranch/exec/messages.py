@@ -1,0 +1,87 @@
+"""What passes between an executor and a draft worker in another process. Small values only: ids, confidences, a few probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specbranch.core.orders import Branch, Draft, Span
+from specbranch.core.request import Request
+from specbranch.exec.drafter import Drafter
+
+MakeDrafter = Callable[[], Drafter]  # importable, so that the child can make its own model
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message to a child: where to import from, and how to make its worker."""
+
+    path: tuple[str, ...]
+    pickled_make: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A session begins."""
+
+    session: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A session ends."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Draft for these sessions. `ticket` tells rounds apart."""
+
+    ticket: int
+    orders: dict[int, Draft]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDone:
+    """The target has finished the round; lanes that draft only until then end."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The child's model is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The child could not make its worker, or failed while drafting; a sentence says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDrawn:
+    """A session's first head, told early because a sampled head is judged with the target's row."""
+
+    ticket: int
+    session: int
+    branch: Branch
+
+
+@dataclass(frozen=True, slots=True)
+class StaleHolding:
+    """The child holds less than an order presumes; send the whole sequences."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """All branches of a round."""
+
+    ticket: int
+    branches: dict[int, tuple[Branch, ...]]
+    span: Span

@@ -1,0 +1,255 @@
+"""The draft in a child process, the target in this one, both at work at once.
+
+Owns the child's life. Invariant: losing the child never loses a request: the round goes on without branches, a new child is started
+beside, and once it is ready it is told the sessions anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from specbranch.core.orders import Branch, Draft, Orders, Reports, Span
+from specbranch.core.request import Request
+from specbranch.errors import ModelError
+from specbranch.exec.messages import (
+    Broken,
+    Drafted,
+    HeadDrawn,
+    Hello,
+    Leave,
+    MakeDrafter,
+    Open,
+    Ready,
+    StaleHolding,
+    TargetDone,
+    Work,
+)
+from specbranch.exec.verifier import Scored, Verifier
+
+log = logging.getLogger("specbranch")
+
+HUNG_AFTER = 60.0  # seconds without an answer after which a child counts as lost
+MOST_FAILED_STARTS = 3
+
+
+class Lost(Exception):
+    """The child died, hung or broke."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A running draft process and our end of the line to it."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+    ready: bool = False
+
+    @classmethod
+    def start(cls, make: MakeDrafter) -> Child:
+        """Start a process that makes its worker by `make`; it says Ready when that is done."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "specbranch.exec.child", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        child = cls(process, Connection(ours.detach()))
+        child.send(Hello(tuple(sys.path), pickle.dumps(make)))
+        return child
+
+    def send(self, message: object) -> None:
+        """Send, or raise Lost."""
+        try:
+            self.connection.send(message)
+        except OSError as error:
+            raise Lost("the draft process hung up") from error
+
+    def receive(self, seconds: float) -> object:
+        """Return the next message, or raise Lost if it does not come."""
+        try:
+            if not self.connection.poll(seconds):
+                raise Lost(f"the draft process did not answer within {seconds:.0f} s")
+            message: object = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise Lost("the draft process ended") from error
+        if isinstance(message, Broken):
+            raise Lost(f"the draft process failed: {message.reason}")
+        self.ready = self.ready or isinstance(message, Ready)
+        return message
+
+    def stop(self) -> None:
+        """Hang up and make sure the process is gone."""
+        self.connection.close()
+        try:
+            self.process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(slots=True)
+class Round:
+    """What the child has said in the round under way."""
+
+    ticket: int
+    orders: dict[int, Draft]
+    heads: dict[int, Branch] = field(default_factory=dict)
+    branches: dict[int, tuple[Branch, ...]] | None = None
+    span: Span | None = None
+
+
+class Process:
+    """Verifies here while a child drafts."""
+
+    def __init__(self, target: Verifier, make: MakeDrafter, hung_after: float = HUNG_AFTER, start_within: float = 600.0) -> None:
+        self.target = target
+        self.restarts = 0
+        self.now = time.perf_counter
+        self._make = make
+        self._hung_after = hung_after
+        self._sessions: dict[int, Request] = {}
+        self._ticket = 0
+        self._failed_starts = 0
+        self._child: Child | None = Child.start(make)
+        try:
+            self._child.receive(start_within)
+        except Lost as loss:
+            self.close()
+            raise ModelError(f"The draft worker could not start: {loss}.") from loss
+
+    @property
+    def child_pid(self) -> int | None:
+        """The process id of the draft worker, None while there is none."""
+        return self._child.process.pid if self._child else None
+
+    def open(self, session: int, request: Request) -> None:
+        """Prepare both workers for a session."""
+        self.target.open(session, request)
+        self._sessions[session] = request
+        self._tell(Open(session, request))
+
+    def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
+        """Carry out one round, both models at once."""
+        drafts = {session: o.draft for session, o in orders.items() if o.draft}
+        work = self._begin(drafts)
+        start, fed = self.now(), self.target.rows_fed
+        scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
+        self._target_done(work)
+        self._await_heads(work, scored)
+        verdicts = self.target.judge(scored, work.heads if work else {})
+        span = Span(start, self.now(), self.target.rows_fed - fed)
+        self._await_branches(work)
+        branches = work.branches if work and work.branches is not None else None
+        return {
+            session: Reports(
+                branches=branches.get(session, ()) if branches else (),
+                verdict=verdicts.get(session),
+                drafting=work.span if work and session in drafts else None,
+                verifying=span if order.verify else None,
+                draft_lost=session in drafts and branches is None,
+                error=failed.get(session),
+            )
+            for session, order in orders.items()
+        }
+
+    def leave(self, session: int) -> None:
+        """Free what a session holds."""
+        self.target.leave(session)
+        if self._sessions.pop(session, None):
+            self._tell(Leave(session))
+
+    def close(self) -> None:
+        """Stop the child."""
+        if self._child:
+            self._child.stop()
+            self._child = None
+
+    def _begin(self, drafts: dict[int, Draft]) -> Round | None:
+        if not drafts or not self._available():
+            return None
+        self._ticket += 1
+        work = Round(self._ticket, drafts)
+        plain = {session: replace(o, on=replace(o.on, history=())) for session, o in drafts.items()}
+        return work if self._tell(Work(work.ticket, plain)) else None
+
+    def _target_done(self, work: Round | None) -> None:
+        if work and any(o.plan.until == "target" for o in work.orders.values()):
+            self._tell(TargetDone(work.ticket))
+
+    def _await_heads(self, work: Round | None, scored: Mapping[int, Scored]) -> None:
+        """Under the ratio rule wait for the sampled heads, which are judged together with the target's rows."""
+        if work is None:
+            return
+        sampled = (s for s, o in work.orders.items() if self._sessions[s].by_ratio and o.plan.length and o.plan.heads == "sampled")
+        wanted = scored.keys() & set(sampled)
+        while work.branches is None and not wanted <= work.heads.keys() and self._child:
+            self._hear(work)
+
+    def _await_branches(self, work: Round | None) -> None:
+        while work is not None and work.branches is None and self._child:
+            self._hear(work)
+
+    def _hear(self, work: Round) -> None:
+        """Take one message of the child's into the round; a lost child leaves the round without branches."""
+        assert self._child
+        try:
+            message = self._child.receive(self._hung_after)
+        except Lost as loss:
+            self._lose(loss)
+            return
+        match message:
+            case HeadDrawn(ticket, session, branch) if ticket == work.ticket:
+                work.heads[session] = branch
+            case Drafted(ticket, branches, span) if ticket == work.ticket:
+                work.branches, work.span = branches, span
+            case StaleHolding(ticket) if ticket == work.ticket:
+                self._tell(Work(ticket, {session: replace(o, on=o.on.whole()) for session, o in work.orders.items()}))
+
+    def _available(self) -> bool:
+        """Whether a child can take work now; a lost one is replaced, and a new one that has become ready is told the sessions."""
+        if self._child is None:
+            self._start_again()
+        child = self._child
+        if child and not child.ready and child.connection.poll():
+            self._welcome(child)
+        return self._child is not None and self._child.ready
+
+    def _welcome(self, child: Child) -> None:
+        try:
+            child.receive(0)
+        except Lost as loss:
+            self._failed_starts += 1
+            self._lose(loss)
+            return
+        self._failed_starts = 0
+        self.restarts += 1
+        for session, request in self._sessions.items():
+            self._tell(Open(session, request))
+        log.warning("The draft worker was restarted; drafting resumes.")
+
+    def _start_again(self) -> None:
+        if self._failed_starts < MOST_FAILED_STARTS:
+            self._child = Child.start(self._make)
+
+    def _tell(self, message: object) -> bool:
+        if self._child is None or not self._child.ready:
+            return False
+        try:
+            self._child.send(message)
+        except Lost as loss:
+            self._lose(loss)
+            return False
+        return True
+
+    def _lose(self, loss: Lost) -> None:
+        log.warning("Draft worker lost (%s); decoding goes on without it while a new one starts.", loss)
+        if self._failed_starts >= MOST_FAILED_STARTS:
+            log.warning("The draft worker failed to start %d times; it is not started again.", self._failed_starts)
+        self.close()

@@ -1,0 +1,111 @@
+"""An executor whose decisions are real and whose time is charged by a cost profile: timelines without the hardware.
+
+Owns the virtual clock. Invariant: the tokens are those of the serial executor; only spans and "draft until the target is done" depend
+on the profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from specbranch.core.orders import Branch, Draft, Orders, Reports, Span
+from specbranch.core.request import Request
+from specbranch.core.runner import Feed
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import draft_or_whole
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.profile import CostProfile
+
+
+class Charge:
+    """The two models' time within one round, as they would run side by side."""
+
+    def __init__(self, profile: CostProfile) -> None:
+        self.profile = profile
+        self.draft = 0.0
+        self.target = 0.0
+
+    def verified(self, rows: int) -> None:
+        """Charge a target forward."""
+        self.target += self.profile.target_seconds(rows) if rows else 0.0
+
+    def stepped(self, rows: int) -> None:
+        """Charge a draft forward; if the target is still at work, it slows down."""
+        if self.draft < self.target:
+            self.target += self.profile.slow_down
+        self.draft += self.profile.draft_seconds(rows)
+
+    def target_done(self) -> bool:
+        """Whether the target would have finished by now."""
+        return self.draft >= self.target
+
+
+class MeteredDrafter(Drafter):
+    """A Drafter that charges each of its forwards."""
+
+    charge: Charge
+
+    def feed(self, work: Sequence[Feed]) -> list[list[int]]:
+        """Feed, and charge one step of that width."""
+        self.charge.stepped(sum(len(item.tokens) for item in work))
+        return super().feed(work)
+
+
+class VirtualClock:
+    """Both models side by side on a virtual clock."""
+
+    restarts = 0
+
+    def __init__(self, target: Verifier, draft: MeteredDrafter | None, profile: CostProfile) -> None:
+        self.target = target
+        self.draft = draft
+        self.profile = profile
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Virtual seconds since the executor was made."""
+        return self._now
+
+    def open(self, session: int, request: Request) -> None:
+        """Prepare both workers for a session."""
+        self.target.open(session, request)
+        if self.draft:
+            self.draft.open(session, request)
+
+    def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
+        """Carry out one round and charge it."""
+        charge, heads = Charge(self.profile), dict[int, Branch]()
+        fed = self.target.rows_fed
+        scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
+        verified = self.target.rows_fed - fed
+        charge.verified(verified)
+        branches, drafted = self._drafts({session: o.draft for session, o in orders.items() if o.draft}, charge, heads)
+        verdicts = self.target.judge(scored, heads)
+        start, self._now = self._now, self._now + max(charge.draft, charge.target) + self.profile.host
+        return {
+            session: Reports(
+                branches=branches.get(session, ()),
+                verdict=verdicts.get(session),
+                drafting=Span(start, start + charge.draft, drafted) if order.draft else None,
+                verifying=Span(start, start + charge.target, verified) if order.verify else None,
+                error=failed.get(session),
+            )
+            for session, order in orders.items()
+        }
+
+    def leave(self, session: int) -> None:
+        """Free what a session holds."""
+        self.target.leave(session)
+        if self.draft:
+            self.draft.leave(session)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+    def _drafts(self, orders: dict[int, Draft], charge: Charge, heads: dict[int, Branch]) -> tuple[dict[int, tuple[Branch, ...]], int]:
+        if not orders or not self.draft:
+            return {}, 0
+        self.draft.charge = charge
+        fed = self.draft.rows_fed
+        branches = draft_or_whole(self.draft, orders, charge.target_done, heads)
+        return branches, self.draft.rows_fed - fed
