@@ -21,6 +21,10 @@ class ModelError(SpecBranchError):
     """A model that is missing, damaged or of a kind that cannot be used here."""
 
 
+class UnsupportedArchitecture(ModelError):
+    """A model the native decoder does not know; another runner may."""
+
+
 class VocabularyMismatch(ModelError):
     """Draft and target do not speak the same tokens."""
 

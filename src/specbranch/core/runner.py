@@ -114,6 +114,10 @@ class Sampler(Protocol):
         """Return the shaped distribution at a row."""
         ...
 
+    def margin(self, row: Row, spot: Spot, first: int, second: int) -> float:
+        """Return by how many logits `first` is preferred to `second`, noise and shaping included."""
+        ...
+
     def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
         """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
         ...

@@ -6,12 +6,12 @@ a verdict the target's cache holds the accepted path as committed prefix, token 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specbranch.core import noise
 from specbranch.core.noise import Purpose
-from specbranch.core.orders import Branch, TokenLogprobs, Verdict, Verify
+from specbranch.core.orders import Branch, Context, TokenLogprobs, Verdict, Verify
 from specbranch.core.runner import Feed, Law
 from specbranch.core.slots import ROOT
 from specbranch.core.verify import Head, Outcome, Uniform, accept_match, accept_ratio
@@ -51,6 +51,12 @@ class Verifier(Worker):
     def judge(self, scored: Mapping[int, Scored], heads: Mapping[int, Branch]) -> dict[int, Verdict]:
         """Decide each order; `heads` are the first branches drafted beside it, needed where their head was sampled."""
         return {session: self._verdict(session, item, heads.get(session)) for session, item in scored.items()}
+
+    def margin(self, session: int, tokens: Sequence[int], first: int, second: int) -> float:
+        """Return by how many logits the target prefers `first` to `second` after these tokens; 0 is a tie."""
+        self.score({session: Verify(Context(0, tuple(tokens)))})
+        node = len(self.slots(session).tokens) - 1
+        return self.sampler.margin(self.row(session, node), self.spot(session, node), first, second)
 
     def _work(self, session: int, order: Verify) -> Feed:
         _, rest = self.align(session, order.on)  # all of the context is committed, so the tail is empty now

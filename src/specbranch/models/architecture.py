@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, Self
 from specbranch.errors import ModelError
 from specbranch.models.rollback import active_window, refuse_if_cannot_roll_back
 
-__all__ = ["Architecture", "Family", "GgufHeader", "Rope", "refuse_if_cannot_roll_back"]
+__all__ = ["Architecture", "Family", "GgufHeader", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -25,8 +25,15 @@ USE_TRANSFORMERS = "Load it with runner='transformers'."
 class GgufHeader(Protocol):
     """What `Architecture.from_gguf` reads of a GGUF file."""
 
-    name: str
-    metadata: Mapping[str, Any]
+    @property
+    def name(self) -> str:
+        """What to call the file in a sentence."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Its key-value pairs."""
+        ...
 
     def __contains__(self, tensor: str) -> bool:
         """Whether the file has this tensor."""
@@ -115,8 +122,8 @@ class Architecture:
             tied=bool(config.get("tie_word_embeddings", False)),
             context_length=_count(config, "max_position_embeddings", name),
             window=active_window(config),
-            eos_ids=_ids(config.get("eos_token_id")),
-            bos_id=next(iter(_ids(config.get("bos_token_id"))), None),
+            eos_ids=token_ids(config.get("eos_token_id")),
+            bos_id=next(iter(token_ids(config.get("bos_token_id"))), None),
         )
 
     @classmethod
@@ -158,7 +165,7 @@ class Architecture:
             return min(self.context_length, most, self.window or most)
         if not 1 <= asked <= self.context_length:
             raise ModelError(f"context_length is {asked}; {self.name} was made for 1 to {self.context_length} tokens.")
-        window = {"model_type": self.family, "sliding_window": self.window}
+        window = {"model_type": self.family, "sliding_window": self.window, "use_sliding_window": True}
         refuse_if_cannot_roll_back(window, asked, self.name)
         return asked
 
@@ -189,7 +196,8 @@ def _count(config: Mapping[str, Any], key: str, name: str) -> int:
     return value
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return an end-token entry, one id or a list, as a tuple."""
     return _unique(value if isinstance(value, list) else [value])
 
 

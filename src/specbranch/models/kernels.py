@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-PART = 1 << 16  # bytes of weights that a thread takes at a time
+PART = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
 TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
 
 _Arguments = ctypes.c_int64 * 9
@@ -45,15 +45,20 @@ class Kernel:
     alone: Callable[[Any], None]  # runs `work` on the calling thread
     team: Callable[[int, Any, int, int], None] | None  # runs `work` on every thread of torch's pool
 
-    def __call__(self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int) -> None:
-        """Write the product of the rows at `x` to `y`; a bias of 0 means none."""
+    def __call__(self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int, part: int) -> None:
+        """Write the product of the rows at `x` to `y`; a bias of 0 means none; `part` is from `outputs_at_a_time`."""
         # The first number counts the outputs taken so far: threads help themselves, so a slow one holds nobody up.
-        arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, max(1, PART // (16 * ins)) * 4)
+        arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, part)
         threads = torch.get_num_threads()
         if self.team is None or threads == 1:
             self.alone(arguments)
         else:
             self.team(self.work, arguments, threads, 0)
+
+
+def outputs_at_a_time(ins: int, outs: int) -> int:
+    """How many outputs a thread should take at once: whole tiles, and several turns for every thread."""
+    return max(4, min(PART // (4 * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
 
 
 @cache
@@ -186,14 +191,15 @@ class _Tile:
   br i1 %any, label %loop, label %looped"""
 
     def _loop(self) -> str:
-        # The prefetch reaches for the next tile's weights while this one's are in use; beyond the end it does nothing.
+        # The prefetch reaches for the next tile's weights while this one's are in use: rows of weights are too short for the hardware to
+        # find its pace. Into the second level (2), as the first is full; beyond the end of the memory it does nothing.
         return f"""loop:
   %k = phi i64 [0, %begin], [%k.next, %loop]
 {self._each("  %old{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
 {self._each_out("  %wp{o} = getelementptr float, ptr %w{o}, i64 %k")}
 {self._each_out("  %wv{o} = load <{L} x float>, ptr %wp{o}, align 4")}
 {self._each_out("  %wn{o} = getelementptr float, ptr %wp{o}, i64 %ahead")}
-{self._each_out("  call void @llvm.prefetch.p0(ptr %wn{o}, i32 0, i32 3, i32 1)")}
+{self._each_out("  call void @llvm.prefetch.p0(ptr %wn{o}, i32 0, i32 2, i32 1)")}
 {self._each_row("  %xp{r} = getelementptr float, ptr %x{r}, i64 %k")}
 {self._each_row("  %xv{r} = load <{L} x float>, ptr %xp{r}, align 4")}
 {self._each("  %new{o}.{r} = call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %wv{o}, <{L} x float> %xv{r}, <{L} x float> %old{o}.{r})")}

@@ -67,7 +67,7 @@ def _make(places: Sequence[Place], width: int, device: torch.device) -> list[Ten
     ids = torch.arange(width, device=device)
     first, second = torch.tensor([keys(*place) for place in places], device=device).T.unsqueeze(-1)  # each [rows, 1]
     # a row of its own each: views would keep the whole block alive as long as one of them is kept
-    return [row.clone() for row in gumbel(mix(ids, (first, second)).int())]  # type: ignore[arg-type]
+    return [row.clone() for row in gumbel(mix(ids, (first, second)).int())]
 
 
 def hashed(place: Place, width: int) -> Tensor:

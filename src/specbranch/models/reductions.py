@@ -63,7 +63,7 @@ def peak(x: Tensor) -> Tensor:
 
 def entropy(x: Tensor) -> Tensor:
     """Return the entropy in nats of each row's softmax [rows], float64."""
-    below = (x - x.amax(dim=-1, keepdim=True)).clamp_(min=-100.0)  # exp(−100) weighs nothing, and 0·∞ is avoided
+    below = (x - x.amax(dim=-1, keepdim=True)).clamp_(min=-60.0)  # exp(−60) weighs nothing, and 0·∞ is avoided
     weight = below.exp()
     total = (weight * UNIT).long().sum(dim=-1).double()
     return total.div(UNIT).log() - (weight.mul_(below) * UNIT).long().sum(dim=-1).double() / total

@@ -62,6 +62,11 @@ class TorchSampler:
             return TensorLaw(torch.zeros_like(shaped[0], dtype=torch.float64).index_fill_(0, argmax(shaped), 1.0))
         return TensorLaw(shaped[0].double().softmax(dim=-1))
 
+    def margin(self, row: TensorRow, spot: Spot, first: int, second: int) -> float:
+        """Return by how many logits `first` is preferred to `second`, noise and shaping included."""
+        scores = self._perturb(shape(self._logits([row]), [spot]), [spot], [not spot.request.greedy])[0]
+        return float(scores[first] - scores[second]) * (spot.request.params.temperature or 1.0)
+
     def logprobs(self, row: TensorRow, token: int, top: int) -> TokenLogprobs:
         """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
         logs = self._logits([row]).float().log_softmax(dim=-1)

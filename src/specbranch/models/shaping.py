@@ -125,12 +125,12 @@ def _lowest_kept(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _nucleus_end(ordered: Tensor, top: Tensor, kth: Tensor, shares: list[float]) -> Tensor:
-    """Return the last value before which the values from `kth` up sum to less than the share [rows, 1] (Holtzman et al. 2020)."""
-    weight = weights(ordered, top).mul_(ordered >= kth)
-    through = weight.cumsum(dim=-1)
-    enough = through[:, -1:].double() * torch.tensor(shares, dtype=torch.float64, device=ordered.device).unsqueeze(-1)
-    inside = (through - weight).double() < enough  # a prefix of the row: `through` never falls, integers being exact
-    return ordered.gather(-1, inside.sum(dim=-1, keepdim=True) - 1)
+    """Return the value at which the sum from the top reaches its share of the values down to `kth` [rows, 1] (Holtzman et al. 2020)."""
+    through = weights(ordered, top).cumsum(dim=-1)  # integers: exact, and never falling
+    total = through.gather(-1, (ordered >= kth).sum(dim=-1, keepdim=True) - 1)
+    share = torch.tensor(shares, dtype=torch.float64, device=ordered.device).unsqueeze(-1)
+    enough = (total.double() * share).ceil().long()
+    return ordered.gather(-1, torch.searchsorted(through, enough).clamp_(max=ordered.shape[-1] - 1))
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from struct import Struct
 
 from specbranch.core import noise
 from specbranch.core.orders import Sparse, TokenLogprobs
@@ -19,6 +20,8 @@ from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask, Feed, Prop
 from specbranch.core.slots import TAIL, Slots
 
 State = int
+_FOUR = Struct("<4H")
+_SPREAD = math.sqrt(3.0)
 START: State = 0
 Logits = tuple[float, ...]
 
@@ -56,6 +59,8 @@ def _read(state: State, token: int) -> State:
 @lru_cache(maxsize=1 << 16)
 def _logits(law: ToyLaw, state: State) -> Logits:
     common = _normals(state, law.seed, law.vocabulary)
+    if law.drift == 0.0:
+        return tuple(law.sharpness * c for c in common)
     private = _normals(state, law.seed + 1, law.vocabulary)
     own = math.sqrt(law.drift)
     shared = math.sqrt(1.0 - law.drift)
@@ -63,12 +68,13 @@ def _logits(law: ToyLaw, state: State) -> Logits:
 
 
 def _normals(state: State, seed: int, count: int) -> list[float]:
-    """Roughly normal numbers from a hash: the sum of four uniform bytes pairs, centred and scaled."""
+    """Roughly normal numbers from a hash: the sum of four 16-bit uniforms, centred and scaled."""
+    hashed = blake2b(state.to_bytes(8, "little") + bytes([seed % 256]), digest_size=8)
     out: list[float] = []
     for block in range(count):
-        digest = blake2b(state.to_bytes(8, "little") + bytes([seed % 256, block % 256]), digest_size=8).digest()
-        parts = [int.from_bytes(digest[i : i + 2], "little") / 65536.0 for i in range(0, 8, 2)]
-        out.append((sum(parts) - 2.0) * math.sqrt(3.0))
+        one = hashed.copy()
+        one.update(bytes([block % 256]))
+        out.append((sum(_FOUR.unpack(one.digest())) / 65536.0 - 2.0) * _SPREAD)
     return out
 
 
@@ -163,6 +169,11 @@ class ToySampler:
     def law(self, row: Logits, spot: Spot) -> ListLaw:
         """Return the tempered distribution."""
         return ListLaw(shaped(row, spot.request.params.temperature))
+
+    def margin(self, row: Logits, spot: Spot, first: int, second: int) -> float:
+        """Return the difference of two scores, in logits."""
+        scores = _scores(row, spot)
+        return (scores[first] - scores[second]) * (spot.request.params.temperature or 1.0)
 
     def logprobs(self, row: Logits, token: int, top: int) -> TokenLogprobs:
         """Return log-probabilities at temperature 1."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from specbranch.errors import ModelError
 
@@ -21,11 +22,13 @@ TOKENIZER = "tokenizer.json"
 
 
 def file_key(file: Path) -> str:
+    """Name the conversion of one file, by its name, size and time."""
     found = file.stat()
     return _key(file.stem, (file.name, found.st_size, found.st_mtime_ns))
 
 
 def folder_key(folder: Path) -> str:
+    """Name the conversion of a folder, by the names, sizes and times of its files."""
     files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir() if file.is_file())
     return _key(folder.resolve().name, files)
 
@@ -74,11 +77,48 @@ def _keep_endings(source: Path, into: Path, gguf_file: str | None) -> None:
 
 
 def _gguf_endings(path: Path) -> list[int]:
-    from gguf import GGUFReader
-
-    fields = GGUFReader(path).fields
+    found = _gguf_integers(path)
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(int(fields[name].parts[-1][0]) for name in names if name in fields))
+    return list(dict.fromkeys(found[name] for name in names if name in found))
+
+
+# A GGUF header: (key, type, value) after magic, version and two counts; types by number, with their struct codes.
+_GGUF_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_GGUF_STRING = 8  # and 9 is an array of any of these
+
+
+def _gguf_integers(path: Path) -> dict[str, int]:
+    """Read the whole numbers of a GGUF header, stepping over its long arrays (general readers take seconds for those)."""
+    found: dict[str, int] = {}
+    with path.open("rb") as file:
+        _, _, _, entries = struct.unpack("<4sIQQ", file.read(24))
+        for _ in range(entries):
+            key = file.read(_number(file, "Q")).decode()
+            value = _step(file, _number(file, "I"))
+            if isinstance(value, int):
+                found[key] = value
+    return found
+
+
+def _step(file: IO[bytes], kind: int) -> int | float | None:
+    """Read a number, or step over anything longer."""
+    if kind in _GGUF_CODES:
+        value: int | float = _number(file, _GGUF_CODES[kind])
+        return value
+    if kind == _GGUF_STRING:
+        file.seek(_number(file, "Q"), 1)
+        return None
+    inner, count = _number(file, "I"), _number(file, "Q")
+    if inner in _GGUF_CODES:
+        file.seek(count * struct.calcsize(_GGUF_CODES[inner]), 1)
+        return None
+    for _ in range(count):
+        _step(file, inner)
+    return None
+
+
+def _number(file: IO[bytes], code: str) -> Any:
+    return struct.unpack(f"<{code}", file.read(struct.calcsize(f"<{code}")))[0]
 
 
 def _move(folder: Path, into: Path) -> None:

@@ -19,13 +19,11 @@ from typing import Any, Self
 
 import tokenizers
 from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 
 from specbranch.errors import BadParameter, ModelError
 from specbranch.text.chat_template import ChatTemplate, Message
 from specbranch.text.conversion import TOKENIZER, convert, file_key, folder_key, kept_folder
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _log = logging.getLogger("specbranch")
 
@@ -175,9 +173,7 @@ def _backend(path: Path, config: Mapping[str, Any], special: Mapping[str, str]) 
     backend.no_truncation()  # a file may carry both from its training run
     backend.no_padding()
     _add_missing(backend, config, special)
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-        backend.post_processor = _frame(backend, config, special)
-    return backend
+    return backend  # what goes around a text is the file's business: `add_bos_token` beside it is not heeded
 
 
 def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
@@ -196,24 +192,15 @@ def _extra_special(config: Mapping[str, Any]) -> list[str]:
     return [_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
 
 
-def _frame(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> TemplateProcessing:
-    """What goes around a text when the configuration says so, whatever tokenizer.json has."""
-    before = [special["bos_token"]] if config.get("add_bos_token") and "bos_token" in special else []
-    after = [special["eos_token"]] if config.get("add_eos_token") and "eos_token" in special else []
-    return TemplateProcessing(
-        single=[*before, "$A", *after],
-        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys([*before, *after])],
-    )
-
-
 def _content(token: Any) -> str:
     return str(token["content"]) if isinstance(token, Mapping) else str(token)
 
 
 def _special_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens; older models keep them in special_tokens_map.json."""
-    merged = {**legacy, **{key: value for key, value in config.items() if value is not None}}
-    return {key: _content(merged[key]) for key in _NAMED if merged.get(key) is not None}
+    """The special tokens by name. special_tokens_map.json is the older place, and holds unless the newer lists its added tokens."""
+    merged = {**legacy, **config} if "added_tokens_decoder" in config else {**config, **legacy}
+    named = {key: token for key, token in merged.items() if key.endswith("_token") and isinstance(token, (str, Mapping))}
+    return {key: _content(token) for key, token in named.items()}
 
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:

@@ -1,0 +1,30 @@
+# Every target is complete on its own on a fresh machine: it makes the virtual environment first if that is missing or old.
+PYTHON ?= python3
+BIN := .venv/bin
+export SPECBRANCH_DATA ?= $(abspath $(wildcard ../shared/data))
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/.complete
+
+.venv/.complete: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ". Try: make setup PYTHON=python3.12") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/specbranch models pull
+	$(BIN)/python scripts/demo.py
+
+test: setup
+	$(BIN)/specbranch models pull
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p specbranch
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

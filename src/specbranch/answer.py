@@ -1,0 +1,140 @@
+"""What a user gets back: an `Output`, whole or `Chunk` by `Chunk`, and the text that belongs to a session under way.
+
+Owns the pairing of a session with its text. Invariant: the pieces shown, joined, are the output's text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from specbranch.config import SamplingParams
+from specbranch.core.orders import TokenLogprobs
+from specbranch.core.request import Request
+from specbranch.core.session import FinishReason, Origin, Session
+from specbranch.text.detokenizer import Detokenizer
+from specbranch.text.stop import StopStrings
+
+if TYPE_CHECKING:
+    from specbranch.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The text one token made final, and where the token came from."""
+
+    text: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    method: str
+    stats: dict[str, Any]
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    rule: str
+    pieces: tuple[Piece, ...] = field(default=(), repr=False)
+    logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
+    sample: int = 0
+    alternatives: tuple[Output, ...] = field(default=(), repr=False)  # the further samples, when n > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints and `verify` reads."""
+        values: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "method": self.method,
+            "stats": self.stats,
+            "seed": self.seed,
+            "sample": self.sample,
+            "rule": self.rule,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "params": asdict(self.params),
+            "origins": [piece.origin for piece in self.pieces],
+        }
+        if self.logprobs is not None:
+            values["logprobs"] = [{"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]} for entry in self.logprobs]
+        if self.alternatives:
+            values["alternatives"] = [other.to_dict() for other in self.alternatives]
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one round added to an answer; the last one carries the whole output."""
+
+    pieces: tuple[Piece, ...]
+    output: Output | None = None
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+class Answer:
+    """A session under way and its text."""
+
+    def __init__(self, number: int, prompt: list[int], request: Request, limit: int, tokenizer: Tokenizer, method: str) -> None:
+        params = request.params
+        self.method = method
+        self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
+        self._texts: list[str] = []
+        self._shown = 0
+        self.session = Session(number, prompt, request, limit, self._watch)
+
+    def chunk(self) -> Chunk:
+        """Return what is new since the last call."""
+        output = self.output() if self.session.finished else None
+        pieces = self._pieces()
+        fresh, self._shown = pieces[self._shown :], len(pieces)
+        return Chunk(tuple(fresh), output)
+
+    def output(self) -> Output:
+        """Return the finished answer; raises the session's error if it failed."""
+        session = self.session
+        if session.error:
+            raise session.error
+        assert session.finished
+        self._finish()
+        request = session.request
+        return Output(
+            text=self._reader.text,
+            token_ids=tuple(session.output),
+            finish_reason=session.finished,
+            method=self.method,
+            stats=session.stats.summary(),
+            prompt_token_ids=tuple(session.tokens[: request.prompt_length]),
+            params=request.params,
+            seed=request.seed,
+            rule=request.rule,
+            pieces=tuple(self._pieces()),
+            logprobs=tuple(session.logprobs) if request.params.logprobs is not None else None,
+            sample=request.sample,
+        )
+
+    def _watch(self, token: int) -> bool:
+        stopped = self._reader.append(token)
+        self._texts.append(self._reader.take())
+        return stopped
+
+    def _finish(self) -> None:
+        """The text held back for a stop string that never came belongs to the last token."""
+        if self._texts:
+            self._texts[-1] += self._reader.finish()
+
+    def _pieces(self) -> list[Piece]:
+        return [Piece(text, origin) for text, origin in zip(self._texts, self.session.origins, strict=True)]
+
+
+def gather(samples: list[Output]) -> Output:
+    """Return the first of n samples, the others as its alternatives."""
+    return replace(samples[0], alternatives=tuple(samples[1:]))

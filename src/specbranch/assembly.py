@@ -1,0 +1,156 @@
+"""From names to running parts: which file a model is, which runner fits it, which workers an executor gets.
+
+Owns the choice of parts, not their behaviour; everything heavy is imported when it is needed. Invariant: a `ModelChoice` is plain data, so
+that a draft process can make the same model for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from specbranch.config import ExecutorName
+from specbranch.core.loop import Executor
+from specbranch.core.runner import Runner
+from specbranch.errors import ModelError, UnsupportedArchitecture, unknown
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.process import Process
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbranch.models.fetch import Progress
+    from specbranch.text.tokenizer import Tokenizer
+
+log = logging.getLogger("specbranch")
+
+RunnerName = Literal["auto", "native", "transformers"]
+RUNNERS = ("auto", "native", "transformers")
+EXECUTORS = ("serial", "process")
+DEFAULT_TARGET = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model and how to run it, as plain data."""
+
+    name: str  # a known name, a folder, a .gguf file or a Hub id
+    runner: RunnerName = "auto"
+    device: str | None = None  # nothing: a GPU if there is one
+    dtype: str | None = None  # nothing: float32 on a CPU, bfloat16 elsewhere
+    context_length: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.runner not in RUNNERS:
+            raise unknown("runner", self.runner, RUNNERS)
+
+
+def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
+    """Return the path or id to load a model from, fetching a known one first if it is not here."""
+    from specbranch.models import store
+
+    if choice.name not in store.KNOWN or Path(choice.name).exists():
+        return choice.name
+    return str(store.pull(choice.name, progress or store.quiet))
+
+
+def load_runner(choice: ModelChoice) -> Runner:
+    """Load a model with its caches."""
+    import torch
+
+    if choice.threads:
+        torch.set_num_threads(choice.threads)
+    source, device = fetched(choice), _device(choice.device)
+    dtype = _dtype(choice.dtype)
+    if choice.runner in ("auto", "native"):
+        from specbranch.models.native import load_native
+
+        try:
+            return load_native(source, context_length=choice.context_length, device=device, dtype=dtype)
+        except UnsupportedArchitecture as reason:
+            if choice.runner == "native":
+                raise
+            log.warning("%s Using the transformers runner instead, which is slower.", reason)
+    from specbranch.models.transformers_runner import load_transformers
+
+    return load_transformers(source, context_length=choice.context_length, device=device, dtype=dtype)
+
+
+def load_tokenizer(choice: ModelChoice) -> Tokenizer:
+    """Load a model's tokenizer."""
+    from specbranch.models.locate import locate
+    from specbranch.models.store import cache_folder
+    from specbranch.text.tokenizer import Tokenizer
+
+    found = locate(fetched(choice))
+    if found.kind == "gguf":
+        return Tokenizer.from_gguf(found.path, cache_folder() / "tokenizers")
+    return Tokenizer.from_folder(found.path, cache_folder() / "tokenizers")
+
+
+def make_drafter(choice: ModelChoice, vocabulary: int) -> Drafter:
+    """Make a draft worker that proposes only the first `vocabulary` ids; a draft process calls this for itself."""
+    from specbranch.models.sampling import TorchSampler
+
+    return Drafter(load_runner(choice), TorchSampler(vocabulary))
+
+
+def make_verifier(choice: ModelChoice) -> Verifier:
+    """Make the target's worker."""
+    from specbranch.models.sampling import TorchSampler
+
+    runner = load_runner(choice)
+    return Verifier(runner, TorchSampler(runner.vocabulary))
+
+
+def common_vocabulary(target: Tokenizer, draft: ModelChoice, vocabulary: int) -> int:
+    """Return how many ids draft and target share, or say which tokens differ."""
+    from specbranch.text.vocabulary import compare_vocabularies
+
+    return min(compare_vocabularies(target, load_tokenizer(draft)), vocabulary)
+
+
+def make_executor(name: ExecutorName, verifier: Verifier, draft: ModelChoice | None, vocabulary: int) -> Executor:
+    """Put the workers together."""
+    if name not in EXECUTORS:
+        raise unknown("executor", name, EXECUTORS)
+    if draft is None:
+        return Serial(verifier)
+    if name == "process":
+        return Process(verifier, functools.partial(make_drafter, draft, vocabulary))
+    return Serial(verifier, make_drafter(draft, vocabulary))
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"Unknown device {name!r}; expected 'cpu', 'cuda' or 'cuda:N'.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"Device {name!r} was asked for, but torch sees no GPU here. Use --device cpu, or install a CUDA build of torch.")
+    return name
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    known = ("float64", "float32", "bfloat16", "float16")
+    if name is not None and name not in known:
+        raise unknown("dtype", name, known)
+    return getattr(torch, name) if name else None
+
+
+def usable_threads() -> int:
+    """How many CPU threads this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,94 @@
+"""`specbranch`: finds the command, and turns errors into sentences.
+
+Owns the list of commands and the exit codes: 0 done, 1 a check failed, 2 the user can put it right, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+
+import click
+
+from specbranch import __version__
+from specbranch.errors import SpecBranchError, nearest
+
+COMMANDS = {
+    "generate": "specbranch.cli.generate:generate",
+    "chat": "specbranch.cli.chat:chat",
+    "verify": "specbranch.cli.verify:verify",
+    "models": "specbranch.cli.models:models",
+}
+
+
+class Lazy(click.Group):
+    """A group whose commands are imported when they are needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All commands, in the order a newcomer needs them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Offer the nearest name for one that does not exist."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"No command {args[0]!r}.{nearest(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}.", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=False)
+@click.version_option(__version__, prog_name="specbranch")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """One answer from a large language model, sooner: speculative decoding with branches, lossless.
+
+    \b
+    Try:
+      specbranch generate "The three laws of robotics are"
+      specbranch chat
+      specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
+
+    Without --target the embedded default is used: SmolLM2-135M-Instruct, fetched once (98 MB) and kept in the cache folder.
+    """
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    try:
+        return int(cli.main(args=arguments, standalone_mode=False) or 0)
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    except SpecBranchError as error:
+        if "--debug" in arguments:
+            raise
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Whoever read our output has enough (`| head`); keep Python from complaining once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""`LLM`: load a pair once, then generate, stream and chat.
+
+Owns the loaded parts and the numbering of sessions. Invariant: whatever way an answer is left (finished, closed early, Ctrl-C), its
+session holds no cache any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from specbranch.answer import Answer, Chunk, Output, gather
+from specbranch.assembly import (
+    DEFAULT_TARGET,
+    ModelChoice,
+    RunnerName,
+    common_vocabulary,
+    load_tokenizer,
+    make_executor,
+    make_verifier,
+)
+from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
+from specbranch.core.loop import Loop
+from specbranch.core.methods import find_method
+from specbranch.core.request import Request
+from specbranch.core.trace import Trace
+from specbranch.errors import BadParameter
+
+__all__ = ["LLM", "Chunk", "Output"]
+
+Prompt = str | Sequence[int]  # text, or token ids
+Message = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class LLM:
+    """A target, perhaps a draft, and a method to decode with."""
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        draft: str | None = None,
+        method: str | None = None,
+        *,
+        speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
+        executor: ExecutorName = "serial",
+        runner: RunnerName = "auto",
+        device: str | None = None,
+        draft_device: str | None = None,
+        dtype: str | None = None,
+        context_length: int | None = None,
+        max_batch: int = 1,
+    ) -> None:
+        """Load the models. `target` and `draft` are known names, folders, GGUF files or Hub ids; without `method` the best fit is taken."""
+        self.config = _config(speculative, method, draft is not None)
+        self._method = find_method(self.config.method, draft is not None)
+        if max_batch < 1:
+            raise BadParameter(f"max_batch is {max_batch}; expected a whole number ≥ 1.")
+        choice = ModelChoice(target, runner, device, dtype, context_length)
+        drafting = ModelChoice(draft, runner, draft_device or device, dtype, context_length) if draft and self._method.needs_draft else None
+        self.target, self.max_batch = target, max_batch
+        self.tokenizer = load_tokenizer(choice)
+        self._verifier = make_verifier(choice)
+        shared = common_vocabulary(self.tokenizer, drafting, self.vocabulary) if drafting else self.vocabulary
+        self._executor = make_executor(executor, self._verifier, drafting, shared)
+        self._loop = Loop(self._executor)
+        self._numbers = count()
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens prompt and answer may have together."""
+        return self._verifier.runner.context_length
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the target scores."""
+        return self._verifier.runner.vocabulary
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Output: ...  # type: ignore[overload-overlap] # a str is a Sequence
+
+    @overload
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Output]: ...
+
+    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None) -> Output | list[Output]:
+        """Answer one prompt, or many (texts or lists of token ids), `max_batch` of them at a time."""
+        if isinstance(prompts, str):
+            return self._all([self._ids(prompts)], params)[0]
+        return self._all([self._ids(prompt) for prompt in prompts], params)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
+        """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
+        return self._all([self.tokenizer.chat(messages)], params)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only."""
+        return self._stream(self._ids(prompt), params)
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Answer a conversation a round at a time."""
+        return self._stream(self.tokenizer.chat(messages), params)
+
+    def repeat(self, prompt: Sequence[int], params: SamplingParams, seed: int, sample: int) -> Output:
+        """Answer a prompt again with the noise of an earlier answer."""
+        request = Request(params, seed, len(prompt), sample, self.config.rule, self.tokenizer.eos_ids)
+        answer = self._answer(list(prompt), request)
+        self._finish([answer])
+        return answer.output()
+
+    def margin(self, tokens: Sequence[int], request: Request, first: int, second: int) -> float:
+        """Return how far apart two candidates for the token after `tokens` are for the target, in logits."""
+        number = next(self._numbers)
+        self._verifier.open(number, request)
+        try:
+            return self._verifier.margin(number, tokens, first, second)
+        finally:
+            self._verifier.leave(number)
+
+    def record(self) -> Trace:
+        """Start recording what both models do, and return the record."""
+        self._loop.trace = Trace()
+        return self._loop.trace
+
+    def close(self) -> None:
+        """Stop a draft process, if there is one."""
+        self._executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not all(isinstance(token, int) and 0 <= token < self.vocabulary for token in prompt):
+            raise BadParameter(f"A prompt of token ids must hold whole numbers from 0 to {self.vocabulary - 1}.")
+        return list(prompt)
+
+    def _stream(self, prompt: list[int], params: SamplingParams | None) -> Iterator[Chunk]:
+        # The answer is made now, so that a bad prompt is refused before the first chunk is asked for.
+        first, *others = self._samples(prompt, params or SamplingParams())
+        if others:
+            raise BadParameter(f"n is {len(others) + 1}, but a stream carries one sample. Use generate, or n = 1.")
+        return self._rounds(first)
+
+    def _rounds(self, answer: Answer) -> Iterator[Chunk]:
+        session = answer.session
+        try:
+            self._join(answer)
+            while not session.finished:
+                self._loop.step()
+                chunk = answer.chunk()
+                if chunk.pieces or chunk.output:
+                    yield chunk
+        finally:
+            self._loop.leave(session)
+
+    def _all(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Output]:
+        params = params or SamplingParams()
+        answers = [answer for prompt in prompts for answer in self._samples(prompt, params)]
+        for group in _groups(answers, self.max_batch):
+            self._finish(group)
+        outputs = [answer.output() for answer in answers]
+        return [gather(samples) for samples in _groups(outputs, params.n)]
+
+    def _finish(self, group: list[Answer]) -> None:
+        try:
+            for answer in group:
+                self._join(answer)
+            while self._loop.live:
+                self._loop.step()
+        finally:
+            for answer in group:
+                self._loop.leave(answer.session)
+
+    def _join(self, answer: Answer) -> None:
+        self._loop.join(answer.session, self._method.start(answer.session, self.config))
+
+    def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
+        """Return n answers to be made to one prompt: the same seed, numbered samples."""
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        first = Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids)
+        return [self._answer(prompt, replace(first, sample=sample)) for sample in range(params.n)]
+
+    def _answer(self, prompt: list[int], request: Request) -> Answer:
+        self._check_length(prompt)
+        return Answer(next(self._numbers), prompt, request, self.context_length, self.tokenizer, self.config.method)
+
+    def _check_length(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise BadParameter("The prompt is empty; give at least one token.")
+        if len(prompt) >= self.context_length:
+            raise BadParameter(
+                f"The prompt has {len(prompt)} tokens, but the context holds {self.context_length}, one of which is needed for the answer. "
+                "Shorten the prompt or raise context_length (--context-length)."
+            )
+
+
+def _groups(items: list[T], size: int) -> list[list[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _config(given: SpeculativeConfig | Mapping[str, Any] | None, method: str | None, has_draft: bool) -> SpeculativeConfig:
+    """Resolve the configuration; `method` beats the one in it, and without either a draft means specbranch."""
+    fitting = "specbranch" if has_draft else "lookup"
+    if given is None:
+        return SpeculativeConfig(method=method or fitting)
+    if isinstance(given, SpeculativeConfig):
+        return replace(given, method=method) if method else given
+    return SpeculativeConfig.from_dict({"method": fitting, **given, **({"method": method} if method else {})})

@@ -1,0 +1,216 @@
+"""Fetches one file of a Python package, from whatever index this environment's pip is set up for; names no host itself.
+
+Owns asking pip where a file lies, and a download that can be resumed. Invariant: bytes only ever go to the `.part` file given, which keeps
+what arrived when the download breaks off; whether they are the right bytes is for the caller to check.
+
+pip is asked through its own finder: its documented way, a dry run with a report, downloads the whole wheel on an index without separate
+metadata (and always does so before pip 23.3), cannot be resumed and leaves the credentials out. The report is the fallback should the
+finder ever change.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from specbranch.errors import DownloadError
+
+CHUNK = 1 << 18
+TRIES = 4  # connections in a row without a single byte
+TIMEOUT = 60.0  # seconds without an answer
+WAIT = 1.0  # seconds before the second of them, and so on
+_NETWORK = (urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError)
+_log = logging.getLogger("specbranch")
+
+_FINDER = """
+import json, sys
+from pip._internal.commands import create_command
+from pip._vendor.packaging.specifiers import SpecifierSet
+name, version = sys.argv[1:]
+command = create_command("download")
+options, _ = command.parse_args(["--no-deps", "--only-binary=:all:", "--quiet", "--retries=1", f"{name}=={version}"])
+with command.main_context():
+    finder = command._build_package_finder(options=options, session=command.get_default_session(options))
+    best = finder.find_best_candidate(name, SpecifierSet(f"=={version}")).best_candidate
+print(json.dumps({"url": best.link.url if best else None, "cert": options.cert, "client_cert": options.client_cert,
+                  "proxy": options.proxy or None, "trusted_hosts": list(options.trusted_hosts)}))
+"""
+
+
+class Progress(Protocol):
+    """Told how far a long step is; `total` and `done` are bytes, `note` says what is going on."""
+
+    def __call__(self, total: int, done: int, note: str) -> None:
+        """Show it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a file lies, and how pip would connect there."""
+
+    url: str
+    cert: str | None = None
+    client_cert: str | None = None
+    proxy: str | None = None
+    trusted: bool = False  # the user told pip not to check this host's certificate
+
+
+class Refused(Exception):
+    """The server wants something that only pip can give (a login from a keyring, a certificate of the system's)."""
+
+
+def locate(package: str, version: str) -> Source:
+    """Ask pip where the package's wheel lies; nothing is downloaded but the index page."""
+    done = _run("-c", _FINDER, package, version)
+    found = _last_json(done.stdout) if done.returncode == 0 else _by_report(package, version)
+    if not found.get("url"):
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise DownloadError(f"pip finds no {package}=={version} ({said[-1] if said else 'no connection, or the index does not have it'}).")
+    return _source(found)
+
+
+def _source(found: Mapping[str, Any]) -> Source:
+    parts = urlsplit(found["url"])
+    trusted = {parts.hostname, f"{parts.hostname}:{parts.port}"} & set(found.get("trusted_hosts", ()))
+    url = urlunsplit((*parts[:4], ""))  # the fragment carries a digest we do not rely on
+    return Source(url, found.get("cert"), found.get("client_cert"), found.get("proxy"), bool(trusted))
+
+
+def _by_report(package: str, version: str) -> Mapping[str, Any]:
+    options = ("--dry-run", "--no-deps", "--ignore-installed", "--only-binary=:all:", "--quiet", "--report", "-")
+    done = _run("-m", "pip", "install", *options, f"{package}=={version}")
+    if "No module named pip" in done.stderr:
+        raise DownloadError(f"This Python ({sys.executable}) has no pip, which is asked where the file lies. Install pip into it.")
+    installs = _last_json(done.stdout).get("install") or [{}] if done.returncode == 0 else [{}]
+    return {"url": installs[0].get("download_info", {}).get("url")}
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
+
+
+def _last_json(output: str) -> dict[str, Any]:
+    """Read the JSON object that ends the output; what pip says before it is passed over."""
+    start = 0 if output.startswith("{") else output.rfind("\n{") + 1
+    try:
+        found = json.loads(output[start:])
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def download(source: Source, part: Path, size: int, progress: Progress) -> None:
+    """Fetch the file into `part`, going on from what it holds; connections that break are taken up again.
+
+    Raises Refused if pip has to do it, and DownloadError if the connection stays broken; `part` then keeps what arrived.
+    """
+    fruitless = 0
+    while fruitless < TRIES:
+        before = _length(part)
+        try:
+            return _fetch(source, part, size, progress)
+        except (OSError, http.client.HTTPException) as error:
+            _raise_if_hopeless(error)
+            fruitless = 0 if _length(part) > before else fruitless + 1
+            reason = str(error)
+        time.sleep(WAIT * fruitless)
+    raise DownloadError(
+        f"The download broke off after {_length(part) / 1e6:.1f} of {size / 1e6:.1f} MB ({reason}). "
+        "What arrived is kept: run the same command again to go on from there."
+    )
+
+
+def _raise_if_hopeless(error: Exception) -> None:
+    """Pass on what trying again cannot mend."""
+    if isinstance(error, urllib.error.HTTPError):
+        if error.code in (401, 403, 407):
+            raise Refused(f"HTTP {error.code}") from error
+        if error.code < 500 and error.code != 429:
+            raise DownloadError(f"The server answers {error.code} {error.reason} for the file that the index names.") from error
+    elif isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
+        raise Refused(str(error)) from error
+    elif isinstance(error, OSError) and not isinstance(error, _NETWORK):
+        raise error  # the disk's
+
+
+def _fetch(source: Source, part: Path, size: int, progress: Progress) -> None:
+    have = _length(part)
+    if have >= size:
+        have = 0  # complete but wrong, or it would not be fetched again
+    with _open(source, have) as answer:
+        have = have if getattr(answer, "status", None) == http.client.PARTIAL_CONTENT else 0
+        note = f"resuming at {have / 1e6:.1f} MB" if have else "downloading"
+        _log.info("%s: %s", part.name.removesuffix(".part"), note)
+        with part.open("ab" if have else "wb") as out:
+            done = _copy(answer, out, have, size, progress, note)
+    if done < size:
+        raise http.client.IncompleteRead(b"", size - done)
+
+
+def _copy(answer: IO[bytes], out: IO[bytes], done: int, size: int, progress: Progress, note: str) -> int:
+    progress(size, done, note)
+    while chunk := answer.read(CHUNK):
+        out.write(chunk)
+        done += len(chunk)
+        progress(size, done, note)
+    return done
+
+
+def _open(source: Source, offset: int) -> Any:
+    parts = urlsplit(source.url)
+    request = urllib.request.Request(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], *parts[2:])))
+    request.add_header("Accept-Encoding", "identity")
+    if parts.username:
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        request.add_unredirected_header("Authorization", f"Basic {b64encode(login.encode()).decode()}")
+    if offset:
+        request.add_header("Range", f"bytes={offset}-")
+    proxies = {"http": source.proxy, "https": source.proxy} if source.proxy else None
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies), urllib.request.HTTPSHandler(context=_context(source)))
+    return opener.open(request, timeout=TIMEOUT)
+
+
+def _context(source: Source) -> ssl.SSLContext:
+    """Certificates as pip has them: its own setting, then what requests reads, then the system's."""
+    given = source.cert or next((os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), None)
+    if given and not Path(given).exists():
+        raise DownloadError(f"The certificate file {given} that pip is told to use does not exist.")
+    folder = given is not None and Path(given).is_dir()
+    context = ssl.create_default_context(cafile=None if folder else given, capath=given if folder else None)
+    if source.client_cert:
+        context.load_cert_chain(source.client_cert)
+    if source.trusted:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def download_by_pip(package: str, version: str, part: Path) -> None:
+    """Let pip download the wheel itself, with all its logins and certificates; this cannot be resumed."""
+    with tempfile.TemporaryDirectory(dir=part.parent) as folder:
+        done = _run("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder, f"{package}=={version}")
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or not wheels:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise DownloadError(f"pip cannot download {package}=={version} ({reason}).")
+        wheels[0].replace(part)

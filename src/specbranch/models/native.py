@@ -1,0 +1,197 @@
+"""The native Runner: one decoder, a cache for every open sequence, several sequences in one forward.
+
+Owns which sequence has which cache. Invariant: a sequence's `Slots` and its cache agree after every call, also one that fails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specbranch.core.runner import Feed
+from specbranch.core.slots import TAIL, Slots
+from specbranch.errors import BadParameter, ModelError
+from specbranch.models.architecture import Architecture, token_ids
+from specbranch.models.decoder import Cache, Decoder
+from specbranch.models.gguf_file import GgufFile
+from specbranch.models.locate import Located, locate
+from specbranch.models.rows import TensorRow
+from specbranch.models.steps import Planner, Rows, rows_of_chunk, rows_of_nodes
+from specbranch.models.tensor_file import TensorSource, open_folder
+from specbranch.models.weights import read_weights
+
+CHUNK = 256  # tokens of a prompt in one forward
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An open sequence: its bookkeeping and its memory."""
+
+    slots: Slots
+    cache: Cache
+
+
+class NativeRunner:
+    """A `core.runner.Runner` over the native decoder. Rows are `TensorRow`s, in float32 or better."""
+
+    def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL) -> None:
+        self.decoder = decoder
+        self.architecture = decoder.arch
+        self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
+        self.tail = tail
+        self._context_length = context_length
+        self._planner = Planner(self.device, self.dtype, decoder.arch.heads // decoder.arch.kv_heads)
+        self._open: dict[int, Held] = {}
+        self._spare: list[Cache] = []
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model scores."""
+        return self.architecture.vocabulary
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens one sequence may hold."""
+        return self._context_length
+
+    def open(self, seq: int) -> None:
+        """Make room for a new, empty sequence, in the memory of a closed one if there is any."""
+        if seq in self._open:
+            raise ValueError(f"sequence {seq} is open already")
+        capacity = self._context_length + self.tail
+        cache = self._spare.pop() if self._spare else self._new_cache(capacity)
+        self._open[seq] = Held(Slots(capacity, self.tail), cache)
+
+    def slots(self, seq: int) -> Slots:
+        """The sequence's places."""
+        return self._open[seq].slots
+
+    @torch.inference_mode()
+    def extend(self, seq: int, tokens: Sequence[int]) -> None:
+        """Append tokens to the prefix, in chunks that end at multiples of CHUNK, without scoring the vocabulary."""
+        self._check_ids(tokens)
+        held = self._open[seq]
+        places = held.slots.extend(tokens)
+        try:
+            for start, stop in _chunks(places):
+                chunk = tokens[start - places.start : stop - places.start]
+                self.decoder.forward(self._planner.step([rows_of_chunk(held.cache, chunk, start)]))
+        except BaseException:
+            held.slots.truncate(places.start)
+            raise
+
+    @torch.inference_mode()
+    def feed(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
+        """Score new nodes of several sequences in one forward."""
+        sizes = {feed.seq: len(self._open[feed.seq].slots.tokens) for feed in work}
+        try:
+            block = self._score([self._grow(feed) for feed in work])
+        except BaseException:
+            self._shrink(sizes)
+            raise
+        rows = iter(range(block.shape[0]))
+        return [[TensorRow(block, next(rows)) for _ in feed.tokens] for feed in work]
+
+    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+        """Keep one line of the tail, its first `commit` nodes as prefix."""
+        held = self._open[seq]
+        moves = held.slots.keep(path, commit)
+        if moves:
+            sources, targets = torch.tensor(moves).T.contiguous().to(self.device, non_blocking=True)
+            held.cache.move(sources, targets)
+
+    def close(self, seq: int) -> None:
+        """Forget the sequence; its memory serves the next one opened."""
+        self._spare.append(self._open.pop(seq).cache)
+
+    def _new_cache(self, capacity: int) -> Cache:
+        return Cache(self.architecture, self._planner.places(capacity), self.device, self.dtype)
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocabulary)
+            raise BadParameter(f"Token id {wrong} is outside the vocabulary of {self.architecture.name} (0 to {self.vocabulary - 1}).")
+
+    def _grow(self, feed: Feed) -> Rows:
+        self._check_ids(feed.tokens)
+        held = self._open[feed.seq]
+        return rows_of_nodes(held.cache, held.slots, held.slots.grow(feed.tokens, feed.parents))
+
+    def _shrink(self, sizes: dict[int, int]) -> None:
+        """Take back nodes that were added for a forward that failed."""
+        for seq, size in sizes.items():
+            slots = self._open[seq].slots
+            del slots.tokens[size:], slots.parents[size:]
+
+    def _score(self, work: list[Rows]) -> Tensor:
+        work = [rows for rows in work if rows.tokens]
+        if not work:
+            return torch.empty(0, self.vocabulary)
+        hidden = self.decoder.forward(self._planner.step(work))
+        logits = self.decoder.logits(self._planner.counted(work, hidden))
+        return logits.float() if logits.dtype.itemsize < 4 else logits
+
+
+def load_native(
+    model: str | Path | Located,
+    *,
+    context_length: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    tail: int = TAIL,
+) -> NativeRunner:
+    """Load a model folder, a GGUF file or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere."""
+    located = model if isinstance(model, Located) else locate(str(model))
+    place = torch.device(device or "cpu")
+    precision = _dtype(dtype, place)
+    arch, source = open_model(located)
+    context = arch.choose_context(context_length)
+    weights = read_weights(arch, source, place, precision)
+    return NativeRunner(Decoder(arch, weights, context + tail), context, tail)
+
+
+def open_model(located: Located) -> tuple[Architecture, TensorSource]:
+    """Read what a model is, and open its weights without reading them."""
+    if located.kind == "gguf":
+        file = GgufFile(located.path)
+        return Architecture.from_gguf(file), file
+    arch = Architecture.from_config(_read_json(located.path / "config.json"), str(located.path))
+    generation = located.path / "generation_config.json"
+    if generation.is_file():  # instruct models often name a second end token here only
+        ends = token_ids(_read_json(generation).get("eos_token_id"))
+        arch = replace(arch, eos_ids=tuple(dict.fromkeys((*arch.eos_ids, *ends))))
+    return arch, open_folder(located.path)
+
+
+def _dtype(asked: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    if asked is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise BadParameter(f"dtype is {asked!r}; expected float32, float64, bfloat16 or float16.")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} could not be read: {error}. Fetch the model again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object. Fetch the model again.")
+    return value
+
+
+def _chunks(places: range) -> Iterator[tuple[int, int]]:
+    """Cut places at absolute multiples of CHUNK, so that a prompt is cut alike however much of it was there before."""
+    start = places.start
+    while start < places.stop:
+        stop = min((start // CHUNK + 1) * CHUNK, places.stop)
+        yield start, stop
+        start = stop

@@ -1,0 +1,258 @@
+"""A Runner over any causal language model of transformers: for architectures the native decoder does not know, and as a cross-check.
+
+Owns the caches of its sequences. A line of the tail continues one cache; a node whose parent is not the end of a line gets a copy of the
+cache, cut behind that parent. So the model only ever sees plain chains, and needs no mask and no positions from here. Invariant: every
+node of the tail lies on a line, and a line's cache holds the prefix and the line's nodes, nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from specbranch.core.runner import Feed
+from specbranch.core.slots import ROOT, TAIL, Slots
+from specbranch.errors import BadParameter, CacheFull, ModelError
+from specbranch.models.rollback import active_window, refuse_if_cannot_roll_back
+from specbranch.models.rows import TensorRow, rows_of
+
+CHUNK = 512  # tokens of a prompt read at once
+SAME = {torch.float32: 0.01, torch.float64: 0.01}  # relative difference of logits taken for rounding; coarser types: ROUGH
+ROUGH = 0.2
+
+
+def load_transformers(
+    name: str | Path,
+    *,
+    context_length: int | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    tail: int = TAIL,
+) -> TransformersRunner:
+    """Load a local folder, a GGUF file or a Hub id; without `context_length` the model's own is used, cut to its attention window.
+
+    Nothing from the model's folder is executed. float32 on a CPU and bfloat16 elsewhere, unless `dtype` says otherwise.
+    """
+    device = torch.device(device)
+    source, options = _source(name)
+    config = _loaded(AutoConfig, source, options, name)
+    length = _checked_length(config, context_length, str(name))
+    options["dtype"] = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    model = _loaded(AutoModelForCausalLM, source, options, name)
+    return TransformersRunner(model.to(device), length, tail=tail, name=str(name))
+
+
+@dataclass(slots=True)
+class _Line:
+    """A chain of nodes from the root, and the cache that has read the prefix and them."""
+
+    cache: DynamicCache = field(default_factory=DynamicCache)
+    path: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    slots: Slots
+    lines: list[_Line] = field(default_factory=lambda: [_Line()])
+
+    def line_to(self, node: int) -> _Line:
+        """Return a line that ends at `node`, branching one off where there is none."""
+        path = self.slots.path(node)
+        passing = [line for line in self.lines if line.path[: len(path)] == path]
+        if ending := next((line for line in passing if len(line.path) == len(path)), None):
+            return ending
+        branch = _Line(_copy(passing[0].cache, len(self.slots.prefix) + len(path)), path)
+        self.lines.append(branch)
+        return branch
+
+    def keep(self, path: Sequence[int], commit: int) -> None:
+        """Keep the line through `path`, cut behind it, and no other."""
+        self.slots.keep(path, commit)
+        line = min((line for line in self.lines if line.path[: len(path)] == list(path)), key=lambda line: len(line.path))
+        if surplus := len(line.path) - len(path):
+            line.cache.crop(-surplus)
+        line.path = list(range(len(path) - commit))
+        self.lines = [line]
+
+
+class TransformersRunner:
+    """One transformers model with a cache for each line of each sequence."""
+
+    def __init__(self, model: PreTrainedModel, context_length: int, *, tail: int = TAIL, name: str = "the model") -> None:
+        self._model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
+        self._context_length = context_length
+        self._tail = tail
+        self._held: dict[int, _Sequence] = {}
+        self._skips_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._vocabulary = _probe(self, name)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model scores."""
+        return self._vocabulary
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens one sequence may hold."""
+        return self._context_length
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, to be read."""
+        return self._model
+
+    def open(self, seq: int) -> None:
+        """Make room for a new, empty sequence."""
+        # a tail's worth of places beyond the context: a tree near the end needs more places than positions
+        self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
+
+    def slots(self, seq: int) -> Slots:
+        """The sequence's places, to be read."""
+        return self._held[seq].slots
+
+    def extend(self, seq: int, tokens: Sequence[int]) -> None:
+        """Append tokens to the committed prefix, in chunks, without making rows."""
+        held = self._held[seq]
+        self._demand(len(held.slots.prefix) + len(tokens))
+        held.slots.extend(tokens)
+        cache = held.line_to(ROOT).cache
+        for start in range(0, len(tokens), CHUNK):
+            self.forward(cache, tokens[start : start + CHUNK], last_row_only=True)
+
+    def feed(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
+        """Score new nodes, one forward for each unbranched run of them; one row a node."""
+        for item in work:
+            self._demand(_reach(self._held[item.seq].slots, item))
+        return [self._feed(self._held[item.seq], item) for item in work]
+
+    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+        """Keep one line of the tail, the first `commit` nodes of it as prefix; drop the rest."""
+        self._held[seq].keep(path, commit)
+
+    def close(self, seq: int) -> None:
+        """Forget the sequence and free its caches."""
+        del self._held[seq]
+
+    @torch.inference_mode()
+    def forward(self, cache: DynamicCache, tokens: Sequence[int], last_row_only: bool = False) -> Tensor:
+        """Read tokens after those in the cache; returns their logits [tokens, vocabulary], or only the last row where the model can."""
+        ids = torch.tensor([tokens], device=self._model.device)
+        options = {"logits_to_keep": 1} if last_row_only and self._skips_rows else {}
+        logits: Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits[0]
+        return logits
+
+    def _feed(self, held: _Sequence, item: Feed) -> list[TensorRow]:
+        nodes = held.slots.grow(item.tokens, item.parents)
+        rows: dict[int, TensorRow] = {}
+        for run in _runs(nodes, item.parents):
+            line = held.line_to(held.slots.parents[run[0]])
+            rows.update(zip(run, rows_of(self.forward(line.cache, [held.slots.tokens[node] for node in run])), strict=True))
+            line.path.extend(run)
+        return [rows[node] for node in nodes]
+
+    def _demand(self, length: int) -> None:
+        if length > self._context_length:
+            raise CacheFull(
+                f"A sequence of {length} tokens does not fit the context of {self._context_length}. "
+                "Shorten the prompt, lower max_tokens, or raise context_length if the model allows it."
+            )
+
+
+def _runs(nodes: range, parents: Sequence[int]) -> list[list[int]]:
+    """Cut a forest of new nodes into chains; each begins at a node that was there before or lies on an earlier chain."""
+    runs: list[list[int]] = []
+    by_end: dict[int, list[int]] = {}
+    for node, parent in zip(nodes, parents, strict=True):
+        run = by_end.pop(parent, None)
+        if run is None:
+            runs.append(run := [])
+        run.append(node)
+        by_end[node] = run
+    return runs
+
+
+def _reach(slots: Slots, item: Feed) -> int:
+    """How long the longest line of the sequence would be with these nodes."""
+    start = len(slots.tokens)
+    lengths: list[int] = []
+    for parent in item.parents:
+        lengths.append(1 + (lengths[parent - start] if parent >= start else slots.position(parent) + 1))
+    return max(lengths, default=0)
+
+
+def _copy(cache: DynamicCache, length: int) -> DynamicCache:
+    """Return a cache of the first `length` tokens that shares no memory with the original."""
+    copy = DynamicCache()
+    if length:
+        layers: list[Any] = cache.layers
+        for index, layer in enumerate(layers):
+            copy.update(layer.keys[..., :length, :].clone(), layer.values[..., :length, :].clone(), index)
+    return copy
+
+
+def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """Split a GGUF file into what transformers wants to be told: its folder and its file name."""
+    path = Path(name)
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if path.suffix.lower() != ".gguf":
+        return str(name), options
+    if not path.is_file():
+        raise ModelError(f"There is no file {name}. Give the path of a GGUF file, of a model folder, or a Hub id.")
+    return str(path.parent), options | {"gguf_file": path.name}
+
+
+def _loaded(factory: Any, source: str, options: dict[str, Any], name: str | Path) -> Any:
+    try:
+        return factory.from_pretrained(source, **options)
+    except Exception as error:  # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ModelError(f"transformers cannot load {name}: {reason}. Expected a causal language model it knows.") from error
+
+
+def _checked_length(config: Any, asked: int | None, name: str) -> int:
+    if asked is not None and asked < 1:
+        raise BadParameter(f"context_length is {asked}; expected a whole number ≥ 1.")
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    length = asked or min((n for n in (most, active_window(text.to_dict())) if n), default=None)
+    if length is None:
+        raise BadParameter(f"{name} does not say how long its context is. Give context_length.")
+    if most and length > most:
+        raise BadParameter(f"context_length is {length}; {name} was made for at most {most} tokens.")
+    refuse_if_cannot_roll_back(text.to_dict(), length, name)
+    return int(length)
+
+
+def _probe(runner: TransformersRunner, name: str) -> int:
+    """Return how many ids the model scores, once it has been seen to take tokens back."""
+    text = (1, 2, 3, 4, 5)
+    cache, fresh = DynamicCache(), DynamicCache()
+    try:
+        whole = runner.forward(fresh, text)
+        runner.forward(cache, (*text[:3], 6, 7))
+        _refuse_odd_layers(cache, 5, name)
+        cache.crop(-2)
+        again = runner.forward(cache, text[3:])
+    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
+        raise ModelError(f"{name} does not work with a cache of keys and values that can be cut: {error}") from error
+    difference = float((again[-1] - whole[-1]).float().norm() / whole[-1].float().norm().clamp(min=1e-9))
+    if not difference <= SAME.get(runner.model.dtype, ROUGH):
+        raise ModelError(f"{name} cannot take tokens back: after a rollback its logits are off by {difference:.0%}.")
+    return int(whole.shape[-1])
+
+
+def _refuse_odd_layers(cache: DynamicCache, length: int, name: str) -> None:
+    layers: list[Any] = cache.layers
+    odd = {type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer}
+    if odd:
+        raise ModelError(f"{name} keeps part of its past in {', '.join(sorted(odd))}, which cannot take tokens back.")
+    if not layers or any(layer.get_seq_length() != length for layer in layers):
+        raise ModelError(f"{name} does not keep its past in the cache it is given, so tokens cannot be taken back.")

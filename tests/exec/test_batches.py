@@ -1,0 +1,181 @@
+"""Many sessions in one loop: each gives what it gives alone, whoever joins, leaves or fails beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from specbranch.config import Rule, SpeculativeConfig
+from specbranch.core.loop import Executor, Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.session import Session
+from specbranch.errors import CacheFull
+from specbranch.exec.process import Process
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.profile import CostProfile
+from specbranch.sim.toys import ToyRunner, ToySampler
+from toybench import (
+    MOST_ROUNDS,
+    Case,
+    Ending,
+    answer,
+    decode,
+    drafter_maker,
+    law,
+    make_drafter,
+    next_number,
+    plainly,
+    serial,
+)
+
+DRIFT = 0.2
+CONTEXT = 120  # tokens a sequence may have here; only the greedy one asks for more
+LONG = Ending("long", max_tokens=40)
+TOO_LONG = Ending("too long", max_tokens=1000)
+ENDINGS = (LONG, Ending("stop ids", stop_token_ids=(0,)), Ending("one token", max_tokens=1), Ending("odd", max_tokens=23))
+PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 2.0), (8, 3.0)))
+
+
+def small_verifier() -> Verifier:
+    return Verifier(ToyRunner(law(), context_length=CONTEXT, tail=32), ToySampler())
+
+
+def on_clock() -> VirtualClock:
+    return VirtualClock(small_verifier(), MeteredDrafter(ToyRunner(law(DRIFT)), ToySampler()), PROFILE)
+
+
+@pytest.fixture(params=["serial", "process", "clock"])
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    makers: dict[str, Callable[[], Executor]] = {
+        "serial": lambda: Serial(small_verifier(), make_drafter(DRIFT)),
+        "process": lambda: Process(small_verifier(), drafter_maker(DRIFT)),
+        "clock": on_clock,
+    }
+    made = makers[request.param]()
+    yield made
+    made.close()
+
+
+def config_of(method: str, rule: Rule) -> SpeculativeConfig:
+    return SpeculativeConfig(method=method, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule)
+
+
+def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeConfig]]:
+    """Requests of every method, temperature, ending and rule."""
+    rng = random.Random(4)
+    out: list[tuple[Case, SpeculativeConfig]] = []
+    for seed in range(count):
+        rule = rng.choice(rules)
+        prompt = tuple(rng.randrange(6) for _ in range(rng.choice((1, 4, 30))))
+        case = Case(prompt, rng.choice((0.0, 0.7, 1.3)), seed, rng.choice(ENDINGS), rule)
+        out.append((case, config_of(list(METHODS)[seed % len(METHODS)], rule)))
+    return out
+
+
+def start(loop: Loop, case: Case, config: SpeculativeConfig, limit: int = CONTEXT) -> Session:
+    session = case.session(next_number(), limit)
+    loop.join(session, METHODS[config.method].start(session, config))
+    return session
+
+
+def step_until_done(loop: Loop, each_round: Callable[[], None] = lambda: None) -> None:
+    for _ in range(MOST_ROUNDS):
+        each_round()
+        if not loop.live:
+            return
+        loop.step()
+    raise AssertionError("the loop does not end")
+
+
+def join_some(loop: Loop, waiting: list[tuple[Case, SpeculativeConfig]], joined: list[Session], rng: random.Random) -> None:
+    for _ in range(min(len(waiting), rng.choice((0, 0, 1, 3)) if loop.live else 1)):
+        joined.append(start(loop, *waiting.pop(0)))
+
+
+@pytest.mark.parametrize("rules", [("match",), ("match", "ratio")], ids=["match", "both-rules"])
+def test_sessions_joining_at_different_times_give_what_each_gives_alone(executor: Executor, rules: tuple[Rule, ...]) -> None:
+    requests = mixed(36, rules)
+    loop, joined = Loop(executor), list[Session]()
+    step_until_done(loop, partial(join_some, loop, list(requests), joined, random.Random(1)))
+    assert len(joined) == len(requests)
+    alone = serial(DRIFT)
+    for session, (case, config) in zip(joined, requests, strict=True):
+        expected = decode(alone, case, config)
+        assert answer(session) == answer(expected)
+        assert session.stats.tested_at == expected.stats.tested_at
+        session.stats.check()
+
+
+def test_a_session_that_leaves_early_disturbs_no_other(executor: Executor) -> None:
+    loop = Loop(executor)
+    requests = [(case, config) for case, config in mixed(30, ("match",)) if case.ending.max_tokens > 20]
+    sessions = [start(loop, *request) for request in requests]
+    for _ in range(4):
+        loop.step()
+    leaving = [session for session in sessions[::3] if not session.finished]
+    for session in leaving:
+        loop.leave(session)
+    step_until_done(loop)
+    assert len(leaving) >= 2
+    for session, (case, _) in zip(sessions, requests, strict=True):
+        whole = plainly(case, law())
+        if session in leaving:
+            assert session.finished is None
+            assert tuple(session.output) == whole.tokens[: len(session.output)]
+        else:
+            assert answer(session) == whole
+
+
+def test_leaving_twice_is_harmless(executor: Executor) -> None:
+    loop = Loop(executor)
+    session = start(loop, Case((1,), 0.0, 0, LONG), config_of("specbranch", "match"))
+    loop.step()
+    loop.leave(session)
+    loop.leave(session)
+    assert not loop.live
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_session_whose_cache_is_full_fails_alone(executor: Executor, method: str) -> None:
+    loop = Loop(executor)
+    requests = [r for r in mixed(12, ("match",)) if r[0].ending is LONG]
+    others = [start(loop, *request) for request in requests]
+    greedy_for_room = Case((1, 2, 3), 0.7, 99, TOO_LONG)
+    failing = start(loop, greedy_for_room, config_of(method, "match"), limit=1000)
+    step_until_done(loop)
+    assert failing.finished == "error"
+    assert isinstance(failing.error, CacheFull)
+    assert "free (capacity 152, tail 32)" in str(failing.error)
+    assert CONTEXT <= len(failing.tokens) <= 153
+    assert tuple(failing.output) == plainly(greedy_for_room, law()).tokens[: len(failing.output)]
+    assert [answer(session) for session in others] == [plainly(case, law()) for case, _ in requests]
+
+
+def test_a_prompt_beyond_the_cache_fails_at_once_and_alone(executor: Executor) -> None:
+    loop = Loop(executor)
+    other = start(loop, Case((1, 2), 0.7, 3, LONG), config_of("specbranch", "match"))
+    failing = start(loop, Case((1,) * 500, 0.0, 0, LONG), config_of("specbranch", "match"), limit=1000)
+    loop.step()
+    assert isinstance(failing.error, CacheFull)
+    assert failing.output == []
+    step_until_done(loop)
+    assert answer(other) == plainly(Case((1, 2), 0.7, 3, LONG), law())
+
+
+def test_finished_sessions_hold_nothing() -> None:
+    executor = Serial(small_verifier(), make_drafter(DRIFT))
+    loop = Loop(executor)
+    sessions = [start(loop, *request) for request in mixed(12, ("match",))]
+    loop.step()
+    loop.leave(sessions[0])
+    step_until_done(loop)
+    assert executor.draft
+    for worker in (executor.target, executor.draft):
+        for session in sessions:
+            with pytest.raises(KeyError):
+                worker.slots(session.number)

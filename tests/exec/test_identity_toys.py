@@ -1,0 +1,232 @@
+"""Every method on every executor gives, token for token, what plain decoding gives with the same seed.
+
+Thousands of runs on toys whose law depends on every token. Each cell (method × executor × temperature) also proves that it was hard
+enough: it counts branch hits on other heads, rejections inside chains, whole chains accepted, and ends inside accepted blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from specbranch.config import HeadKind, SpeculativeConfig
+from specbranch.core.loop import Executor
+from specbranch.core.session import Session, Watcher
+from specbranch.exec.process import Process
+from specbranch.exec.serial import Serial
+from toybench import (
+    LIMIT,
+    VOCABULARY,
+    Answer,
+    Case,
+    Ending,
+    acceptance,
+    answer,
+    decode,
+    law,
+    make_drafter,
+    plainly,
+    process,
+    serial,
+    total,
+    virtual_clock,
+)
+
+TEMPERATURES = (0.0, 0.7, 1.3)
+DRIFTS = (0.06, 0.3, 0.8)
+SEEDS = 20
+REPEATING = 2  # vocabulary of the text that lookup is tried on: n-grams recur
+KINDS = ("serial", "process", "process until target", "clock", "clock until target")
+FORKING = ("pearl", "specbranch")  # the methods that can draft until the target is done
+ENOUGH = 100
+
+CONFIGS = {
+    "autoregressive": SpeculativeConfig(method="autoregressive"),
+    "speculative": SpeculativeConfig(method="speculative", num_speculative_tokens=4),
+    "adaptive": SpeculativeConfig(method="adaptive", num_speculative_tokens=4),
+    "pearl": SpeculativeConfig(method="pearl", num_speculative_tokens=4),
+    "specbranch": SpeculativeConfig(method="specbranch", num_speculative_tokens=4, max_branches=24, stop_below=0.45),
+    "lookup": SpeculativeConfig(method="lookup", num_speculative_tokens=2),
+}
+
+
+def stops_after_a_zero_and_a_one() -> Watcher:
+    """Stand for a stop string of two tokens."""
+    seen: list[int] = []
+
+    def watch(token: int) -> bool:
+        seen.append(token)
+        return seen[-2:] == [0, 1]
+
+    return watch
+
+
+ENDINGS = (
+    Ending("long", max_tokens=64),
+    Ending("end token", eos_ids=(1,)),
+    Ending("odd limit", max_tokens=31),
+    Ending("one token", max_tokens=1),
+    Ending("stop ids", stop_token_ids=(0, 4)),
+    Ending("end token ignored", eos_ids=(1,), ignore_eos=True),
+    Ending("watched", watch=stops_after_a_zero_and_a_one),
+    Ending("long", max_tokens=64),
+    Ending("two tokens", max_tokens=2),
+    Ending("both", eos_ids=(1,), stop_token_ids=(0,), ignore_eos=True, watch=stops_after_a_zero_and_a_one),
+)
+
+
+class Cell(NamedTuple):
+    """One method on one executor at one temperature."""
+
+    temperature: float
+    method: str
+    kind: str
+
+    @property
+    def vocabulary(self) -> int:
+        return REPEATING if self.method == "lookup" else VOCABULARY
+
+    @property
+    def drafts(self) -> tuple[float, ...]:
+        return DRIFTS if self.method not in ("lookup", "autoregressive") else (0.0,)
+
+    def config(self) -> SpeculativeConfig:
+        values = {name: getattr(CONFIGS[self.method], name) for name in SpeculativeConfig.__slots__}
+        return SpeculativeConfig(**values | {"until_target": self.kind.endswith("until target")})
+
+    def cases(self) -> list[Case]:
+        seeds = SEEDS if len(self.drafts) > 1 else 4 * SEEDS
+        return [case(seed, self.temperature, self.vocabulary) for seed in range(seeds)]
+
+
+CELLS = [Cell(t, m, k) for t in TEMPERATURES for m in CONFIGS for k in KINDS if m in FORKING or not k.endswith("until target")]
+
+
+def case(seed: int, temperature: float, vocabulary: int = VOCABULARY) -> Case:
+    # The prompt varies by more than the seed, or all greedy runs would be one; some prompts are longer than what is read row by row.
+    prompt = tuple((seed * 7 + i * i) % vocabulary for i in range(3 + seed % 4 * 9))
+    return Case((*prompt, seed % vocabulary, seed // vocabulary % vocabulary), temperature, seed, ENDINGS[seed % len(ENDINGS)])
+
+
+@cache
+def truth(request: Case, vocabulary: int) -> Answer:
+    return plainly(request, law(0.0, vocabulary))
+
+
+@pytest.fixture(scope="module")
+def executor_of() -> Iterator[Callable[[str, float, int], Executor]]:
+    """Executors, each made once and used by many sessions, as a service would."""
+    with ExitStack() as stack:
+
+        @cache
+        def child(drift: float, vocabulary: int) -> Process:
+            made = process(drift, vocabulary)
+            stack.callback(made.close)
+            return made
+
+        def make(kind: str, drift: float, vocabulary: int) -> Executor:
+            if kind == "serial":
+                return serial(drift, vocabulary)
+            if kind.startswith("clock"):
+                return virtual_clock(drift, vocabulary)
+            made = child(drift, vocabulary)
+            # An instant target would be done before the draft has begun, and no branch would grow.
+            made.target.runner.seconds = 0.0006 if kind.endswith("until target") else 0.0  # type: ignore[attr-defined]
+            return made
+
+        yield make
+
+
+def run_cell(cell: Cell, executor_of: Callable[[str, float, int], Executor]) -> dict[float, list[Session]]:
+    """Run all cases of a cell with each draft; every answer is compared as it comes."""
+    runs: dict[float, list[Session]] = {}
+    for drift in cell.drafts:
+        executor = executor_of(cell.kind, drift, cell.vocabulary)
+        for request in cell.cases():
+            session = decode(executor, request, cell.config())
+            assert answer(session) == truth(request, cell.vocabulary), (cell, drift, request)
+            runs.setdefault(drift, []).append(session)
+    return runs
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.method}-{cell.kind}-{cell.temperature}".replace(" ", "-"))
+def test_output_is_that_of_plain_decoding(cell: Cell, executor_of: Callable[[str, float, int], Executor]) -> None:
+    runs = run_cell(cell, executor_of)
+    sessions = [session for of_one in runs.values() for session in of_one]
+    assert {session.finished for session in sessions} == {"stop", "length"}
+    if cell.method == "autoregressive":
+        return
+    assert total(sessions, "rounds_rejected_inside") >= ENOUGH
+    assert total(sessions, "rounds_all_accepted") >= ENOUGH
+    assert sum(s.finished == "stop" and s.origins[-1] == "draft" for s in sessions) >= 3, "no end inside an accepted block"
+    if cell.method == "specbranch":
+        assert total(sessions, "branch_hits_other") >= ENOUGH
+    rates = [acceptance(of_one) for of_one in runs.values()]
+    assert all(0.2 <= rate <= 0.95 for rate in rates), rates
+    assert len(rates) == 1 or (rates[0] > 0.75 and rates[-1] < 0.65), rates
+
+
+def test_thousands_of_runs_are_compared() -> None:
+    assert sum(len(cell.cases()) * len(cell.drafts) for cell in CELLS) >= 3000
+
+
+@pytest.mark.parametrize("kind", ["serial", "process", "clock"])
+@pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "specbranch"])
+def test_a_perfect_draft_is_never_rejected(method: str, kind: str, executor_of: Callable[[str, float, int], Executor]) -> None:
+    """Faults on the draft's side cannot change the output; here they show, since draft and target share law and noise."""
+    executor = executor_of(kind, 0.0, VOCABULARY)
+    cell = Cell(0.0, method, kind)
+    for temperature in TEMPERATURES:
+        sessions = [decode(executor, case(seed, temperature), cell.config()) for seed in range(10)]
+        assert total(sessions, "accepted_at") == total(sessions, "tested_at") > 100
+
+
+def ratio_case(seed: int, temperature: float) -> Case:
+    plain = case(seed, temperature)
+    return Case(plain.prompt, temperature, seed, plain.ending, rule="ratio")
+
+
+@pytest.mark.parametrize("heads", ["sampled", "top"])
+@pytest.mark.parametrize("kind", ["process", "clock"])
+@pytest.mark.parametrize("method", ["autoregressive", "speculative", "adaptive", "pearl", "specbranch", "lookup"])
+def test_under_ratio_every_executor_gives_what_serial_gives(
+    method: str, kind: str, heads: HeadKind, executor_of: Callable[[str, float, int], Executor]
+) -> None:
+    values = {name: getattr(CONFIGS[method], name) for name in SpeculativeConfig.__slots__}
+    config = SpeculativeConfig(**values | {"rule": "ratio", "heads": heads})
+    for drift, temperature in ((0.06, 0.7), (0.3, 1.3)):
+        executor, reference = executor_of(kind, drift, VOCABULARY), serial(drift)
+        sessions: list[Session] = []
+        for seed in range(10):
+            request = ratio_case(seed, temperature)
+            session, expected = decode(executor, request, config), decode(reference, request, config)
+            assert answer(session) == answer(expected)
+            assert session.stats.accepted_at == expected.stats.accepted_at
+            sessions.append(session)
+        assert method in ("autoregressive", "lookup") or 0 < acceptance(sessions) < 1
+
+
+def test_under_ratio_another_seed_gives_another_output() -> None:
+    """The comparison above would be empty if the seed did not matter."""
+    executor = serial(0.3)
+    outputs = {answer(decode(executor, Case((1, 2), 1.3, seed, ENDINGS[0], "ratio"), CONFIGS["speculative"])) for seed in range(20)}
+    assert len(outputs) == 20
+
+
+def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
+    from specbranch.sim.toys import ToyRunner, ToySampler
+
+    short = make_drafter(0.06)
+    short.runner = ToyRunner(law(0.06), context_length=16, tail=8)
+    reference = serial(0.06)
+    executor = Serial(reference.target, type(short)(short.runner, ToySampler()))
+    for method in ("speculative", "pearl", "specbranch"):
+        request = Case((1, 2, 3), 0.7, 5, Ending("long", max_tokens=60))
+        session = decode(executor, request, CONFIGS[method], LIMIT)
+        assert answer(session) == truth(request, VOCABULARY)
+        assert "draft" in session.origins[:14]
+        assert "draft" not in session.origins[30:]

@@ -1,0 +1,327 @@
+"""Losing the draft process never loses a request: the answer is complete and identical, and the statistics say what happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbranch.config import Rule, SpeculativeConfig
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.runner import Feed
+from specbranch.core.session import Session
+from specbranch.errors import ModelError
+from specbranch.exec import process as process_module
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.messages import MakeDrafter
+from specbranch.exec.process import Process
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.toys import Logits, ToySampler
+from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_maker, law, make_drafter, next_number, plainly
+
+DRIFT = 0.1
+KILLS = 20
+WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
+LONG = Ending("long", max_tokens=400)
+METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "specbranch")
+
+
+class Target(SlowRunner):
+    """A target that may do something in the middle of a round: `surprise` is called once, in the forward numbered `at`."""
+
+    def __init__(self) -> None:
+        super().__init__(law())
+        self.at = -1
+        self.surprise: Callable[[], None] = lambda: None
+
+    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+        self.at -= 1
+        if self.at == 0:
+            self.surprise()
+        return super().feed(work)
+
+
+class FaultyDraftRunner(SlowRunner):
+    """A draft whose forward goes wrong after a while."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(law(DRIFT))
+        self.how = how
+        self.left = 12
+
+    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+        self.left -= 1
+        if self.left < 0:
+            if self.how == "hangs":
+                time.sleep(60)
+            raise RuntimeError("out of luck")
+        return super().feed(work)
+
+
+def starts(notes: Path) -> int:
+    """How often a child was started that keeps notes."""
+    return len(notes.read_text()) if notes.exists() else 0
+
+
+def make_faulty_once(notes: Path, how: str) -> Drafter:
+    """Make a draft worker that goes wrong, the first time."""
+    first = starts(notes) == 0
+    with notes.open("a") as file:
+        file.write(".")
+    return Drafter(FaultyDraftRunner(how), ToySampler()) if first else make_drafter(DRIFT)
+
+
+def make_only_once(notes: Path, how: str) -> Drafter:
+    """Make a draft worker the first time; fail ever after."""
+    first = starts(notes) == 0
+    with notes.open("a") as file:
+        file.write(".")
+    if first:
+        return make_drafter(DRIFT)
+    if how == "raises":
+        raise RuntimeError("no weights today")
+    os._exit(3)
+
+
+def make_never(how: str) -> Drafter:
+    """Fail to make a draft worker."""
+    if how == "raises":
+        raise FileNotFoundError("draft weights are missing")
+    os._exit(3)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be buried does not."""
+    status = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return subprocess.run(["kill", "-0", str(pid)], capture_output=True, check=False).returncode == 0
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not alive(pid)
+
+
+def executor_with(make: MakeDrafter = drafter_maker(DRIFT), hung_after: float = 30.0) -> tuple[Process, Target]:
+    target = Target()
+    return Process(Verifier(target, ToySampler()), make, hung_after=hung_after), target
+
+
+def begin(executor: Process, method: str, seed: int, rule: Rule = "match") -> tuple[Loop, Session, Case]:
+    case = Case((seed % 6, 1), 0.7, seed, LONG, rule)
+    session, loop = case.session(next_number()), Loop(executor)
+    config = SpeculativeConfig(method=method, num_speculative_tokens=3, max_branches=8, rule=rule)
+    loop.join(session, METHODS[method].start(session, config))
+    return loop, session, case
+
+
+def finish(loop: Loop, each_round: Callable[[], None] = lambda: None) -> None:
+    for _ in range(MOST_ROUNDS):
+        if not loop.live:
+            return
+        each_round()
+        loop.step()
+    raise AssertionError("the request does not end")
+
+
+def run_with_loss(executor: Process, target: Target, method: str, seed: int, lose: Callable[[], None], at: int) -> tuple[Session, int]:
+    """Run a request and lose the child in its forward `at`; returns it and how many tokens it had when the new child was ready."""
+    loop, session, case = begin(executor, method, seed)
+    target.surprise, target.at = lose, at
+    before, resumed = executor.restarts, [0]
+
+    def slowly_while_a_child_starts() -> None:
+        lost = session.stats.rounds_without_draft > 0 and executor.restarts == before
+        target.seconds = WAITING if lost else 0.0
+        if not resumed[0] and executor.restarts > before:
+            resumed[0] = len(session.output)
+
+    finish(loop, slowly_while_a_child_starts)
+    assert answer(session) == plainly(case, law())
+    session.stats.check()
+    return session, resumed[0]
+
+
+def send(executor: Process, number: int) -> None:
+    assert executor.child_pid
+    os.kill(executor.child_pid, number)
+
+
+def test_a_draft_process_killed_in_mid_request_changes_nothing_twenty_times() -> None:
+    rng = random.Random(2)
+    executor, target = executor_with()
+    with closing(executor):
+        for seed in range(KILLS):
+            method = METHODS_WITH_DRAFT[seed % 4]
+            session, resumed = run_with_loss(executor, target, method, seed, partial(send, executor, signal.SIGKILL), rng.randint(1, 40))
+            assert session.stats.rounds_without_draft > 0
+            assert session.stats.draft_restarts == 1
+            assert 0 < resumed < 380
+            assert session.origins[resumed:].count("draft") > 10, "drafting did not resume"
+        assert executor.restarts == KILLS
+
+
+def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> None:
+    executor, target = executor_with()
+    with closing(executor):
+        loop = Loop(executor)
+        runs = []
+        for seed in range(4):
+            case = Case((seed, 1), 0.7, seed, LONG)
+            session = case.session(next_number())
+            loop.join(session, METHODS["specbranch"].start(session, SpeculativeConfig(method="specbranch", num_speculative_tokens=3)))
+            runs.append((session, case))
+        for _ in range(5):
+            loop.step()
+        send(executor, signal.SIGKILL)
+
+        def slowly() -> None:
+            target.seconds = WAITING if executor.restarts == 0 else 0.0
+
+        finish(loop, slowly)
+        for session, case in runs:
+            assert answer(session) == plainly(case, law())
+            assert session.stats.rounds_without_draft > 0
+            assert session.stats.draft_restarts == 1
+            assert "draft" in session.origins[-50:]
+
+
+def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
+    executor, target = executor_with()
+    with closing(executor):
+        for seed, method in enumerate(("pearl", "specbranch")):
+            loop, session, _ = begin(executor, method, seed, "ratio")
+            target.surprise, target.at = partial(send, executor, signal.SIGKILL), 7
+            finish(loop)
+            assert session.finished == "length"
+            assert len(session.output) == LONG.max_tokens
+            session.stats.check()
+
+
+@pytest.mark.parametrize("how", ["hangs", "raises"])
+def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how: str) -> None:
+    notes = tmp_path / "starts"
+    executor, target = executor_with(partial(make_faulty_once, notes, how), hung_after=1.0)
+    with closing(executor):
+        session, resumed = run_with_loss(executor, target, "specbranch", 3, lambda: None, at=-1)
+        assert session.stats.rounds_without_draft > 0
+        assert starts(notes) == 2
+        assert executor.restarts == session.stats.draft_restarts == 1
+        assert "draft" in session.origins[resumed:]
+
+
+def test_a_stopped_child_counts_as_hung_and_is_replaced() -> None:
+    executor, target = executor_with(hung_after=1.0)
+    with closing(executor):
+        first = executor.child_pid
+        session, resumed = run_with_loss(executor, target, "pearl", 5, partial(send, executor, signal.SIGSTOP), 9)
+        assert session.stats.draft_restarts == 1
+        assert "draft" in session.origins[resumed:]
+        assert first
+        assert not alive(first)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", "FileNotFoundError: draft weights are missing"), ("exits", "the draft process ended")]
+)
+def test_a_child_that_cannot_start_is_a_sentence(how: str, said: str) -> None:
+    with pytest.raises(ModelError, match=f"The draft worker could not start: .*{said}"):
+        executor_with(partial(make_never, how))
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(tmp_path: Path, how: str) -> None:
+    notes = tmp_path / "starts"
+    executor, target = executor_with(partial(make_only_once, notes, how))
+    with closing(executor):
+        loop, session, case = begin(executor, "specbranch", 8)
+        target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
+
+        def slowly() -> None:
+            target.seconds = WAITING if session.stats.rounds_without_draft and executor.child_pid else 0.0
+
+        finish(loop, slowly)
+        assert answer(session) == plainly(case, law())
+        assert starts(notes) == 1 + process_module.MOST_FAILED_STARTS
+        assert executor.child_pid is None
+        assert executor.restarts == session.stats.draft_restarts == 0
+        assert session.stats.rounds_without_draft > 300 / 2
+        again, following, second = begin(executor, "pearl", 9)
+        finish(again)
+        assert answer(following) == plainly(second, law())
+        assert starts(notes) == 1 + process_module.MOST_FAILED_STARTS
+
+
+def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, target = executor_with()
+    with closing(executor):
+        loop, session, case = begin(executor, "specbranch", 8)
+        target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError("out of memory")
+
+        monkeypatch.setattr(process_module.subprocess, "Popen", refuse)
+        finish(loop)
+        assert answer(session) == plainly(case, law())
+        assert executor.child_pid is None
+
+
+def test_a_worker_that_cannot_be_sent_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(process_module.subprocess, "Popen", lambda *args, **_: started.append(args))
+    with pytest.raises(Exception, match="pickle"):
+        executor_with(lambda: make_drafter(DRIFT))
+    assert started == []
+
+
+def test_no_child_is_left_after_close() -> None:
+    executor, _ = executor_with()
+    pid = executor.child_pid
+    assert pid
+    assert alive(pid)
+    executor.close()
+    assert not alive(pid)
+    assert executor.child_pid is None
+    executor.close()
+
+
+def test_a_child_that_is_drafting_is_gone_after_close_too() -> None:
+    executor, _ = executor_with(drafter_maker(DRIFT, seconds=0.2))
+    begin(executor, "specbranch", 1)
+    pid = executor.child_pid
+    assert pid
+    executor.close()
+    assert not alive(pid)
+
+
+SCRIPT = """
+import os, signal, sys
+from toybench import process
+executor = process(0.1)
+print(executor.child_pid, flush=True)
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "os._exit(1)", "raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_parent_that_exits_without_closing_leaves_no_child(ending: str) -> None:
+    here = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([here, *sys.path])}
+    script = [sys.executable, "-c", SCRIPT.format(ending=ending)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert gone_within(int(done.stdout), 10.0), done.stderr

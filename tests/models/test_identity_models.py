@@ -1,0 +1,111 @@
+"""Every method gives what `autoregressive` gives, on tiny random models of each family: float64, no exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CONFIGS, saved, some_tokens, tiny
+from toybench import run_out
+
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.request import Request
+from specbranch.core.runner import Runner
+from specbranch.core.session import Session
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.models.native import load_native
+from specbranch.models.sampling import TorchSampler
+from specbranch.models.transformers_runner import load_transformers
+
+Load = Callable[..., Runner]
+PLAIN = {"temperature": 0.0}
+EVERYTHING = {
+    "temperature": 0.9,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "logit_bias": {3: 2.0, 5: -1.0},
+    "min_tokens": 9,
+}
+SHAPINGS = {"greedy": PLAIN, "cool": {"temperature": 0.7}, "hot": {"temperature": 1.3}, "everything": EVERYTHING}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    @cache
+    def make(kind: str) -> tuple[Path, Path]:
+        """Save a target and a draft that is the target with its weights disturbed, so that it agrees now and then."""
+        place = tmp_path_factory.mktemp(kind)
+        target = tiny(kind)
+        saved(target, place / "target")
+        torch.manual_seed(5)
+        for parameter in target.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
+        return place / "target", saved(target, place / "draft")
+
+    return make
+
+
+def executor(load: Load, target: Path, draft: Path) -> Serial:
+    big, small = (load(path, context_length=256, device="cpu", dtype=torch.float64) for path in (target, draft))
+    return Serial(Verifier(big, TorchSampler(big.vocabulary)), Drafter(small, TorchSampler(small.vocabulary)))
+
+
+def decode(executor: Serial, method: str, params: SamplingParams, prompt: list[int], number: int, eos: int = 7) -> Session:
+    request = Request(params, seed=number, prompt_length=len(prompt), eos_ids=(eos,))
+    session = Session(number, prompt, request, 200)
+    loop = Loop(executor)
+    config = SpeculativeConfig(method=method, num_speculative_tokens=4, stop_below=0.2, ngram_min=1)
+    loop.join(session, METHODS[method].start(session, config))
+    run_out(loop)
+    session.stats.check()
+    return session
+
+
+def compare(load: Load, target: Path, draft: Path, shaping: dict[str, object], runs: int) -> dict[str, Session]:
+    sessions: dict[str, Session] = {}
+    works = executor(load, target, draft)
+    for run in range(runs):
+        prompt = some_tokens(5 + 20 * run, seed=run)  # the second prompt is long enough to be read in chunks
+        params = SamplingParams(**shaping, max_tokens=23 + run)
+        plain = decode(works, "autoregressive", params, prompt, run)
+        for method in METHODS:
+            sessions[method] = decode(works, method, params, prompt, run)
+            assert sessions[method].tokens == plain.tokens, f"{method}, run {run}"
+            assert sessions[method].finished == plain.finished
+    return sessions
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_native_runner_gives_autoregressive_tokens_with_every_method(kind: str, shaping: str, folder: Callable[[str], tuple[Path, Path]]) -> None:
+    sessions = compare(load_native, *folder(kind), SHAPINGS[shaping], runs=2)
+    assert sum(session.stats.accepted for session in sessions.values()) > 0, "no draft token was ever accepted: nothing was shown"
+    assert sum(session.stats.rejected for session in sessions.values()) > 0, "no draft token was ever rejected: nothing was shown"
+
+
+@pytest.mark.parametrize("shaping", ["greedy", "everything"])
+def test_transformers_runner_gives_autoregressive_tokens_with_every_method(shaping: str, folder: Callable[[str], tuple[Path, Path]]) -> None:
+    compare(load_transformers, *folder("llama"), SHAPINGS[shaping], runs=1)
+
+
+def test_both_runners_say_the_same(folder: Callable[[str], tuple[Path, Path]]) -> None:
+    target, draft = folder("qwen3")
+    params = SamplingParams(temperature=0.8, max_tokens=30)
+    ours, theirs = (decode(executor(load, target, draft), "specbranch", params, some_tokens(9), 1) for load in (load_native, load_transformers))
+    assert ours.tokens == theirs.tokens

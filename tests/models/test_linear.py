@@ -1,0 +1,283 @@
+"""The small-row linear: right, the same whatever the row count, and never in the way."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specbranch.errors import BadParameter
+from specbranch.models import kernels, linear
+from specbranch.models.kernels import Machine, load_kernel, outputs_at_a_time
+from specbranch.models.linear import MOST_ROWS, KernelLinear, PlainLinear, choose_linear
+
+SHAPES = [(576, 576), (960, 577), (1, 64), (7, 3), (5, 1), (130, 1000), (4099, 33)]  # outputs, inputs
+KINDS = ["torch", "onednn", "llvm"]
+
+needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no kernel can be compiled on this machine")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kernel_linear(weight: Tensor, bias: Tensor | None = None, most_rows: int = MOST_ROWS) -> KernelLinear:
+    kernel = load_kernel()
+    assert kernel is not None
+    return KernelLinear(kernel, weight, bias, most_rows)
+
+
+def assert_close_to_float64(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # Relative to the terms that were summed: a sum near zero has no relative accuracy of its own.
+    scale = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+    assert y.shape == exact.shape
+    assert ((y.double() - exact).abs() <= 1e-5 * scale).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_agrees_with_float64_at_1_to_20_rows(
+    kind: str, with_bias: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
+    weight, bias = numbers(*shape), numbers(shape[0], seed=1) if with_bias else None
+    layer = choose_linear(weight, bias)
+    for rows in range(1, 21):
+        x = numbers(rows, shape[1], seed=rows)
+        assert_close_to_float64(layer(x), x, weight, bias)
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_alone_as_among_others(shape: tuple[int, int]) -> None:
+    layer = kernel_linear(numbers(*shape), numbers(shape[0], seed=1))
+    x = numbers(MOST_ROWS, shape[1], seed=2)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for rows in range(2, MOST_ROWS + 1):
+        assert torch.equal(layer(x[:rows]), alone[:rows])
+        assert torch.equal(layer(x[-rows:]), alone[-rows:])
+
+
+@needs_kernel
+def test_the_bits_do_not_depend_on_threads_or_on_the_run() -> None:
+    weight, x = numbers(1000, 577), numbers(6, 577, seed=1)
+    layer = kernel_linear(weight)
+    expected = layer(x)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(kernel_linear(weight)(x), expected) for _ in range(20))
+
+
+@needs_kernel
+def test_more_rows_may_be_asked_for_and_keep_their_bits() -> None:
+    layer = kernel_linear(numbers(64, 100), most_rows=50)
+    x = numbers(50, 100, seed=1)
+    assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+
+
+@needs_kernel
+def test_above_the_most_rows_torch_takes_over() -> None:
+    weight, x = numbers(64, 100), numbers(MOST_ROWS + 1, 100, seed=1)
+    assert torch.equal(kernel_linear(weight)(x), F.linear(x, weight))
+
+
+@needs_kernel
+def test_strided_inputs_and_any_number_of_leading_dimensions_are_taken() -> None:
+    weight = numbers(30, 40)
+    layer = kernel_linear(weight)
+    strided = numbers(40, 6).T
+    assert not strided.is_contiguous()
+    assert_close_to_float64(layer(strided), strided, weight)
+    assert torch.equal(layer(strided.reshape(2, 3, 40)), layer(strided).reshape(2, 3, 30))
+    assert torch.equal(layer(strided[0]), layer(strided)[0])
+    assert layer(numbers(0, 40)).shape == (0, 30)
+
+
+@needs_kernel
+def test_views_of_a_larger_weight_are_used_in_place() -> None:
+    whole = numbers(100, 40)
+    layer, x = kernel_linear(whole[20:50]), numbers(3, 40, seed=1)
+    assert_close_to_float64(layer(x), x, whole[20:50])
+    whole[20:50] = 0
+    assert not layer(x).any()
+
+
+@needs_kernel
+def test_nothing_is_read_or_written_outside_the_matrices() -> None:
+    outs, ins, rows = 7, 13, 3
+    weight, x, y = (torch.full((n + 64,), float("nan")) for n in (outs * ins, rows * ins, rows * outs))
+    weight[32:-32], x[32:-32] = 1, 1
+    addresses = [part[32:].data_ptr() for part in (x, weight, y)]
+    kernel = load_kernel()
+    assert kernel is not None
+    kernel(addresses[0], addresses[1], 0, addresses[2], rows, ins, outs, outputs_at_a_time(ins, outs))
+    assert (y[32:-32] == ins).all()
+    assert y[:32].isnan().all() and y[-32:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_mode_tensors_are_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
+    with torch.inference_mode():
+        weight, bias, x = numbers(50, 60), numbers(50, seed=1), numbers(4, 60, seed=2)
+        layer = choose_linear(weight, bias)
+        assert_close_to_float64(layer(x), x, weight, bias)
+
+
+@pytest.mark.parametrize("kind", ["llvm", "onednn", None])
+@pytest.mark.parametrize(
+    "weight",
+    [numbers(8, 6).bfloat16(), numbers(8, 6).double(), numbers(6, 8).T, numbers(8, 6).requires_grad_(), numbers(8, 0)],
+    ids=["bfloat16", "float64", "transposed", "trained", "empty"],
+)
+def test_other_weights_fall_back_to_torch(kind: str | None, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind:
+        monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
+    x = numbers(3, weight.shape[1], seed=1).to(weight.dtype)
+    layer = choose_linear(weight)
+    assert isinstance(layer, PlainLinear)
+    assert torch.equal(layer(x), F.linear(x, weight))
+
+
+@needs_kernel
+def test_inputs_that_the_kernel_is_not_made_for_go_to_torch_errors_included() -> None:
+    layer = kernel_linear(numbers(8, 6))
+    for wrong in (numbers(2, 5), numbers(2, 6).double()):
+        with pytest.raises(RuntimeError):
+            layer(wrong)
+    x = numbers(2, 6).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer(torch.empty(2, 6, device="meta")).device.type == "meta"
+
+
+@needs_kernel
+@pytest.mark.parametrize(("kind", "name"), [("torch", "PlainLinear"), ("onednn", "PackedLinear"), ("llvm", "KernelLinear")])
+def test_the_environment_forces_a_kind(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "onednn" and not linear._onednn_works():
+        pytest.skip("torch offers no oneDNN here")
+    monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
+    assert type(choose_linear(numbers(8, 6))).__name__ == name
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "one-dnn")
+    with pytest.raises(BadParameter, match="Did you mean 'onednn'"):
+        choose_linear(numbers(8, 6).double())
+
+
+def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    kernels.load_kernel.cache_clear()
+    monkeypatch.setattr(linear, "_kinds", {})
+    try:
+        assert load_kernel() is None
+        assert isinstance(choose_linear(numbers(8, 6)), PlainLinear)
+        monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
+        assert isinstance(choose_linear(numbers(8, 6)), PlainLinear)
+    finally:
+        kernels.load_kernel.cache_clear()
+
+
+@needs_kernel
+def test_a_shape_is_measured_once_and_the_cheaper_kind_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_kinds", {})
+    monkeypatch.delenv("SPECBRANCH_LINEAR", raising=False)
+    measured: list[int] = []
+
+    def paired_costs(layers: tuple[linear.Linear, ...], x: Tensor) -> list[float]:
+        measured.append(x.shape[1])
+        return [1.0, 5.0 if x.shape[1] == 6 else 0.5]  # torch, kernel
+
+    monkeypatch.setattr(linear, "_paired_costs", paired_costs)
+    chosen = [type(choose_linear(numbers(8, ins))) for ins in (6, 7, 6, 7)]
+    assert chosen == [PlainLinear, KernelLinear, PlainLinear, KernelLinear]
+    assert measured == [6] * 3 * linear.TRIALS + [7] * 3
+
+
+@needs_kernel
+def test_calls_from_several_threads_do_not_mix() -> None:
+    torch.set_num_threads(2)
+    layer = kernel_linear(numbers(300, 200))
+    inputs = [numbers(4, 200, seed=seed) for seed in range(4)]
+    expected = [layer(x) for x in inputs]
+    wrong: list[int] = []
+
+    def call(which: int) -> None:
+        wrong.extend(which for _ in range(30) if not torch.equal(layer(inputs[which]), expected[which]))
+
+    threads = [threading.Thread(target=call, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@needs_kernel
+def test_the_kernel_for_narrower_vectors_is_right_too() -> None:
+    import llvmlite.binding as llvm
+
+    weight, x = numbers(23, 37), numbers(5, 37, seed=1)
+    for machine in (Machine(lanes=4, outs=4), Machine(lanes=8, outs=2)):
+        engine = kernels._compile(llvm, kernels.source(machine))
+        work = engine.get_function_address("work")
+        kernel = kernels.Kernel(engine, work, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work), None)
+        layer = KernelLinear(kernel, weight, None, MOST_ROWS)
+        assert_close_to_float64(layer(x), x, weight)
+        assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+
+
+@pytest.mark.parametrize(
+    ("features", "machine"),
+    [({"fma": True, "avx512f": True}, Machine(16, 4)), ({"fma": True, "avx512f": False}, Machine(8, 2)), ({"avx": True}, None)],
+)
+def test_vectors_are_as_wide_as_the_processor_has_them(
+    features: dict[str, bool], machine: Machine | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
+    assert kernels._machine(features) == machine
+
+
+def test_only_clean_read_only_mappings_of_the_library_are_forgotten() -> None:
+    smaps = """1000-2000 r-xp 00000000 08:01 11 /lib/libllvmlite.so
+Rss: 4 kB
+Anonymous: 0 kB
+VmFlags: rd ex mr
+2000-3000 r--p 00001000 08:01 11 /lib/libllvmlite.so
+Anonymous: 4 kB
+3000-4000 rw-p 00002000 08:01 11 /lib/libllvmlite.so
+Anonymous: 0 kB
+4000-5000 r-xp 00000000 08:01 12 /lib/libother.so
+Anonymous: 0 kB
+5000-6000 r--p 00000000 00:00 0
+Anonymous: 0 kB
+"""
+    assert list(kernels._clean_mappings(smaps, "libllvmlite")) == [(0x1000, 0x2000)]
+
+
+def test_the_benchmark_ends_with_json() -> None:
+    command = [sys.executable, "-m", "specbranch.models.linear", "--layers", "1", "--cycles", "1", "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result["kinds"]["torch"]) == {"1", "2", "3", "4", "6", "8", "16"}
+    assert result["kinds"]["torch"]["1"]["ratio"] == 1
+    assert result["gigabytes"] > 0.1

@@ -1,0 +1,73 @@
+"""Tiny random models of each family, made with transformers, and the logits transformers gives for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+SHAPE = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # far from uniform, so that a wrong sign or place shows
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama-llama3": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "llama-linear-biases": lambda: LlamaConfig(
+        **SHAPE, attention_bias=True, mlp_bias=True, rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+    ),
+    "llama-yarn": lambda: LlamaConfig(**SHAPE, rope_parameters=YARN),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=None, head_dim=16),
+    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16),
+}
+
+
+def tiny(kind: str, seed: int = 0) -> PreTrainedModel:
+    """Build a model of one kind; biases and norms are random too, where transformers would leave them at 0 and 1."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def saved(model: PreTrainedModel, folder: Path, shards: bool = False) -> Path:
+    """Save a model as a folder, whole or in several files."""
+    model.save_pretrained(folder, max_shard_size="30KB" if shards else "1GB")
+    return folder
+
+
+def in_double(model: PreTrainedModel) -> PreTrainedModel:
+    """Convert to float64 throughout; transformers' norms would round to float32 otherwise."""
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _exact_norm.__get__(module)
+    return model
+
+
+def _exact_norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """What transformers gives for a whole sequence [tokens, vocabulary]."""
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def some_tokens(count: int, seed: int = 1) -> list[int]:
+    """Random token ids."""
+    return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,154 @@
+"""LLM as a user has it: generate, stream, chat, on a tiny pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_tokenizers import byte_fallback, save
+from tiny_pair import make_pair
+
+from specbranch import LLM, SamplingParams, SpeculativeConfig
+from specbranch.core.methods import METHODS
+from specbranch.errors import BadParameter, ModelError, VocabularyMismatch
+
+PROMPT = "A branch is a guess about what the large model will say next."
+
+
+@pytest.fixture(scope="module")
+def llm(pair: tuple[str, str]) -> Iterator[LLM]:
+    with LLM(*pair, dtype="float64", device="cpu", context_length=256) as loaded:
+        yield loaded
+
+
+def plain(pair: tuple[str, str]) -> LLM:
+    return LLM(pair[0], method="autoregressive", dtype="float64", device="cpu", context_length=256)
+
+
+def test_a_draft_means_specbranch_and_none_means_lookup(llm: LLM, pair: tuple[str, str]) -> None:
+    assert llm.config.method == "specbranch"
+    assert LLM(pair[0], device="cpu", context_length=64).config.method == "lookup"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_text_of_plain_decoding(method: str, pair: tuple[str, str]) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, logprobs=2, stop=("ge",))
+    expected = plain(pair).generate(PROMPT, params)
+    with LLM(*pair, method=method, dtype="float64", device="cpu", context_length=256) as llm:
+        got = llm.generate(PROMPT, params)
+    assert (got.text, got.token_ids, got.finish_reason) == (expected.text, expected.token_ids, expected.finish_reason)
+    assert got.logprobs is not None and expected.logprobs is not None
+    for ours, theirs in zip(got.logprobs, expected.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_process_executor_gives_the_text_of_plain_decoding(pair: tuple[str, str]) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+    with LLM(*pair, executor="process", dtype="float64", device="cpu", context_length=256) as llm:
+        assert llm.generate(PROMPT, params).token_ids == plain(pair).generate(PROMPT, params).token_ids
+
+
+def test_stream_adds_up_to_the_answer(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=30, stop=("xyz",))
+    chunks = list(llm.stream(PROMPT, params))
+    output = chunks[-1].output
+    assert output is not None
+    assert "".join(chunk.text for chunk in chunks) == output.text == llm.generate(PROMPT, params).text
+    assert [piece.origin for chunk in chunks for piece in chunk.pieces] == [piece.origin for piece in output.pieces]
+    assert len(output.pieces) == len(output.token_ids) == 30
+
+
+def test_closing_a_stream_early_frees_everything(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=100))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm._loop.live
+    assert not llm._verifier._held
+    assert not llm._executor.draft._held  # type: ignore[attr-defined]
+
+
+def test_many_prompts_in_a_batch_give_what_each_gives_alone(pair: tuple[str, str]) -> None:
+    prompts = [PROMPT, "Smile", "def accept(draft):", "If the guess was right"]
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=25)
+    with LLM(*pair, dtype="float64", device="cpu", context_length=128, max_batch=3) as llm:
+        together = llm.generate(prompts, params)
+        assert [output.token_ids for output in together] == [llm.generate(prompt, params).token_ids for prompt in prompts]
+
+
+def test_n_samples_differ_and_repeat_with_the_seed(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.2, seed=5, n=3, max_tokens=20)
+    first, again = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
+    texts = [first.token_ids, *(other.token_ids for other in first.alternatives)]
+    assert len(set(texts)) == 3
+    assert texts == [again.token_ids, *(other.token_ids for other in again.alternatives)]
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=4))
+    assert "[user] Hello" in llm.tokenizer.decode(output.prompt_token_ids, skip_special=False)
+
+
+def test_statistics_have_every_promised_metric(llm: LLM) -> None:
+    stats = llm.generate(PROMPT, SamplingParams(max_tokens=40)).stats
+    assert stats["tokens"] == 40
+    assert stats["ttft_seconds"] > 0 and stats["tokens_per_second"] > 0
+    assert stats["tokens_per_forward"] == pytest.approx(39 / stats["target_forwards"])
+    assert set(stats["rollback"]) == {"rejected", "losing_branches", "dropped_by_length"}
+    assert stats["branch_points"] >= stats["branch_hits"] >= 0
+    assert {"acceptance_by_position", "branch_hit_rate", "draft_idle_seconds", "target_idle_seconds"} <= stats.keys()
+
+
+def test_answer_ends_at_the_context_limit(pair: tuple[str, str]) -> None:
+    llm = LLM(pair[0], method="lookup", device="cpu", context_length=48)
+    output = llm.generate(PROMPT, SamplingParams(max_tokens=500, ignore_eos=True))
+    assert output.finish_reason == "length"
+    assert len(output.prompt_token_ids) + len(output.token_ids) == 48
+
+
+def test_a_prompt_longer_than_the_context_is_refused(llm: LLM) -> None:
+    with pytest.raises(BadParameter, match=r"prompt has \d+ tokens, but the context holds 256.*Shorten"):
+        llm.generate(PROMPT * 40)
+
+
+def test_an_empty_prompt_is_refused(llm: LLM) -> None:
+    with pytest.raises(BadParameter, match="prompt is empty"):
+        llm.generate([[]])
+
+
+def test_a_stream_of_several_samples_is_refused_before_it_starts(llm: LLM) -> None:
+    with pytest.raises(BadParameter, match="a stream carries one sample"):
+        llm.stream(PROMPT, SamplingParams(n=2))
+
+
+def test_an_unknown_method_offers_the_nearest_name(pair: tuple[str, str]) -> None:
+    with pytest.raises(BadParameter, match="Did you mean 'specbranch'"):
+        LLM(*pair, method="specbranhc")
+
+
+def test_a_method_that_drafts_without_a_draft_is_refused(pair: tuple[str, str]) -> None:
+    with pytest.raises(BadParameter, match="needs a draft model"):
+        LLM(pair[0], method="pearl")
+
+
+def test_an_unknown_speculative_setting_offers_the_nearest_name(pair: tuple[str, str]) -> None:
+    with pytest.raises(BadParameter, match="Did you mean 'max_branches'"):
+        LLM(*pair, speculative={"max_branch": 3})
+
+
+def test_settings_may_be_a_config_or_a_mapping(pair: tuple[str, str]) -> None:
+    config = SpeculativeConfig(method="pearl", num_speculative_tokens=3)
+    assert LLM(*pair, speculative=config, device="cpu").config == LLM(*pair, "pearl", speculative={"num_speculative_tokens": 3}, device="cpu").config
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))
+
+
+def test_another_vocabulary_is_refused_with_the_tokens_that_differ(pair: tuple[str, str], tmp_path: Path) -> None:
+    _, draft = make_pair(tmp_path)
+    save(byte_fallback(), Path(draft))
+    with pytest.raises(VocabularyMismatch, match=r"\d+ tokens differ|differ"):
+        LLM(pair[0], draft, device="cpu")

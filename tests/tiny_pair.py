@@ -1,0 +1,39 @@
+"""A whole target and draft on disk: tiny random models with a small tokenizer and a chat template, as a user's folders would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from small_tokenizers import byte_level, save
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 421  # of the byte-level tokenizer, its added token included
+
+
+def make_pair(folder: Path, vocabulary: int = VOCABULARY) -> tuple[str, str]:
+    """Save a target and a draft that is the target disturbed; returns both folders."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=2,
+        bos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    target = _save(model, folder / "target")
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.1)
+    return target, _save(model, folder / "draft")
+
+
+def _save(model: LlamaForCausalLM, folder: Path) -> str:
+    model.save_pretrained(folder)
+    save(byte_level(), folder)
+    return str(folder)

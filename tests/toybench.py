@@ -1,0 +1,198 @@
+"""A bench of toy models: executors around them, requests of every kind, and one session run to its end.
+
+Owns what tests on toys share. Invariant: `plainly` decodes from the law and the noise alone, with no cache, worker or session, so a
+fault in any of those cannot hide on both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from specbranch.config import Rule, SamplingParams, SpeculativeConfig
+from specbranch.core import noise
+from specbranch.core.loop import Executor, Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.request import Request
+from specbranch.core.runner import Feed
+from specbranch.core.session import Session, Watcher
+from specbranch.core.trace import Trace
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.messages import MakeDrafter
+from specbranch.exec.process import Process
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.profile import CostProfile
+from specbranch.sim.toys import Logits, ToyLaw, ToyRunner, ToySampler
+
+VOCABULARY = 6
+SHARPNESS = 2.0
+LIMIT = 1000  # tokens of a sequence, unless a test says otherwise
+PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 2.0), (8, 3.0)), slow_down=0.3, host=0.1)
+MOST_ROUNDS = 5000
+
+_numbers = itertools.count()
+
+
+class SlowRunner(ToyRunner):
+    """A toy that takes a while for each forward, as a model does; `seconds` may be changed at any time."""
+
+    def __init__(self, law: ToyLaw, seconds: float = 0.0) -> None:
+        super().__init__(law)
+        self.seconds = seconds
+
+    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+        """Read new nodes, slowly."""
+        if self.seconds:
+            time.sleep(self.seconds)
+        return super().feed(work)
+
+
+def law(drift: float = 0.0, vocabulary: int = VOCABULARY) -> ToyLaw:
+    """The target's law, or a draft's that has drifted from it."""
+    return ToyLaw(vocabulary, sharpness=SHARPNESS, drift=drift)
+
+
+def make_drafter(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0.0) -> Drafter:
+    """Make a draft worker; importable, so that a child process can make its own."""
+    return Drafter(SlowRunner(law(drift, vocabulary), seconds), ToySampler())
+
+
+def drafter_maker(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0.0) -> MakeDrafter:
+    """What exec.process.Process is given to make a child's worker."""
+    return partial(make_drafter, drift, vocabulary, seconds)
+
+
+def make_verifier(vocabulary: int = VOCABULARY, seconds: float = 0.0) -> Verifier:
+    """Make a target worker."""
+    return Verifier(SlowRunner(law(0.0, vocabulary), seconds), ToySampler())
+
+
+def serial(drift: float, vocabulary: int = VOCABULARY) -> Serial:
+    """The reference executor."""
+    return Serial(make_verifier(vocabulary), make_drafter(drift, vocabulary))
+
+
+def process(drift: float, vocabulary: int = VOCABULARY, target_seconds: float = 0.0, draft_seconds: float = 0.0) -> Process:
+    """The draft in a child; to be closed."""
+    return Process(make_verifier(vocabulary, target_seconds), drafter_maker(drift, vocabulary, draft_seconds))
+
+
+def virtual_clock(drift: float, vocabulary: int = VOCABULARY, profile: CostProfile = PROFILE) -> VirtualClock:
+    """Both side by side on a clock charged by a profile."""
+    return VirtualClock(make_verifier(vocabulary), MeteredDrafter(ToyRunner(law(drift, vocabulary)), ToySampler()), profile)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a request is to end. `watch` makes a fresh watcher for each run; it stands for stop strings."""
+
+    name: str
+    max_tokens: int = 56
+    eos_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    watch: Callable[[], Watcher] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request: all that decides its output."""
+
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+    ending: Ending
+    rule: Rule = "match"
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters."""
+        ending = self.ending
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=ending.max_tokens,
+            stop_token_ids=ending.stop_token_ids,
+            ignore_eos=ending.ignore_eos,
+        )
+
+    def session(self, number: int = 0, limit: int = LIMIT) -> Session:
+        """A session for it."""
+        request = Request(self.params, self.seed, len(self.prompt), rule=self.rule, eos_ids=self.ending.eos_ids)
+        return Session(number, self.prompt, request, limit, self.ending.watch() if self.ending.watch else None)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request gave: what every method must agree on."""
+
+    tokens: tuple[int, ...]
+    finished: str | None
+    stopped_by: int | None
+
+
+def answer(session: Session) -> Answer:
+    """What a session gave."""
+    return Answer(tuple(session.output), session.finished, session.stopped_by)
+
+
+def plainly(case: Case, model: ToyLaw) -> Answer:
+    """Decode token by token from the law alone: argmax of log p + noise over the whole sequence, no cache."""
+    tokens, ending = list(case.prompt), case.ending
+    watcher = ending.watch() if ending.watch else None
+    ends = set(ending.stop_token_ids) | (set() if ending.ignore_eos else set(ending.eos_ids))
+    for _ in range(ending.max_tokens):
+        tokens.append(_draw(model.logits_of(tokens), case, len(tokens)))
+        watched = watcher is not None and watcher(tokens[-1])
+        if tokens[-1] in ends:
+            return Answer(tuple(tokens[len(case.prompt) :]), "stop", tokens[-1])
+        if watched:
+            return Answer(tuple(tokens[len(case.prompt) :]), "stop", None)
+    return Answer(tuple(tokens[len(case.prompt) :]), "length", None)
+
+
+def _draw(logits: Logits, case: Case, position: int) -> int:
+    if case.temperature == 0.0:
+        return logits.index(max(logits))
+    gumbel = noise.gumbel_row(case.seed, 0, position, len(logits))
+    scores = [x / case.temperature + g for x, g in zip(logits, gumbel, strict=True)]
+    return scores.index(max(scores))
+
+
+def decode(executor: Executor, case: Case, config: SpeculativeConfig, limit: int = LIMIT, trace: Trace | None = None) -> Session:
+    """Run one session alone to its end and check its statistics."""
+    loop, session = Loop(executor, trace), case.session(next(_numbers), limit)
+    loop.join(session, METHODS[config.method].start(session, config))
+    run_out(loop)
+    if session.error is None:
+        session.stats.check()
+    return session
+
+
+def run_out(loop: Loop) -> None:
+    """Run rounds until no session is live; a loop that never ends is a failure, not a hang."""
+    for _ in range(MOST_ROUNDS):
+        if not loop.live:
+            return
+        loop.step()
+    raise AssertionError(f"not finished after {MOST_ROUNDS} rounds")
+
+
+def total(sessions: Sequence[Session], name: str) -> int:
+    """The sum of one counter over many requests."""
+    values = [getattr(session.stats, name) for session in sessions]
+    return sum(sum(v) if isinstance(v, list) else v for v in values)
+
+
+def acceptance(sessions: Sequence[Session]) -> float:
+    """Accepted over tested, on pending chains."""
+    return total(sessions, "accepted_at") / max(total(sessions, "tested_at"), 1)
+
+
+def next_number() -> int:
+    """A session number that was not used before."""
+    return next(_numbers)
