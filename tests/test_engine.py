@@ -139,7 +139,10 @@ def test_an_unknown_speculative_setting_offers_the_nearest_name(pair: tuple[str,
 
 def test_settings_may_be_a_config_or_a_mapping(pair: tuple[str, str]) -> None:
     config = SpeculativeConfig(method="pearl", num_speculative_tokens=3)
-    assert LLM(*pair, speculative=config, device="cpu").config == LLM(*pair, "pearl", speculative={"num_speculative_tokens": 3}, device="cpu").config
+    assert (
+        LLM(*pair, speculative=config, device="cpu").config
+        == LLM(*pair, "pearl", speculative={"num_speculative_tokens": 3}, device="cpu").config
+    )
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

@@ -168,8 +168,7 @@ def decode(executor: Executor, case: Case, config: SpeculativeConfig, limit: int
     loop, session = Loop(executor, trace), case.session(next(_numbers), limit)
     loop.join(session, METHODS[config.method].start(session, config))
     run_out(loop)
-    if session.error is None:
-        session.stats.check()
+    session.stats.check()
     return session
 
 

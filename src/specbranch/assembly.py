@@ -97,17 +97,19 @@ def load_tokenizer(choice: ModelChoice) -> Tokenizer:
 
 def make_drafter(choice: ModelChoice, vocabulary: int) -> Drafter:
     """Make a draft worker that proposes only the first `vocabulary` ids; a draft process calls this for itself."""
+    from specbranch.models.noise import shared_noise
     from specbranch.models.sampling import TorchSampler
 
-    return Drafter(load_runner(choice), TorchSampler(vocabulary))
+    return Drafter(load_runner(choice), TorchSampler(vocabulary, shared_noise()))
 
 
 def make_verifier(choice: ModelChoice) -> Verifier:
     """Make the target's worker."""
+    from specbranch.models.noise import shared_noise
     from specbranch.models.sampling import TorchSampler
 
     runner = load_runner(choice)
-    return Verifier(runner, TorchSampler(runner.vocabulary))
+    return Verifier(runner, TorchSampler(runner.vocabulary, shared_noise()))
 
 
 def common_vocabulary(target: Tokenizer, draft: ModelChoice, vocabulary: int) -> int:

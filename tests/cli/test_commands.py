@@ -32,7 +32,9 @@ def models(pair: tuple[str, str]) -> list[str]:
 
 
 def test_help_needs_no_torch() -> None:
-    script = "import sys; from specbranch.cli.main import run; run(['generate', '--help']); run(['--help']); sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys; from specbranch.cli.main import run; run(['generate', '--help']); run(['--help']); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0
     assert "--temperature" in done.stdout and "specbranch chat" in done.stdout
@@ -67,7 +69,10 @@ def test_every_way_of_giving_prompts_gives_the_same_answer(models: list[str], tm
     lines, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     lines.write_text(f"{PROMPT}\n\nSmile\n")
     rows.write_text(json.dumps({"prompt": PROMPT}) + "\n" + json.dumps({"question_id": 1, "turns": ["Smile"]}) + "\n")
-    from_lines, from_rows = answers(run("generate", "--file", str(lines), *options)), answers(run("generate", "--file", str(rows), *options))
+    from_lines, from_rows = (
+        answers(run("generate", "--file", str(lines), *options)),
+        answers(run("generate", "--file", str(rows), *options)),
+    )
     assert [a["text"] for a in from_lines] == [a["text"] for a in from_rows]
     assert direct["text"] == piped["text"] == from_lines[0]["text"]
 
@@ -151,7 +156,9 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> No
     command = [sys.executable, "-m", "specbranch.cli.main", "generate", PROMPT, "--target", pair[0], "--draft", pair[1]]
     command += ["--executor", "process", "--context-length", "512", "--max-tokens", "400", "--ignore-eos", "--file", "/dev/stdin"]
     command.remove(PROMPT)
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdin and process.stdout and process.stderr
     process.stdin.write(f"{PROMPT}\n" * 500)
     process.stdin.close()

@@ -126,6 +126,8 @@ def test_a_session_that_leaves_early_disturbs_no_other(executor: Executor) -> No
         whole = plainly(case, law())
         if session in leaving:
             assert session.finished is None
+            session.stats.check()  # what was in flight is counted too
+            assert session.stats.finished >= session.stats.first_token
             assert tuple(session.output) == whole.tokens[: len(session.output)]
         else:
             assert answer(session) == whole
@@ -149,6 +151,7 @@ def test_a_session_whose_cache_is_full_fails_alone(executor: Executor, method: s
     failing = start(loop, greedy_for_room, config_of(method, "match"), limit=1000)
     step_until_done(loop)
     assert failing.finished == "error"
+    failing.stats.check()
     assert isinstance(failing.error, CacheFull)
     assert "free (capacity 152, tail 32)" in str(failing.error)
     assert CONTEXT <= len(failing.tokens) <= 153

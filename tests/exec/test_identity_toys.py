@@ -183,6 +183,8 @@ def test_a_perfect_draft_is_never_rejected(method: str, kind: str, executor_of: 
     for temperature in TEMPERATURES:
         sessions = [decode(executor, case(seed, temperature), cell.config()) for seed in range(10)]
         assert total(sessions, "accepted_at") == total(sessions, "tested_at") > 100
+        assert total(sessions, "branch_hits") == total(sessions, "branch_points")
+        assert total(sessions, "branch_hits_other") == 0
 
 
 def ratio_case(seed: int, temperature: float) -> Case:

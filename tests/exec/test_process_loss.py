@@ -33,7 +33,7 @@ from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_make
 DRIFT = 0.1
 KILLS = 20
 WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
-LONG = Ending("long", max_tokens=400)
+LONG = Ending("long", max_tokens=240)
 METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "specbranch")
 
 
@@ -116,9 +116,9 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not alive(pid)
 
 
-def executor_with(make: MakeDrafter = drafter_maker(DRIFT), hung_after: float = 30.0) -> tuple[Process, Target]:
+def executor_with(make: MakeDrafter | None = None, hung_after: float = 30.0) -> tuple[Process, Target]:
     target = Target()
-    return Process(Verifier(target, ToySampler()), make, hung_after=hung_after), target
+    return Process(Verifier(target, ToySampler()), make or drafter_maker(DRIFT), hung_after=hung_after), target
 
 
 def begin(executor: Process, method: str, seed: int, rule: Rule = "match") -> tuple[Loop, Session, Case]:
@@ -170,7 +170,7 @@ def test_a_draft_process_killed_in_mid_request_changes_nothing_twenty_times() ->
             session, resumed = run_with_loss(executor, target, method, seed, partial(send, executor, signal.SIGKILL), rng.randint(1, 40))
             assert session.stats.rounds_without_draft > 0
             assert session.stats.draft_restarts == 1
-            assert 0 < resumed < 380
+            assert 0 < resumed < 220
             assert session.origins[resumed:].count("draft") > 10, "drafting did not resume"
         assert executor.restarts == KILLS
 
@@ -259,7 +259,7 @@ def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(t
         assert starts(notes) == 1 + process_module.MOST_FAILED_STARTS
         assert executor.child_pid is None
         assert executor.restarts == session.stats.draft_restarts == 0
-        assert session.stats.rounds_without_draft > 300 / 2
+        assert session.stats.rounds_without_draft > 60
         again, following, second = begin(executor, "pearl", 9)
         finish(again)
         assert answer(following) == plainly(second, law())

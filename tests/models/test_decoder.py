@@ -13,6 +13,7 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, CacheFull, ModelError
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
+from specbranch.models.steps import rows_of_nodes
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -209,3 +210,41 @@ def test_padded_steps_give_the_same_rows_as_exact_ones(runner: NativeRunner) -> 
     feeds = [Feed(0, (1, 2, 3), (ROOT, ROOT, 1)), chain(1, [4, 5, 6, 7, 8])]
     for exact, pad in zip(runner.feed(feeds), padded.feed(feeds), strict=True):
         assert_same(collate(pad), collate(exact), 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_on_a_gpu_every_family_gives_the_same_logits(kind: str, folders: dict[str, Path]) -> None:
+    tokens = some_tokens(300)
+    rows = {}
+    for place in ("cpu", "cuda"):
+        runner = load_native(folders[kind], context_length=512, device=place, dtype="float64", tail=64)
+        runner.open(0)
+        runner.extend(0, tokens[:270])
+        runner.feed([chain(0, tokens[270:283])])
+        runner.keep(0, range(5), 3)
+        rows[place] = collate(runner.feed([Feed(0, (1, 2, 3), (4, 4, 6))])[0]).cpu()
+    assert_same(rows["cuda"], rows["cpu"], 1e-9)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_waits_for_nothing_and_can_be_captured(folders: dict[str, Path]) -> None:
+    runner = load_native(folders["qwen3"], context_length=512, device="cuda", tail=64)
+    assert runner.dtype == torch.bfloat16
+    runner.open(0)
+    runner.extend(0, some_tokens(100))
+    held = runner._open[0]
+    nodes = held.slots.grow((1, 2, 3), (ROOT, 0, 0))
+    step = runner._planner.step([rows_of_nodes(held.cache, held.slots, nodes)])
+    with torch.inference_mode():
+        expected = runner.decoder.logits(runner.decoder.forward(step)).clone()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            runner.decoder.logits(runner.decoder.forward(step))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = runner.decoder.logits(runner.decoder.forward(step))
+        graph.replay()
+    assert torch.equal(replayed[:3], expected[:3])

@@ -93,19 +93,25 @@ def compare(load: Load, target: Path, draft: Path, shaping: dict[str, object], r
 
 @pytest.mark.parametrize("shaping", SHAPINGS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_native_runner_gives_autoregressive_tokens_with_every_method(kind: str, shaping: str, folder: Callable[[str], tuple[Path, Path]]) -> None:
+def test_native_runner_gives_autoregressive_tokens_with_every_method(
+    kind: str, shaping: str, folder: Callable[[str], tuple[Path, Path]]
+) -> None:
     sessions = compare(load_native, *folder(kind), SHAPINGS[shaping], runs=2)
     assert sum(session.stats.accepted for session in sessions.values()) > 0, "no draft token was ever accepted: nothing was shown"
     assert sum(session.stats.rejected for session in sessions.values()) > 0, "no draft token was ever rejected: nothing was shown"
 
 
 @pytest.mark.parametrize("shaping", ["greedy", "everything"])
-def test_transformers_runner_gives_autoregressive_tokens_with_every_method(shaping: str, folder: Callable[[str], tuple[Path, Path]]) -> None:
+def test_transformers_runner_gives_autoregressive_tokens_with_every_method(
+    shaping: str, folder: Callable[[str], tuple[Path, Path]]
+) -> None:
     compare(load_transformers, *folder("llama"), SHAPINGS[shaping], runs=1)
 
 
 def test_both_runners_say_the_same(folder: Callable[[str], tuple[Path, Path]]) -> None:
     target, draft = folder("qwen3")
     params = SamplingParams(temperature=0.8, max_tokens=30)
-    ours, theirs = (decode(executor(load, target, draft), "specbranch", params, some_tokens(9), 1) for load in (load_native, load_transformers))
+    ours, theirs = (
+        decode(executor(load, target, draft), "specbranch", params, some_tokens(9), 1) for load in (load_native, load_transformers)
+    )
     assert ours.tokens == theirs.tokens

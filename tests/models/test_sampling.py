@@ -142,6 +142,13 @@ def test_greedy_without_edits_copies_nothing() -> None:
     assert shape(logits, [_spot(), _spot()]).data_ptr() == logits.data_ptr()
 
 
+def test_a_row_without_filters_keeps_its_rarest_tokens_beside_a_filtered_one() -> None:
+    steep = (torch.arange(VOCABULARY).float() * -1.0).expand(2, -1)
+    whole, cut = shape(steep, [_spot(temperature=1.0, top_k=VOCABULARY), _spot(temperature=1.0, top_p=0.99)])
+    assert not whole.isinf().any()
+    assert int(cut.isfinite().sum()) == 5
+
+
 def test_equal_logits_at_a_cut_are_all_kept() -> None:
     logits = torch.tensor([[5.0, 1.0, 1.0, 1.0, 0.0]])
     assert shape(logits, [_spot(temperature=1.0, top_k=2)])[0].isinf().tolist() == [False, False, False, False, True]
@@ -426,6 +433,14 @@ def test_draw_never_returns_a_token_of_probability_zero(u: float) -> None:
     p = torch.tensor([0.0, 0.0, 0.25, 0.0, 0.25, 0.5 - 2.0**-50, 2.0**-50, 0.0], dtype=torch.float64)
     assert TensorLaw(p).draw(u) == {0.0: 2, 2.0**-53: 2, 0.25: 4, 0.5: 5, ALMOST_ONE: 6}[u]
     assert TensorLaw(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)).draw(u) == 1
+
+
+def test_the_greatest_variate_draws_the_last_possible_token() -> None:
+    for seed in range(200):
+        logits = _logits(1, 50, seed).double()
+        logits[0, 40:45] = -torch.inf
+        assert TensorLaw(logits[0].softmax(-1)).draw(ALMOST_ONE) < 50
+        assert TensorLaw(logits[0, :45].softmax(-1)).draw(ALMOST_ONE) < 40
 
 
 def test_the_greedy_law_is_all_on_one_token() -> None:

@@ -79,7 +79,10 @@ class Loop:
         """Let a session go, finished or not, and free what it held."""
         if session.number in self._live:
             self._live.pop(session.number)[1].close()
-            del self._orders[session.number]
+            orders = self._orders.pop(session.number)
+            session.stats.finished = self.executor.now()
+            if session.finished in (None, "error") and orders.verify:
+                session.stats.unused += len(orders.verify.tokens)  # in flight: no verdict will come
             self.executor.leave(session.number)
 
     def _advance(self, number: int, reports: Reports) -> None:
@@ -90,7 +93,6 @@ class Loop:
         self._send(session, rounds, reports)
         self._clock(session, reports, first)
         if session.finished:
-            session.stats.finished = self.executor.now()
             self.leave(session)
 
     def _send(self, session: Session, rounds: Rounds, reports: Reports) -> None:

@@ -56,12 +56,13 @@ class Child:
     @classmethod
     def start(cls, make: MakeDrafter) -> Child:
         """Start a process that makes its worker by `make`; it says Ready when that is done."""
+        hello = Hello(tuple(sys.path), pickle.dumps(make))  # first: what cannot be sent needs no process
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "specbranch.exec.child", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         child = cls(process, Connection(ours.detach()))
-        child.send(Hello(tuple(sys.path), pickle.dumps(make)))
+        child.send(hello)
         return child
 
     def send(self, message: object) -> None:
@@ -235,8 +236,13 @@ class Process:
         log.warning("The draft worker was restarted; drafting resumes.")
 
     def _start_again(self) -> None:
-        if self._failed_starts < MOST_FAILED_STARTS:
+        if self._failed_starts >= MOST_FAILED_STARTS:
+            return
+        try:
             self._child = Child.start(self._make)
+        except (Lost, OSError) as error:
+            self._failed_starts += 1
+            self._lose(Lost(f"no new process could be made: {error}"))
 
     def _tell(self, message: object) -> bool:
         if self._child is None or not self._child.ready:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from specbranch.core.noise import SCALE, keys, mix
 
 Place = tuple[int, int, int]  # seed, sample, position
 ROWS = 256  # twice the tail of a cache
-BYTES = 64 * 2**20
+BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
 
 
 class Noise:
@@ -57,6 +58,12 @@ class Noise:
         self._kept.move_to_end(key)
         while len(self._kept) > max(1, min(self._rows, self._bytes // (4 * self._width))):
             self._kept.popitem(last=False)
+
+
+@cache
+def shared_noise() -> Noise:
+    """The rows that all samplers of this process share."""
+    return Noise()
 
 
 def _make(places: Sequence[Place], width: int, device: torch.device) -> list[Tensor]:

@@ -104,9 +104,7 @@ class TensorLaw:
     def draw(self, u: float) -> int:
         """Draw by inversion with one uniform variate in [0, 1); a token of probability 0 is never drawn."""
         through = (self.probabilities * FINE).long().cumsum(dim=-1)
-        total = through[-1:]
-        # u·total may round up to the total itself; the first entry beyond the mark has a width of its own
-        mark = torch.minimum((total.double() * u).long(), total - 1)
+        mark = (through[-1:].double() * u).long()  # below the total: u ≤ 1 − 2⁻⁵³, and near 2⁶⁰ that is half a step of float64 or more
         return int(torch.searchsorted(through, mark, right=True))
 
     def residual(self, q: Sparse) -> TensorLaw:

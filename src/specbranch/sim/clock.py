@@ -50,6 +50,13 @@ class MeteredDrafter(Drafter):
         self.charge.stepped(sum(len(item.tokens) for item in work))
         return super().feed(work)
 
+    def _prefill(self, session: int, rest: list[int], committed: int) -> list[int]:
+        before = self.rows_fed
+        left = super()._prefill(session, rest, committed)
+        if self.rows_fed > before:
+            self.charge.stepped(self.rows_fed - before)
+        return left
+
 
 class VirtualClock:
     """Both models side by side on a virtual clock."""

@@ -6,6 +6,7 @@ Owns the numbers and their interpolation; knows nothing of methods.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -28,11 +29,11 @@ class CostProfile:
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
-            points = tuple((float(x), float(y)) for x, y in getattr(self, name))
-            rising = all(a[0] < b[0] for a, b in pairwise(points))
-            if not points or not rising or any(y <= 0 for _, y in points):
-                raise BadParameter(f"Cost profile: {name} is {points}; expected (rows, seconds > 0) pairs by rising rows.")
-            object.__setattr__(self, name, points)
+            object.__setattr__(self, name, _points(name, getattr(self, name)))
+        for name in ("slow_down", "host"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise BadParameter(f"Cost profile: {name} is {value!r}; expected seconds ≥ 0.")
 
     def target_seconds(self, tokens: int) -> float:
         """Seconds of one target forward over `tokens` rows."""
@@ -50,14 +51,27 @@ class CostProfile:
     def load(cls, path: Path) -> CostProfile:
         """Read from JSON, refusing unknown keys."""
         try:
-            values: dict[str, Any] = json.loads(path.read_text())
+            values: Any = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise BadParameter(f"Cost profile {path} cannot be read ({error}); expected a JSON object.") from error
         names = [f.name for f in fields(cls)]
+        if not isinstance(values, dict) or not {"target", "draft"} <= values.keys():
+            raise BadParameter(f"Cost profile {path} is incomplete; expected a JSON object with at least 'target' and 'draft'.")
         for key in values:
             if key not in names:
                 raise unknown("cost profile key", key, names)
         return cls(**values)
+
+
+def _points(name: str, given: Any) -> Points:
+    """Check the points of one curve."""
+    try:
+        points = tuple((float(x), float(y)) for x, y in given)
+    except (TypeError, ValueError):
+        points = ()
+    if not points or not all(a[0] < b[0] for a, b in pairwise(points)) or not all(0 < y < math.inf for _, y in points):
+        raise BadParameter(f"Cost profile: {name} is {given!r}; expected (rows, seconds > 0) pairs by rising rows.")
+    return points
 
 
 def _between(points: Points, x: float) -> float:

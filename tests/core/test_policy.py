@@ -1,0 +1,107 @@
+"""Policies: numbers in, a plan out."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.methods import METHODS, find_method, matching
+from specbranch.core.orders import NOTHING, Branch, Plan, Sparse, Verdict
+from specbranch.core.policy import Confidence, Entropy, Fixed, make_policy
+from specbranch.errors import BadParameter
+
+
+def branch(*confidence: float, tokens: int | None = None) -> Branch:
+    count = len(confidence) if tokens is None else tokens
+    return Branch(0, tuple(range(count)), confidence)
+
+
+def test_a_fixed_policy_always_plans_the_same_and_keeps_all() -> None:
+    policy = Fixed(5)
+    policy.observe(branch(0.1), Verdict((), 0))
+    assert policy.chain() == Plan(5)
+    assert policy.fork(branch(0.1, 0.2)) == Plan(5, ((2, 1),))
+    assert policy.trim(branch(0.1, 0.2)) == branch(0.1, 0.2)
+
+
+def test_a_confident_policy_cuts_before_the_first_unsure_token() -> None:
+    policy = Confidence(5, stop_below=0.4, width=6)
+    assert policy.trim(branch(0.9, 0.5, 0.3, 0.9)).tokens == (0, 1)
+    assert policy.trim(branch(0.9, 0.4)).tokens == (0, 1), "the threshold itself is sure enough"
+    assert policy.trim(branch(0.1, 0.9)).tokens == ()
+
+
+def test_trimming_a_branch_that_stopped_early_keeps_its_tokens() -> None:
+    stopped = branch(0.9, 0.8, 0.1, tokens=2)
+    assert Confidence(5, 0.4).trim(stopped).tokens == (0, 1)
+
+
+def test_trimming_keeps_the_laws_in_step_with_the_tokens() -> None:
+    laws = tuple(Sparse((i,), (1.0,)) for i in range(3))
+    kept = Confidence(5, 0.4).trim(Branch(2, (0, 1, 2), (0.9, 0.3, 0.9), laws))
+    assert (kept.after, kept.tokens, kept.q) == (2, (0,), laws[:1])
+
+
+def test_a_confident_policy_forks_after_the_pending_chain_and_lets_the_worker_narrow() -> None:
+    policy = Confidence(5, 0.4, width=6, heads="sampled", until="target")
+    assert policy.chain() == Plan(5, stop_below=0.4)
+    assert policy.fork(branch(0.9, 0.9, 0.9)) == Plan(5, ((3, 6),), narrow=True, heads="sampled", until="target")
+    assert policy.fork(NOTHING).forks == ((0, 6),)
+
+
+def test_entropys_threshold_moves_as_published() -> None:
+    """Two updates of AdaEDL's rule by hand: acceptance .9 → .5·.9 + .5·1 = .95 lowers λ, then → .475 raises it."""
+    policy = Entropy(4, threshold=0.3)
+    policy.observe(branch(0.9, 0.9), Verdict((0, 1), 5))
+    assert policy.acceptance == pytest.approx(0.95)
+    assert policy.threshold == pytest.approx(0.9 * 0.3 + 0.1 * 0.29)
+    policy.observe(branch(0.9, 0.9), Verdict((), 5))
+    assert policy.acceptance == pytest.approx(0.475)
+    assert policy.threshold == pytest.approx(0.9 * 0.299 + 0.1 * 0.309)
+    assert policy.chain() == Plan(4, stop_below=policy.threshold, measure="entropy")
+
+
+def test_entropys_threshold_relaxes_while_nothing_is_proposed() -> None:
+    policy = Entropy(4, threshold=0.0015)
+    policy.observe(NOTHING, Verdict((), 5))
+    assert policy.threshold == pytest.approx(0.0005)
+    policy.observe(NOTHING, Verdict((), 5))
+    assert policy.threshold == 0.0
+    assert policy.acceptance == Entropy.goal
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "kind"),
+    [("speculative", None, Fixed), ("adaptive", None, Entropy), ("specbranch", None, Confidence), ("pearl", "confidence", Confidence)],
+)
+def test_a_method_brings_its_own_policy_unless_another_is_asked_for(method: str, asked: str | None, kind: type[Fixed]) -> None:
+    config = SpeculativeConfig.from_dict({"method": method, "policy": asked, "num_speculative_tokens": 7})
+    policy = make_policy(config, METHODS[method].policy, METHODS[method].heads)
+    assert type(policy) is kind
+    assert policy.chain().length == 7
+
+
+def test_settings_reach_the_plan() -> None:
+    config = SpeculativeConfig(method="specbranch", max_branches=9, stop_below=0.2, until_target=True, heads="top")
+    plan = make_policy(config, "confidence", "sampled").fork(NOTHING)
+    assert plan == Plan(5, ((0, 9),), narrow=True, heads="top", until="target")
+    assert make_policy(SpeculativeConfig(), "fixed", "sampled").fork(NOTHING).heads == "sampled"
+
+
+def test_only_the_branch_that_presumed_the_very_outcome_matches() -> None:
+    branches = (Branch(2, (5, 6), ()), Branch(2, (7, 8), ()), Branch(1, (5,), ()))
+    assert matching(branches, Verdict((0, 1), 7)) is branches[1]
+    assert matching(branches, Verdict((0,), 5)) is branches[2]
+    assert matching(branches, Verdict((0,), 7)) is None
+    assert matching((), Verdict((), 7)) is None
+
+
+def test_an_unknown_method_is_a_sentence_with_the_nearest_name() -> None:
+    with pytest.raises(BadParameter, match=r"Unknown method 'specbranc'\. Did you mean 'specbranch'\? Known: adaptive, autoregressive"):
+        find_method("specbranc", has_draft=True)
+
+
+def test_a_method_without_its_draft_says_what_to_do() -> None:
+    with pytest.raises(BadParameter, match="Method 'pearl' needs a draft model, and none was given"):
+        find_method("pearl", has_draft=False)
+    assert find_method("lookup", has_draft=False) is METHODS["lookup"]

@@ -1,0 +1,98 @@
+"""Every drafted token has one fate, and every metric its definition."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.core.orders import NOTHING, Branch, Reports, Span, Verdict
+from specbranch.core.stats import Stats
+
+
+def chain(count: int, after: int = 0) -> Branch:
+    return Branch(after, tuple(range(count)), (1.0,) * count)
+
+
+def verdict(good: int) -> Verdict:
+    return Verdict(tuple(range(good)), 99)
+
+
+def test_a_verdict_splits_the_pending_chain() -> None:
+    stats = Stats(drafted=12)
+    stats.judge(chain(4), verdict(4))
+    stats.judge(chain(4), verdict(1))
+    stats.judge(chain(4), verdict(0))
+    stats.judge(NOTHING, verdict(0))
+    assert (stats.accepted, stats.rejected, stats.target_forwards) == (5, 7, 4)
+    assert (stats.rounds_all_accepted, stats.rounds_rejected_inside) == (1, 1)
+    stats.check()
+
+
+def test_acceptance_by_position_counts_only_tokens_that_were_reached() -> None:
+    stats = Stats()
+    for good in (3, 1, 0):
+        stats.judge(chain(3), verdict(good))
+    assert stats.tested_at == [3, 2, 1]
+    assert stats.accepted_at == [2, 1, 1]
+    assert stats.summary()["acceptance_by_position"] == [2 / 3, 1 / 2, 1.0]
+
+
+def test_a_kept_branch_counts_its_head_and_the_others_lose() -> None:
+    first, second = chain(3, after=2), chain(4, after=2)
+    stats = Stats()
+    stats.settle((first, second), second)
+    assert (stats.accepted, stats.losing, stats.rejected) == (1, 3, 0)
+    assert (stats.branch_points, stats.branch_hits, stats.branch_hits_other) == (1, 1, 1)
+
+
+def test_a_hit_on_the_first_head_is_no_hit_on_another() -> None:
+    first, second = chain(3), chain(4)
+    stats = Stats()
+    stats.settle((first, second), first)
+    assert (stats.branch_hits, stats.branch_hits_other, stats.losing) == (1, 0, 4)
+
+
+def test_branches_that_all_lose_void_the_first_and_count_the_others_apart() -> None:
+    stats = Stats(drafted=7)
+    stats.settle((chain(3), chain(4)), None)
+    assert (stats.rejected, stats.losing, stats.branch_hits, stats.branch_points) == (3, 4, 0, 1)
+    stats.check()
+
+
+def test_two_branch_points_are_counted_as_two() -> None:
+    stats = Stats()
+    inner, outer = chain(2, after=1), chain(2, after=3)
+    stats.settle((outer, inner), inner)
+    assert (stats.branch_points, stats.branch_hits, stats.branch_hits_other) == (2, 1, 0)
+
+
+def test_no_branches_settle_nothing() -> None:
+    stats = Stats()
+    stats.settle((), None)
+    assert stats == Stats()
+
+
+def test_a_missing_token_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="3 drafted, but 2 accounted for"):
+        Stats(drafted=3, accepted=1, unused=1).check()
+
+
+def test_the_summary_follows_the_definitions() -> None:
+    stats = Stats(emitted=11, target_forwards=4, drafted=20, accepted=8, rejected=5, losing=4, dropped=2, unused=1)
+    stats.started, stats.first_token, stats.finished = 10.0, 12.0, 17.0
+    stats.clock(Reports(drafting=Span(0.0, 1.5), verifying=Span(0.0, 3.0)))
+    stats.clock(Reports(verifying=Span(3.0, 4.0)))
+    stats.check()
+    summary = stats.summary()
+    assert summary["ttft_seconds"] == 2.0
+    assert summary["tokens_per_second"] == 10 / 5.0, "the first token belongs to the prefill"
+    assert summary["end_to_end_tokens_per_second"] == 11 / 7.0
+    assert summary["tokens_per_forward"] == 10 / 4
+    assert summary["rollback_rate"] == (5 + 2) / (20 - 4), "on the surviving line"
+    assert summary["rollback"] == {"rejected": 5, "losing_branches": 4, "dropped_by_length": 2}
+    assert (summary["draft_idle_seconds"], summary["target_idle_seconds"]) == (3.5, 1.0)
+
+
+def test_rates_of_nothing_are_nothing() -> None:
+    summary = Stats(emitted=1).summary()
+    for name in ("tokens_per_second", "tokens_per_forward", "rollback_rate", "branch_hit_rate", "end_to_end_tokens_per_second"):
+        assert summary[name] is None

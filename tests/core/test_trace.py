@@ -1,0 +1,79 @@
+"""A trace records what each model did in each round, and can be read back from both kinds of file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.orders import Branch, Context, Draft, Orders, Plan, Reports, Span, Verdict, Verify
+from specbranch.core.trace import Event, Trace
+from toybench import PROFILE, Case, Ending, decode, virtual_clock
+
+DRAFT = Draft(Context(0, (1,)), Plan(3), 2)
+VERIFY = Verify(Context(0, (1,)), (4, 5))
+BRANCHES = (Branch(2, (7, 8), ()), Branch(2, (9,), ()))
+
+
+def test_a_round_becomes_an_event_a_model() -> None:
+    trace = Trace()
+    trace.record(3, Orders(DRAFT, VERIFY), Reports(BRANCHES, Verdict((0, 1), 9), Span(0.0, 1.0, 6), Span(0.0, 2.0, 3)))
+    assert trace.events == [
+        Event(3, 0, "draft", 0.0, 1.0, 6, 2, branches=(2, 1), kept=1),
+        Event(3, 0, "target", 0.0, 2.0, 3, 2, accepted=2),
+    ]
+
+
+def test_rounds_are_numbered_for_each_session() -> None:
+    trace = Trace()
+    for session in (1, 2, 1):
+        trace.record(session, Orders(verify=VERIFY), Reports(verdict=Verdict((), 9), verifying=Span(0.0, 1.0)))
+    assert [(e.session, e.round) for e in trace.events] == [(1, 0), (2, 0), (1, 1)]
+
+
+def test_a_round_in_which_nothing_ran_leaves_no_event() -> None:
+    trace = Trace()
+    trace.record(1, Orders(), Reports())
+    assert trace.events == []
+
+
+def test_no_branch_is_kept_where_none_presumed_the_outcome() -> None:
+    trace = Trace()
+    trace.record(1, Orders(DRAFT, VERIFY), Reports(BRANCHES, Verdict((0,), 9), Span(0.0, 1.0), Span(0.0, 1.0)))
+    assert [e.kept for e in trace.events] == [None, None]
+    assert trace.events[1].accepted == 1
+
+
+def run() -> tuple[Trace, int]:
+    """A real run; returns its trace and how many branches were hit in it."""
+    trace = Trace()
+    config = SpeculativeConfig(method="specbranch", num_speculative_tokens=4, max_branches=12)
+    session = decode(virtual_clock(0.2, profile=PROFILE), Case((1, 2), 0.7, 1, Ending("long")), config, trace=trace)
+    return trace, session.stats.branch_hits
+
+
+def test_a_run_and_its_trace_agree() -> None:
+    trace, hits = run()
+    assert sum(e.kept is not None for e in trace.events if e.who == "draft") == hits > 0
+    for before, after in zip(trace.events, trace.events[1:], strict=False):
+        assert after.round in (before.round, before.round + 1)
+        assert after.start >= before.start
+
+
+def test_the_lines_file_holds_every_event(tmp_path: Path) -> None:
+    trace, _ = run()
+    trace.write_jsonl(tmp_path / "trace.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [Event(**{**line, "branches": tuple(line["branches"])}) for line in lines] == trace.events
+
+
+def test_the_chrome_file_holds_every_span_in_microseconds(tmp_path: Path) -> None:
+    trace, _ = run()
+    trace.write_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(events) == len(trace.events)
+    for shown, event in zip(events, trace.events, strict=True):
+        assert shown["ph"] == "X"
+        assert (shown["tid"], shown["pid"]) == (event.who, event.session)
+        assert shown["ts"] == event.start * 1e6
+        assert shown["dur"] == (event.end - event.start) * 1e6

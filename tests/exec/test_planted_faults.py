@@ -1,0 +1,222 @@
+"""The identity tests can fail: each planted off-by-one is found by them.
+
+A fault on the target's side changes the output. One on the draft's side cannot, under the match rule; it shows as a rejection of a
+draft that has the target's own law and noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.orders import Branch, Context
+from specbranch.core.request import Spot
+from specbranch.core.runner import Feed, Row
+from specbranch.core.slots import ROOT
+from specbranch.core.verify import Outcome
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Scored, Verifier
+from specbranch.exec.worker import Stale, Worker
+from specbranch.sim.toys import START, Logits, ToyRunner, ToySampler
+from toybench import Case, Ending, answer, decode, law, plainly, total
+
+METHODS_WITH_DRAFT = ("speculative", "pearl", "specbranch")
+
+
+class CommitsOneTooMany(ToyRunner):
+    """Rolls back one token less than was rejected."""
+
+    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+        slots = self.slots(seq)
+        last = path[-1] if path else ROOT
+        extra = [node for node, parent in enumerate(slots.parents) if parent == last][:1] if commit == len(path) > 0 else []
+        super().keep(seq, [*path, *extra], commit + len(extra))
+
+
+class KeepsTheLastRows(ToyRunner):
+    """Cuts the cache at the wrong end of the tail."""
+
+    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+        start, states = len(self.slots(seq).prefix), self._states[seq].copy()
+        super().keep(seq, path, commit)
+        self._states[seq][start:] = states[len(states) - len(path) :]
+
+
+class MovesNothing(ToyRunner):
+    """Renumbers a kept path without moving its rows."""
+
+    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+        states = self._states[seq].copy()
+        super().keep(seq, path, commit)
+        self._states[seq][:] = states[: len(self._states[seq])]
+
+
+class SeesTheNodeBefore(ToyRunner):
+    """Masks by place rather than by ancestry: a lane sees its neighbour. On chains there is no difference."""
+
+    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+        return [self._chained(item) for item in work]
+
+    def _chained(self, item: Feed) -> list[Logits]:
+        states, start = self._states[item.seq], len(self._states[item.seq])
+        self.slots(item.seq).grow(item.tokens, item.parents)
+        for token in item.tokens:
+            states.append(self.law.step(states[-1] if states else START, token))
+        return [self.law.logits(state) for state in states[start:]]
+
+
+class LosesATokenOfThePrompt(ToyRunner):
+    """Reads a long prompt but for its first token."""
+
+    def extend(self, seq: int, tokens: Sequence[int]) -> None:
+        super().extend(seq, tokens)
+        states = self._states[seq]
+        states[:] = [START]
+        for token in tokens[1:]:
+            states.append(self.law.step(states[-1], token))
+
+
+class Sound(Worker):
+    """No fault at all."""
+
+
+class PositionOffByOne(Worker):
+    """Draws with the noise of the next position."""
+
+    def spot(self, session: int, node: int) -> Spot:
+        spot = super().spot(session, node)
+        return Spot(spot.request, spot.position + 1, spot.history)
+
+
+class PlaceForPosition(Worker):
+    """Takes a node's place in the cache for its position in the sequence; on chains they are equal."""
+
+    def spot(self, session: int, node: int) -> Spot:
+        spot = super().spot(session, node)
+        return Spot(spot.request, len(self.slots(session).prefix) + node + 1, spot.history)
+
+
+class TrustsTheBase(Worker):
+    """Feeds all of an order's tail, whatever it holds already."""
+
+    def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
+        return super().align(session, Context(len(self.slots(session).prefix), on.tail, on.history), pending)
+
+
+class AlignsOneShort(Worker):
+    """Takes the last token that an order states for one it has already read."""
+
+    def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
+        end, rest = super().align(session, on, pending)
+        return end, rest[1:] if len(rest) > 1 else rest
+
+
+class ReusesStaleRows(Worker):
+    """Keeps rows under the numbers they had before a cut."""
+
+    def _keep(self, session: int, path: Sequence[int], commit: int) -> None:
+        before = dict(self._held[session].rows)
+        super()._keep(session, path, commit)
+        self._held[session].rows = before
+
+
+class ReusesARowAfterATrim(Worker):
+    """After a cut, answers for the end of the prefix with the row of the last token that was drafted."""
+
+    def _keep(self, session: int, path: Sequence[int], commit: int) -> None:
+        before = self._held[session].rows
+        last = before[max(before)] if before else None
+        super()._keep(session, path, commit)
+        if last is not None and ROOT in self._held[session].rows:
+            self._held[session].rows[ROOT] = last
+
+
+class ReadsTheRowBefore(Worker):
+    """Judges a node by the row of the one before it."""
+
+    def row(self, session: int, node: int) -> Row:
+        rows = self._held[session].rows
+        return rows[node - 1] if node - 1 in rows else rows[node]
+
+
+class AcceptsOneTooMany(Verifier):
+    """Takes the first rejected token too."""
+
+    def _outcome(self, session: int, item: Scored, first: Branch | None) -> Outcome:
+        path, token = super()._outcome(session, item, first)
+        return (*path, len(path)) if len(path) < len(item.nodes) else path, token
+
+
+def pair(runner: type[ToyRunner], worker: type[Worker], of_draft: bool) -> Serial:
+    """Both models with the same law, one of them with a fault."""
+    faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})
+    other = Verifier if of_draft else Drafter
+    # With a fault in the target the draft is a weak one, so that there is much to roll back.
+    made = faulty(runner(law()), ToySampler()), other(ToyRunner(law(0.0 if of_draft else 0.3)), ToySampler())
+    target, draft = reversed(made) if of_draft else made
+    return Serial(target, draft)
+
+
+def cases() -> list[tuple[Case, SpeculativeConfig]]:
+    """Requests as in the identity test, fewer."""
+    out = []
+    for seed, method in ((seed, method) for seed in range(6) for method in METHODS_WITH_DRAFT):
+        config = SpeculativeConfig(method=method, num_speculative_tokens=4, max_branches=24, stop_below=0.45)
+        prompt = tuple((seed + i * i) % 6 for i in range(4 if seed % 2 else 25))
+        out.append((Case(prompt, (0.0, 0.7, 1.3)[seed % 3], seed, Ending("long", max_tokens=40)), config))
+    return out
+
+
+def wrong_answers(executor: Serial) -> int:
+    return sum(answer(decode(executor, case, config)) != plainly(case, law()) for case, config in cases())
+
+
+def rejections(executor: Serial) -> int:
+    """What a perfect draft should never see: a token rejected, or a first head that was not hit."""
+    sessions = [decode(executor, case, config) for case, config in cases()]
+    missed = total(sessions, "branch_points") - total(sessions, "branch_hits") + total(sessions, "branch_hits_other")
+    return total(sessions, "tested_at") - total(sessions, "accepted_at") + missed
+
+
+def test_without_a_fault_nothing_is_found() -> None:
+    assert wrong_answers(pair(ToyRunner, Sound, of_draft=False)) == 0
+    assert wrong_answers(pair(ToyRunner, Sound, of_draft=True)) == 0
+    assert rejections(pair(ToyRunner, Sound, of_draft=True)) == 0
+
+
+@pytest.mark.parametrize("fault", [CommitsOneTooMany, KeepsTheLastRows, LosesATokenOfThePrompt])
+def test_a_fault_in_the_targets_cache_changes_the_output(fault: type[ToyRunner]) -> None:
+    assert wrong_answers(pair(fault, Sound, of_draft=False)) > 0
+
+
+@pytest.mark.parametrize("fault", [PositionOffByOne, TrustsTheBase, ReadsTheRowBefore, AcceptsOneTooMany])
+def test_a_fault_in_the_targets_worker_changes_the_output(fault: type[Worker]) -> None:
+    assert wrong_answers(pair(ToyRunner, fault, of_draft=False)) > 0
+
+
+def test_a_target_that_loses_count_is_loud() -> None:
+    with pytest.raises(Stale):
+        wrong_answers(pair(ToyRunner, AlignsOneShort, of_draft=False))
+
+
+@pytest.mark.parametrize("fault", [CommitsOneTooMany, KeepsTheLastRows, MovesNothing, SeesTheNodeBefore, LosesATokenOfThePrompt])
+def test_a_fault_in_the_drafts_cache_makes_a_perfect_draft_fail(fault: type[ToyRunner]) -> None:
+    executor = pair(fault, Sound, of_draft=True)
+    assert rejections(executor) > 0
+    assert wrong_answers(executor) == 0, "the draft alone must not be able to change the output"
+
+
+@pytest.mark.parametrize("fault", [PositionOffByOne, PlaceForPosition, AlignsOneShort, ReusesARowAfterATrim, ReadsTheRowBefore])
+def test_a_fault_in_the_drafts_worker_makes_a_perfect_draft_fail(fault: type[Worker]) -> None:
+    executor = pair(ToyRunner, fault, of_draft=True)
+    assert rejections(executor) > 0
+    assert wrong_answers(executor) == 0, "the draft alone must not be able to change the output"
+
+
+@pytest.mark.parametrize("fault", [TrustsTheBase, ReusesStaleRows])
+def test_a_draft_that_loses_track_of_its_rows_is_loud(fault: type[Worker]) -> None:
+    with pytest.raises(KeyError):
+        rejections(pair(ToyRunner, fault, of_draft=True))

@@ -1,0 +1,158 @@
+"""The virtual clock charges what the profile says: worked out by hand here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.session import Session
+from specbranch.core.trace import Event, Trace
+from specbranch.errors import BadParameter
+from specbranch.sim.clock import Charge
+from specbranch.sim.profile import CostProfile
+from toybench import Case, Ending, answer, decode, law, plainly, serial, virtual_clock
+
+SLOPES = CostProfile(target=((1, 10.0), (8, 17.0)), draft=((1, 2.0), (4, 5.0)), slow_down=0.5, host=0.25)
+LONG = Ending("long", max_tokens=40)
+
+
+def traced(config: SpeculativeConfig, profile: CostProfile, case: Case) -> tuple[Session, list[Event]]:
+    """Decode with a perfect draft on a clock of that profile."""
+    trace = Trace()
+    session = decode(virtual_clock(0.0, profile=profile), case, config, trace=trace)
+    return session, trace.events
+
+
+def test_autoregressive_time_is_a_prefill_and_a_forward_a_token() -> None:
+    case = Case((1, 2), 0.0, 0, Ending("three", max_tokens=3))
+    session, events = traced(SpeculativeConfig(method="autoregressive"), SLOPES, case)
+    assert [(e.start, e.end) for e in events] == [(0.0, 11.0), (11.25, 21.25), (21.5, 31.5)]
+    assert (session.stats.ttft, session.stats.finished) == (11.25, 31.75)
+    assert session.stats.target_busy == 20.0
+
+
+def test_serial_drafting_adds_its_steps_to_the_targets_forward() -> None:
+    case = Case((1, 2), 0.0, 0, Ending("four", max_tokens=4))
+    config = SpeculativeConfig(method="speculative", num_speculative_tokens=2)
+    session, events = traced(config, SLOPES, case)
+    spans = [(e.who, e.start, e.end) for e in events]
+    # Prefill side by side: two rows cost the draft 3 and the target 11, and the draft's one step slows it by 0.5. Then two draft steps
+    # of 2 (the target's token, the first drafted one), and a forward over three rows.
+    assert spans == [("draft", 0.0, 3.0), ("target", 0.0, 11.5), ("draft", 11.75, 15.75), ("target", 16.0, 28.0)]
+    assert session.stats.finished == 28.25
+    assert session.stats.emitted == 4
+
+
+def test_a_long_prompt_is_charged_to_both_models() -> None:
+    case = Case((1,) * 40, 0.0, 0, Ending("one", max_tokens=2))
+    flat = CostProfile(target=((1, 1.0), (2, 2.0)), draft=((1, 0.5), (2, 1.0)))
+    _, events = traced(SpeculativeConfig(method="speculative"), flat, case)
+    assert [(e.who, e.end - e.start, e.rows) for e in events[:2]] == [("draft", 20.0, 40), ("target", 40.0, 40)]
+
+
+@pytest.mark.parametrize(("step", "slow_down", "tokens"), [(1.0, 0.0, 10), (2.5, 0.0, 4), (3.0, 0.0, 4), (1.0, 0.5, 20), (20.0, 0.0, 1)])
+def test_until_target_lengths_follow_the_profile(step: float, slow_down: float, tokens: int) -> None:
+    """The draft reads the last token, then goes on until it has used up the target's 10 seconds, stretched by each overlapped step."""
+    profile = CostProfile(target=((1, 10.0),), draft=((1, step),), slow_down=slow_down)
+    config = SpeculativeConfig(method="pearl", num_speculative_tokens=30, until_target=True)
+    session, events = traced(config, profile, Case((1, 2), 0.7, 0, Ending("long", max_tokens=200)))
+    lengths = [e.branches for e in events if e.who == "draft"][1:4]
+    assert lengths == [(tokens,)] * 3
+    rounds = [e for e in events if e.who == "target"][1:4]
+    assert {e.end - e.start for e in rounds} == {10.0 + slow_down * tokens}
+    assert answer(session) == plainly(Case((1, 2), 0.7, 0, Ending("long", max_tokens=200)), law())
+
+
+def test_a_draft_step_after_the_target_is_done_slows_nothing() -> None:
+    charge = Charge(CostProfile(target=((1, 4.0),), draft=((1, 3.0),), slow_down=1.0))
+    charge.verified(1)
+    charge.stepped(1)
+    assert (charge.draft, charge.target) == (3.0, 5.0)
+    charge.stepped(1)
+    assert (charge.draft, charge.target) == (6.0, 6.0)
+    assert charge.target_done()
+    charge.stepped(1)
+    assert (charge.draft, charge.target) == (9.0, 6.0)
+
+
+def test_drafting_alone_is_not_slowed_and_slows_nothing() -> None:
+    charge = Charge(SLOPES)
+    charge.verified(0)
+    charge.stepped(1)
+    assert (charge.draft, charge.target) == (2.0, 0.0)
+
+
+def test_overlap_pays_on_the_clock_where_the_draft_is_dear() -> None:
+    profile = CostProfile(target=((1, 5.0), (8, 5.6)), draft=((1, 1.2),), slow_down=0.3)
+    times = {}
+    for method in ("speculative", "pearl"):
+        config = SpeculativeConfig(method=method, num_speculative_tokens=4)
+        times[method] = traced(config, profile, Case((1, 2), 0.0, 0, Ending("long", max_tokens=100)))[0].stats.decode_seconds
+    assert times["pearl"] < times["speculative"]
+
+
+def test_the_clock_changes_no_decision() -> None:
+    config = SpeculativeConfig(method="specbranch", num_speculative_tokens=4, max_branches=12)
+    for seed in range(5):
+        case = Case((seed, 1), 0.7, seed, LONG)
+        on_clock, reference = decode(virtual_clock(0.3), case, config), decode(serial(0.3), case, config)
+        assert answer(on_clock) == answer(reference)
+        assert on_clock.stats.tested_at == reference.stats.tested_at
+        assert on_clock.stats.losing == reference.stats.losing
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(0, 10.0), (1, 10.0), (4.5, 13.5), (8, 17.0), (10, 19.0)])
+def test_costs_are_interpolated_and_go_on_along_the_last_slope(rows: int, seconds: float) -> None:
+    assert SLOPES.target_seconds(rows) == pytest.approx(seconds)
+
+
+def test_one_point_is_a_constant() -> None:
+    profile = CostProfile(target=((4, 3.0),), draft=((1, 1.0),))
+    assert [profile.target_seconds(n) for n in (1, 4, 100)] == [3.0] * 3
+
+
+def test_a_profile_survives_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    SLOPES.save(path)
+    assert CostProfile.load(path) == SLOPES
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[1, 2]", "is incomplete; expected a JSON object with at least 'target' and 'draft'"),
+        ('{"target": [[1, 2]]}', "is incomplete"),
+        ('{"target": [[1, 2]], "draft": [[1, 2]], "slowdown": 1}', "Unknown cost profile key 'slowdown'. Did you mean 'slow_down'?"),
+        ('{"target": 5, "draft": [[1, 2]]}', "target is 5; expected (rows, seconds > 0) pairs by rising rows"),
+        ('{"target": [], "draft": [[1, 2]]}', "target is []; expected"),
+        ('{"target": [[1, 2]], "draft": [[2, 1], [1, 2]]}', "by rising rows"),
+        ('{"target": [[1, 2]], "draft": [[1, 0]]}', "seconds > 0"),
+        ('{"target": [[1, NaN]], "draft": [[1, 1]]}', "seconds > 0"),
+        ('{"target": [[1, "x"]], "draft": [[1, 1]]}', "expected (rows, seconds > 0) pairs"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "host": -1}', "host is -1; expected seconds ≥ 0"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "slow_down": "much"}', "slow_down is 'much'; expected seconds ≥ 0"),
+    ],
+)
+def test_a_bad_profile_is_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(BadParameter) as caught:
+        CostProfile.load(path)
+    assert said in str(caught.value)
+
+
+def test_a_missing_profile_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match=r"none\.json cannot be read"):
+        CostProfile.load(tmp_path / "none.json")
+
+
+def test_a_profile_file_is_plain_json(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    SLOPES.save(path)
+    values: dict[str, Any] = json.loads(path.read_text())
+    assert values == {"target": [[1.0, 10.0], [8.0, 17.0]], "draft": [[1.0, 2.0], [4.0, 5.0]], "slow_down": 0.5, "host": 0.25}

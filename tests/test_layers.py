@@ -1,0 +1,149 @@
+"""Who may import whom, read from the source: each layer only those below it, core only the standard library, no torch before a model."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "specbranch"
+# From the bottom up; those of one line must not import one another. A new package has to find its line here.
+LAYERS = (
+    {"errors"},
+    {"config"},
+    {"core"},
+    {"exec"},
+    {"sim"},
+    {"models", "predictor", "distill", "text"},
+    {"answer", "assembly"},
+    {"engine"},
+    {"recheck", "server", "bench"},
+    {"cli"},
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+WITHOUT_TORCH = ("errors", "config", "core", "exec", "sim", "answer", "assembly", "engine", "recheck", "cli")
+HEAVY = {"torch", "transformers", "numpy", "numba", "safetensors"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: from which file, of what, and whether it happens as soon as the file is imported."""
+
+    file: str
+    module: str  # dotted, absolute
+    at_once: bool
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def layer(path: Path) -> str:
+    """The first part of a file's place in the package: a package or a module of its own."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[Import]:
+    name = str(path.relative_to(SOURCE))
+    return [Import(name, module, at_once) for module, at_once in _walk(ast.parse(path.read_text()), True)]
+
+
+def _walk(node: ast.AST, at_once: bool) -> Iterator[tuple[str, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, at_once) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute here"
+            yield from ((f"{child.module}.{alias.name}", at_once) for alias in child.names)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            yield from _walk(child, False)
+        else:
+            yield from _walk(child, at_once and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+
+def own(module: str) -> str | None:
+    """Which of our layers an import reaches; None for other packages and for what the package itself holds (its version)."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "specbranch" and len(parts) > 1 and parts[1] in RANK else None
+
+
+def test_every_file_belongs_to_a_layer() -> None:
+    assert {layer(path) for path in files()} - {"__init__", "__main__"} <= RANK.keys()
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
+    here = layer(path)
+    if here in ("__init__", "__main__"):
+        return
+    for found in imports(path):
+        there = own(found.module)
+        assert there is None or there == here or RANK[there] < RANK[here], f"{found.file} imports {found.module}"
+
+
+def test_core_needs_the_standard_library_only() -> None:
+    for path in files():
+        if layer(path) in ("errors", "config", "core"):
+            for found in imports(path):
+                top = found.module.split(".")[0]
+                assert top == "specbranch" or top in sys.stdlib_module_names, f"{found.file} imports {found.module}"
+
+
+def test_no_torch_is_imported_before_a_model_is_loaded() -> None:
+    for path in files():
+        if layer(path) in (*WITHOUT_TORCH, "__init__"):
+            for found in imports(path):
+                assert not (found.at_once and found.module.split(".")[0] in HEAVY), f"{found.file} imports {found.module} at once"
+
+
+def test_the_package_itself_imports_only_its_words_at_once() -> None:
+    at_once = {own(found.module) for found in imports(SOURCE / "__init__.py") if found.at_once} - {None}
+    assert at_once <= {"errors", "config"}
+
+
+def test_modules_import_one_another_in_no_circle() -> None:
+    names = {".".join(("specbranch", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path for path in files()}
+    edges = {
+        name: {_module(found.module, names) for found in imports(path) if found.at_once} - {None, name} for name, path in names.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, f"a circle: {' → '.join((*above, name))}"
+        if name not in done:
+            for other in edges[name]:
+                visit(str(other), (*above, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def _module(imported: str, names: dict[str, Path]) -> str | None:
+    """The module of ours that `from a.b import c` reads: a.b.c if that is one, else a.b."""
+    if imported in names:
+        return imported
+    above = imported.rpartition(".")[0]
+    return above if above in names and above != "specbranch" else None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "specbranch",
+        "specbranch.core.methods, specbranch.core.loop",
+        "specbranch.exec.serial, specbranch.exec.process, specbranch.exec.child",
+        "specbranch.sim.clock",
+        "specbranch.engine",
+        "specbranch.cli.main",
+    ],
+)
+def test_importing_needs_no_torch(what: str) -> None:
+    code = f"import sys, {what}; sys.exit(', '.join(sorted({HEAVY!r} & sys.modules.keys())) or None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
