@@ -94,7 +94,12 @@ def test_an_end_token_at_the_limit_is_a_stop() -> None:
 
 def test_the_watcher_sees_every_token_once_and_none_after_the_end() -> None:
     seen: list[int] = []
-    made = session(eos_ids=(5,), watch=lambda token: bool(seen.append(token)))
+
+    def watch(token: int) -> bool:
+        seen.append(token)
+        return False
+
+    made = session(eos_ids=(5,), watch=watch)
     accept(made, chain(4, 5, 6), 3, 9)
     assert seen == [4, 5]
 

@@ -190,7 +190,7 @@ TARGET = ToyLaw(vocabulary=4, seed=4, sharpness=1.3)
 DRAFT = ToyLaw(vocabulary=4, seed=4, sharpness=1.3, drift=0.6)
 START = (0,)
 LENGTH = 3  # two levels of tree, then the target's own token
-SEEDS = 8000
+SEEDS = 6000
 ENOUGH = 200
 
 

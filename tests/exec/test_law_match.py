@@ -1,4 +1,4 @@
-"""Under the match rule, over seeds: autoregressive decoding emits the target's joint law, and neighbouring requests know nothing of each other.
+"""Under the match rule, over seeds: autoregressive decoding emits the target's joint law, and neighbours know nothing of each other.
 
 Every other method equals it token for token (the identity tests), so its law is theirs.
 """
@@ -20,7 +20,7 @@ LENGTH = 4
 TARGET = ToyLaw(vocabulary=4, seed=4, sharpness=1.3)
 PAIR = Pair(TARGET, TARGET)
 CONFIG = SpeculativeConfig(method="autoregressive")
-SEEDS = range(6000)
+SEEDS = range(4000)
 FLAT = Pair(ToyLaw(vocabulary=4, sharpness=0.0), ToyLaw(vocabulary=4, sharpness=0.0))  # its tokens show the noise and nothing else
 
 
@@ -46,7 +46,7 @@ def test_over_seeds_autoregressive_emits_the_joint_law(temperature: float) -> No
 
 
 def test_over_samples_of_one_seed_autoregressive_emits_the_joint_law() -> None:
-    drawn = decode(PAIR, 1.0, [11], range(5000))
+    drawn = decode(PAIR, 1.0, [11], range(4000))
     assert drawn.p_value(joint_law(TARGET, PROMPT, LENGTH)) > SOUND
 
 

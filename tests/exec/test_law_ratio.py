@@ -26,7 +26,7 @@ from specbranch.exec.verifier import Scored, Verifier
 from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToySampler
 
 LENGTH = 5  # tokens of the joint window: several rounds of every method
-SEEDS = 4000
+SEEDS = 3000
 ENOUGH = 100  # times each event must happen
 TARGET = ToyLaw(vocabulary=4, seed=4, sharpness=1.3)
 DRAFT = ToyLaw(vocabulary=4, seed=4, sharpness=1.3, drift=0.6)
@@ -100,8 +100,8 @@ CASES = {
     "pearl-sampled": Case("pearl", FORK, heads="sampled"),
     "pearl-top": Case("pearl", FORK, heads="top"),
     "pearl-confidence": Case("pearl", (ALL, HIT, OTHER, TRIMMED), policy="confidence"),
-    "specbranch-sampled": Case("specbranch", HEDGE, heads="sampled", seeds=10_000),
-    "specbranch-top": Case("specbranch", HEDGE, heads="top", seeds=10_000),
+    "specbranch-sampled": Case("specbranch", HEDGE, heads="sampled", seeds=8000),
+    "specbranch-top": Case("specbranch", HEDGE, heads="top", seeds=8000),
     "specbranch-fixed": Case("specbranch", FORK, policy="fixed", length=2),
     "specbranch-entropy": Case("specbranch", FORK, make=strict_entropy),
     "specbranch-cool": Case("specbranch", (ALL, HIT, OTHER, TRIMMED), temperature=0.6),
@@ -174,6 +174,7 @@ FAULTS = {
     "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, verifier=OneUniform)),
     "cut at the token's own probability": Case("speculative", make=lambda: CutAtOwnProbability(3, 0.5)),
     "cut a surviving branch at the token's own probability": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top")),
+    "the same with a sampled head": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "sampled")),
     "cut by the next token's confidence": Case("speculative", make=lambda: CutByNextConfidence(3, 0.0)),
 }
 
@@ -181,7 +182,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_caught(fault: str) -> None:
     case = FAULTS[fault]
-    assert case.p_value(case.draw()) < CAUGHT
+    assert case.p_value(case.draw(4000)) < CAUGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +215,6 @@ class ShyAfterLongLoss(Confidence):
         self.shy = len(pending.tokens) == 3 and not verdict.path
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a voided draft's variate is used again after the rollback, so a policy must not learn from voided tokens"
-)
 def test_policy_may_learn_from_how_many_tokens_were_voided() -> None:
     # The draft's first token is 0 and mostly rejected. Its second, and whether a third follows, hang on the variate of that place,
     # which draws again after the correction to 1: shyness then goes with the token that would have been proposed.

@@ -151,13 +151,11 @@ class AcceptsOneTooMany(Verifier):
 
 
 def pair(runner: type[ToyRunner], worker: type[Worker], of_draft: bool) -> Serial:
-    """Both models with the same law, one of them with a fault."""
-    faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})
-    other = Verifier if of_draft else Drafter
-    # With a fault in the target the draft is a weak one, so that there is much to roll back.
-    made = faulty(runner(law()), ToySampler()), other(ToyRunner(law(0.0 if of_draft else 0.3)), ToySampler())
-    target, draft = reversed(made) if of_draft else made
-    return Serial(target, draft)
+    """A pair of which one model has a fault: a draft that else is perfect, or a target beside a weak draft, with much to roll back."""
+    faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})(runner(law()), ToySampler())
+    if of_draft:
+        return Serial(Verifier(ToyRunner(law()), ToySampler()), faulty)
+    return Serial(faulty, Drafter(ToyRunner(law(0.3)), ToySampler()))
 
 
 def cases() -> list[tuple[Case, SpeculativeConfig]]:

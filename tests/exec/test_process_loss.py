@@ -22,10 +22,9 @@ from specbranch.core.methods import METHODS
 from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
-from specbranch.exec import process as process_module
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import MakeDrafter
-from specbranch.exec.process import Process
+from specbranch.exec.process import MOST_FAILED_STARTS, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.toys import Logits, ToySampler
 from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_maker, law, make_drafter, next_number, plainly
@@ -256,14 +255,14 @@ def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(t
 
         finish(loop, slowly)
         assert answer(session) == plainly(case, law())
-        assert starts(notes) == 1 + process_module.MOST_FAILED_STARTS
+        assert starts(notes) == 1 + MOST_FAILED_STARTS
         assert executor.child_pid is None
         assert executor.restarts == session.stats.draft_restarts == 0
         assert session.stats.rounds_without_draft > 60
         again, following, second = begin(executor, "pearl", 9)
         finish(again)
         assert answer(following) == plainly(second, law())
-        assert starts(notes) == 1 + process_module.MOST_FAILED_STARTS
+        assert starts(notes) == 1 + MOST_FAILED_STARTS
 
 
 def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +274,7 @@ def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: p
         def refuse(*_: Any, **__: Any) -> None:
             raise OSError("out of memory")
 
-        monkeypatch.setattr(process_module.subprocess, "Popen", refuse)
+        monkeypatch.setattr(subprocess, "Popen", refuse)
         finish(loop)
         assert answer(session) == plainly(case, law())
         assert executor.child_pid is None
@@ -283,7 +282,7 @@ def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: p
 
 def test_a_worker_that_cannot_be_sent_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(process_module.subprocess, "Popen", lambda *args, **_: started.append(args))
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
     with pytest.raises(Exception, match="pickle"):
         executor_with(lambda: make_drafter(DRIFT))
     assert started == []

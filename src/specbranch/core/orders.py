@@ -72,11 +72,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft by `plan` after the sequence `on`, whose last `pending` tokens are not yet committed."""
+    """Draft by `plan` after the sequence `on`, whose last `pending` tokens are not yet committed.
+
+    `number` counts the session's draft orders. Draws are keyed by it too: a position drafted again after a rollback gets a fresh variate,
+    so a plan may depend on what became of the tokens that were voided.
+    """
 
     on: Context
     plan: Plan
     pending: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

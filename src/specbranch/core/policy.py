@@ -86,8 +86,8 @@ class Entropy(Fixed):
     calm = 0.9  # weight of the past in the threshold (β₂)
     pace = 0.01  # step of the threshold (ε)
 
-    def __init__(self, length: int, threshold: float = 0.3) -> None:
-        super().__init__(length)
+    def __init__(self, length: int, threshold: float = 0.3, heads: HeadKind = "top", until: Until = "length") -> None:
+        super().__init__(length, heads, until)
         self.threshold = threshold
         self.acceptance = self.goal
 
@@ -115,6 +115,6 @@ def make_policy(config: SpeculativeConfig, kind: str, heads: HeadKind) -> Policy
         case "confidence":
             return Confidence(length, config.stop_below, config.max_branches, config.heads or heads, until)
         case "entropy":
-            return Entropy(length)
+            return Entropy(length, heads=config.heads or heads, until=until)
         case _:
             return Fixed(length, config.heads or heads, until)

@@ -38,6 +38,7 @@ class Session:
         self._watch = watch
         self._ending = request.ending_ids
         self._told = {"draft": 0, "target": 0}
+        self._drafts = 0
 
     @property
     def output(self) -> list[int]:
@@ -54,7 +55,8 @@ class Session:
         length = min(plan.length, self.room - len(pending.tokens) - 1)
         if length < min(plan.length, 1):
             return None
-        return Draft(self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens))
+        self._drafts += 1
+        return Draft(self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens), self._drafts)
 
     def verify(self, pending: Branch = NOTHING) -> Verify:
         """Order the pending chain to be judged."""

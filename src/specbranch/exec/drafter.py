@@ -93,14 +93,14 @@ class Drafter(Worker):
         for after, width in forks:
             node = line[start + after]
             heads = plan.heads if plan.forks else "sampled"
-            proposal = self._propose(session, node, Ask(width, heads, plan.measure))
+            proposal = self._propose(session, order, node, Ask(width, heads, plan.measure))
             if not plan.forks and proposal.confidence < plan.stop_below:
                 continue
             lanes += [_lane(session, order, after, node, rank, proposal) for rank in range(self._width(order, width, proposal))]
         return lanes
 
-    def _propose(self, session: int, node: int, ask: Ask) -> Proposal:
-        return self.sampler.propose([self.row(session, node)], [self.spot(session, node)], [ask])[0]
+    def _propose(self, session: int, order: Draft, node: int, ask: Ask) -> Proposal:
+        return self.sampler.propose([self.row(session, node)], [self.spot(session, node, order.number)], [ask])[0]
 
     def _width(self, order: Draft, width: int, proposal: Proposal) -> int:
         if order.plan.narrow:
@@ -133,7 +133,7 @@ class Drafter(Worker):
             for lane, node in zip(group, nodes, strict=True):
                 lane.node = node
         rows = [self.row(lane.session, lane.node) for lane in lanes]
-        spots = [self.spot(lane.session, lane.node) for lane in lanes]
+        spots = [self.spot(lane.session, lane.node, lane.order.number) for lane in lanes]
         asks = [Ask(measure=lane.order.plan.measure) for lane in lanes]
         for lane, proposal in zip(lanes, self.sampler.propose(rows, spots, asks), strict=True):
             if proposal.confidence < lane.order.plan.stop_below:

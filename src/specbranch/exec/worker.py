@@ -78,11 +78,11 @@ class Worker:
         """The row after a node."""
         return self._held[session].rows[node]
 
-    def spot(self, session: int, node: int) -> Spot:
+    def spot(self, session: int, node: int, attempt: int = 0) -> Spot:
         """Where the token after a node will stand."""
         slots = self.slots(session)
         position = len(slots.prefix) if node == ROOT else slots.position(node) + 1
-        return Spot(self._held[session].request, position, lambda: slots.sequence(node))
+        return Spot(self._held[session].request, position, lambda: slots.sequence(node), attempt)
 
     def slots(self, session: int) -> Slots:
         """The places of a session's sequence."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specbranch.core.noise import uniform
 from specbranch.core.orders import Sparse, TokenLogprobs
-from specbranch.core.request import Request, Spot
+from specbranch.core.request import Spot
 from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask, Proposal
 from specbranch.models.noise import Noise
 from specbranch.models.reductions import argmax, entropy, leading, peak
@@ -140,7 +140,7 @@ def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
         confidence = q.probs[0]
     if ask.heads == "top":
         return Proposal(q.ids[: ask.width], confidence)
-    drawn = _draw(q, spot.request, spot.position)
+    drawn = _draw(q, spot)
     others = tuple(token for token in q.ids if token != drawn)
     return Proposal((drawn, *others[: ask.width - 1]), confidence, q)
 
@@ -164,9 +164,9 @@ def _sparse(ranked: list[Entry]) -> Sparse:
     return Sparse(tuple(token for token, _ in weights), tuple(weight / total for _, weight in weights))
 
 
-def _draw(q: Sparse, request: Request, position: int) -> int:
+def _draw(q: Sparse, spot: Spot) -> int:
     """Draw the draft's token at a position by inversion."""
-    left = uniform(request.seed, request.sample, position, "draft")
+    left = uniform(spot.request.seed, spot.request.sample, spot.position, "draft", spot.attempt)
     for token, probability in zip(q.ids, q.probs, strict=True):
         left -= probability
         if left < 0.0:

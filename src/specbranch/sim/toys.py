@@ -200,7 +200,7 @@ class ToySampler:
         if ask.heads == "top":
             return Proposal(q.ids[: ask.width], confidence)
         request = spot.request
-        first = q.ids[_invert(q.probs, noise.uniform(request.seed, request.sample, spot.position, "draft"))]
+        first = q.ids[_invert(q.probs, noise.uniform(request.seed, request.sample, spot.position, "draft", spot.attempt))]
         others = tuple(t for t in q.ids if t != first)
         return Proposal((first, *others[: ask.width - 1]), confidence, q)
 
