@@ -16,6 +16,7 @@ from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.policy import Policy
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.session import Session, Watcher
@@ -32,7 +33,7 @@ from specbranch.sim.toys import Logits, ToyLaw, ToyRunner, ToySampler
 VOCABULARY = 6
 SHARPNESS = 2.0
 LIMIT = 1000  # tokens of a sequence, unless a test says otherwise
-PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 2.0), (8, 3.0)), slow_down=0.3, host=0.1)
+PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 3.0), (8, 5.0)), slow_down=0.3, host=0.1)
 MOST_ROUNDS = 5000
 
 _numbers = itertools.count()
@@ -163,10 +164,10 @@ def _draw(logits: Logits, case: Case, position: int) -> int:
     return scores.index(max(scores))
 
 
-def decode(executor: Executor, case: Case, config: SpeculativeConfig, limit: int = LIMIT, trace: Trace | None = None) -> Session:
-    """Run one session alone to its end and check its statistics."""
-    loop, session = Loop(executor, trace), case.session(next(_numbers), limit)
-    loop.join(session, METHODS[config.method].start(session, config))
+def decode(executor: Executor, case: Case, config: SpeculativeConfig, trace: Trace | None = None, policy: Policy | None = None) -> Session:
+    """Run one session alone to its end and check its statistics; `policy` takes the place of the method's own."""
+    loop, session, method = Loop(executor, trace), case.session(next(_numbers)), METHODS[config.method]
+    loop.join(session, method.run(session, config, policy) if policy else method.start(session, config))
     run_out(loop)
     session.stats.check()
     return session

@@ -23,7 +23,7 @@ from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import MakeDrafter
+from specbranch.exec.messages import MakeDrafter, TargetDone, Work
 from specbranch.exec.process import MOST_FAILED_STARTS, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.toys import Logits, ToySampler
@@ -120,10 +120,10 @@ def executor_with(make: MakeDrafter | None = None, hung_after: float = 30.0) -> 
     return Process(Verifier(target, ToySampler()), make or drafter_maker(DRIFT), hung_after=hung_after), target
 
 
-def begin(executor: Process, method: str, seed: int, rule: Rule = "match") -> tuple[Loop, Session, Case]:
+def begin(executor: Process, method: str, seed: int, rule: Rule = "match", until_target: bool = False) -> tuple[Loop, Session, Case]:
     case = Case((seed % 6, 1), 0.7, seed, LONG, rule)
     session, loop = case.session(next_number()), Loop(executor)
-    config = SpeculativeConfig(method=method, num_speculative_tokens=3, max_branches=8, rule=rule)
+    config = SpeculativeConfig(method=method, num_speculative_tokens=3, max_branches=8, rule=rule, until_target=until_target)
     loop.join(session, METHODS[method].start(session, config))
     return loop, session, case
 
@@ -197,6 +197,35 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
             assert session.stats.rounds_without_draft > 0
             assert session.stats.draft_restarts == 1
             assert "draft" in session.origins[-50:]
+
+
+class Overheard(Process):
+    """Notes what the child is told."""
+
+    def __init__(self, target: Verifier, make: MakeDrafter) -> None:
+        self.told: list[object] = []
+        super().__init__(target, make)
+
+    def _tell(self, message: object) -> bool:
+        self.told.append(message)
+        return super()._tell(message)
+
+
+def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
+    target = Target()
+    with closing(Overheard(Verifier(target, ToySampler()), drafter_maker(DRIFT))) as executor:
+        loop, session, case = begin(executor, "pearl", 4, until_target=True)
+        target.surprise, target.at = partial(send, executor, signal.SIGKILL), 9
+
+        def slowly() -> None:
+            target.seconds = WAITING if session.stats.rounds_without_draft and not executor.restarts else 0.0
+
+        finish(loop, slowly)
+        assert answer(session) == plainly(case, law())
+        tickets = [message.ticket for message in executor.told if isinstance(message, Work)]
+        assert len(tickets) - len(set(tickets)) == executor.restarts == 1
+        second = next(i for i, m in enumerate(executor.told) if isinstance(m, Work) and m.orders[session.number].on.base == 0 and i > 3)
+        assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])  # type: ignore[attr-defined]
 
 
 def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:

@@ -72,6 +72,8 @@ class Drafter(Worker):
         ends: dict[int, int] = {}
         work: list[Feed] = []
         for session, order in orders.items():
+            if len(order.on) > self.slots(session).capacity:
+                continue  # not worth being told the whole sequence each round only to find it too long
             try:
                 end, rest = self.align(session, order.on, order.pending)
                 self.slots(session).demand(len(rest))
@@ -81,7 +83,13 @@ class Drafter(Worker):
             work += [Feed(session, tuple(rest), chain_after(end, len(self.slots(session).tokens), len(rest)))] if rest else []
         for item, nodes in zip(work, self.feed(work) if work else [], strict=True):
             ends[item.seq] = nodes[-1]
-        return {session: [ROOT, *self.slots(session).path(end)] for session, end in ends.items()}
+        return {session: self._commit(session, end, orders[session].pending) for session, end in ends.items()}
+
+    def _commit(self, session: int, end: int, pending: int) -> list[int]:
+        """Move all but the pending tokens of the line to the prefix, so that the next order can build on them; returns the line."""
+        line = self.slots(session).path(end)
+        self._keep(session, line, max(len(line) - pending, 0))
+        return [ROOT, *range(len(self.slots(session).tokens))]
 
     def _fork(self, session: int, order: Draft, line: list[int]) -> list[Lane]:
         """Open the lanes an order asks for, each with its head."""

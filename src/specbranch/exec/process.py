@@ -212,6 +212,7 @@ class Process:
                 work.branches, work.span = branches, span
             case StaleHolding(ticket) if ticket == work.ticket:
                 self._tell(Work(ticket, {session: replace(o, on=o.on.whole()) for session, o in work.orders.items()}))
+                self._target_done(work)  # told before, but not of this work; we listen only once the target is done
 
     def _available(self) -> bool:
         """Whether a child can take work now; a lost one is replaced, and a new one that has become ready is told the sessions."""
