@@ -153,6 +153,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-def usable_threads() -> int:
-    """How many CPU threads this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def threads_each(executor: ExecutorName) -> int | None:
+    """How many CPU threads each model gets: half of them where both work at once, for two full teams would only wait for each other."""
+    if executor != "process":
+        return None
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(usable // 2, 1)

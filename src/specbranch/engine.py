@@ -22,6 +22,7 @@ from specbranch.assembly import (
     load_tokenizer,
     make_executor,
     make_verifier,
+    threads_each,
 )
 from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
@@ -60,8 +61,10 @@ class LLM:
         self._method = find_method(self.config.method, draft is not None)
         if max_batch < 1:
             raise BadParameter(f"max_batch is {max_batch}; expected a whole number ≥ 1.")
-        choice = ModelChoice(target, runner, device, dtype, context_length)
-        drafting = ModelChoice(draft, runner, draft_device or device, dtype, context_length) if draft and self._method.needs_draft else None
+        drafts = draft is not None and self._method.needs_draft
+        threads = threads_each(executor) if drafts else None
+        choice = ModelChoice(target, runner, device, dtype, context_length, threads)
+        drafting = replace(choice, name=draft, device=draft_device or device) if draft and drafts else None
         self.target, self.max_batch = target, max_batch
         self.tokenizer = load_tokenizer(choice)
         self._verifier = make_verifier(choice)

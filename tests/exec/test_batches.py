@@ -182,3 +182,21 @@ def test_finished_sessions_hold_nothing() -> None:
         for session in sessions:
             with pytest.raises(KeyError):
                 worker.slots(session.number)
+
+
+@pytest.mark.parametrize("method", ["speculative", "pearl", "specbranch"])
+def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_what_they_have(method: str) -> None:
+    executor = Serial(small_verifier(), make_drafter(0.0))
+    loop = Loop(executor)
+    requests = [(Case((seed, 1), 0.7, seed, LONG), config_of(method, "match")) for seed in range(3)]
+    sessions = [start(loop, *request) for request in requests]
+    for _ in range(5):
+        loop.step()
+    assert executor.draft
+    executor.draft.leave(sessions[1].number)
+    executor.draft.open(sessions[1].number, sessions[1].request)
+    step_until_done(loop)
+    for session, (case, _) in zip(sessions, requests, strict=True):
+        assert answer(session) == plainly(case, law())
+        assert session.stats.accepted_at == session.stats.tested_at, "a perfect draft was rejected"
+        assert session.stats.branch_hits == session.stats.branch_points

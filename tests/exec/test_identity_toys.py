@@ -130,7 +130,7 @@ class Cell(NamedTuple):
         return 5 if self.kind == "process until target" else 1
 
     def cases(self, block: int = 0) -> list[Case]:
-        count = SEEDS if len(self.drafts) > 1 else 3 * SEEDS
+        count = 3 * SEEDS if self.method == "lookup" else SEEDS
         return [case(block * count + seed, self.temperature, self.vocabulary) for seed in range(count)]
 
 

@@ -51,12 +51,14 @@ def generate(
 
     On a terminal tokens are coloured: plain for the target's own, green for accepted draft tokens, magenta for branch hits.
     """
+    from specbranch.cli.progress import tracked
+
     prompts = read_prompts(prompt, file)
     params = sampling_params(given)
     llm = load_llm(given)
     recorder = llm.record() if trace_file else None
     with llm:
-        for text in prompts:
+        for text in tracked(prompts, "Prompts"):
             _answer(llm, text, params, as_chat, as_json, sys.stdout.isatty() if colour is None else colour)
     if recorder and trace_file:
         recorder.write_jsonl(trace_file) if trace_file.suffix == ".jsonl" else recorder.write_chrome(trace_file)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn, track
+
+T = TypeVar("T")
 
 
 def pulled(name: str | None) -> Path | None:
@@ -17,6 +22,13 @@ def pulled(name: str | None) -> Path | None:
     if name not in store.KNOWN or Path(name).exists():
         return None
     return store.installed(name) or _pull(name)
+
+
+def tracked(items: Sequence[T], what: str) -> Iterable[T]:
+    """Show how far a long list has come, where somebody looks at standard error and standard output goes elsewhere."""
+    if len(items) < 2 or not sys.stderr.isatty() or sys.stdout.isatty():
+        return items
+    return track(items, what, console=Console(stderr=True), transient=True)
 
 
 def _pull(name: str) -> Path:

@@ -28,6 +28,7 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     Prints, for each, whether it is identical; a first difference is named with both tokens and how close the target's choice was
     between them. Exit code 1 if an answer differs by more than a near-tie (1e-4 in logits).
     """
+    from specbranch.cli.progress import tracked
     from specbranch.recheck import recheck
 
     answers = list(_answers(file))
@@ -35,7 +36,7 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     given["draft"] = None
     with load_llm({**given, "method": "autoregressive"}) as plain:
         results = []
-        for number, answer in enumerate(answers):
+        for number, answer in enumerate(tracked(answers, "Answers")):
             results.append(recheck(plain, answer))
             click.echo(json.dumps(_record(number, results[-1])) if as_json else _sentence(plain, number, results[-1]))
     if not as_json:

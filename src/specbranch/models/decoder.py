@@ -17,6 +17,7 @@ from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attentio
 from specbranch.models import rope
 from specbranch.models.architecture import Architecture
 from specbranch.models.linear import Linear, choose_linear
+from specbranch.models.row_kernels import MOST_ROWS, Lines, load_row_kernels
 from specbranch.models.weights import LayerWeights, Matrix, Weights
 
 
@@ -50,6 +51,7 @@ class Part:
     places: Tensor  # [rows]
     span: int
     mask: Tensor | None  # [rows, span], elsewhere than on a CPU each row `group` times; None: every row sees the whole span
+    lines: Lines | None = None  # the same for the row kernels, in place of span and mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,47 +86,58 @@ class Decoder:
         self.norm = weights.norm
         self.head = _linear(Matrix(weights.head))
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
+        plain = weights.norm.device.type == "cpu" and weights.norm.dtype == torch.float32
+        self.kernels = load_row_kernels(arch.head_dim) if plain else None
 
     def forward(self, step: Step) -> Tensor:
         """Run every layer, writing the caches; returns the last hidden states [rows, hidden], not yet normed."""
         x = embedding(step.tokens, self.embedding)
         cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
+        change: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x = x + self._attention(index, layer, x, step.parts, cos, sin)
-            x = x + self._mlp(layer, x)
-        return x
+            change = self._attention(index, layer, self._normed(x, layer.attention_norm, change), step.parts, cos, sin)
+            change = self._mlp(layer, self._normed(x, layer.mlp_norm, change))
+        return x if change is None else x.add_(change)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the vocabulary for hidden states [rows, hidden]."""
         return self.head(self._normed(hidden, self.norm))
 
-    def _attention(self, index: int, layer: Layer, x: Tensor, parts: Sequence[Part], cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(self, index: int, layer: Layer, h: Tensor, parts: Sequence[Part], cos: Tensor, sin: Tensor) -> Tensor:
         heads, kv_heads = self.arch.heads, self.arch.kv_heads
-        qkv = layer.qkv(self._normed(x, layer.attention_norm)).view(x.shape[0], heads + 2 * kv_heads, self.arch.head_dim)
+        qkv = layer.qkv(h).view(h.shape[0], heads + 2 * kv_heads, self.arch.head_dim)
         qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, (self.arch.head_dim,), eps=self.arch.rms_eps) * layer.qk_norm
         qk = rope.turn(qk, cos, sin)
-        return layer.out(_attend_parts(index, qk[:, :heads], qk[:, heads:], values, parts))
+        return layer.out(self._attend_parts(index, qk[:, :heads], qk[:, heads:], values, parts))
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, -1)
+    def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
+        gate, up = layer.gate_up(h).chunk(2, -1)
         return layer.down(silu(gate).mul_(up))
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normed(self, x: Tensor, weight: Tensor, change: Tensor | None = None) -> Tensor:
+        """Add the last block's change to x, in place, and return its norm."""
+        if self.kernels is not None and x.shape[0] <= MOST_ROWS:
+            return self.kernels.norm(x, change, weight, self.arch.rms_eps)
+        if change is not None:
+            x.add_(change)
         return rms_norm(x, (self.arch.hidden,), weight, self.arch.rms_eps)
 
+    def _attend_parts(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part]) -> Tensor:
+        """Let the rows of each part attend in their own cache; returns [rows, heads·head_dim]."""
+        if len(parts) == 1:
+            return self._attend_part(index, parts[0], queries, keys, values)
+        counts = [part.places.shape[0] for part in parts]
+        pieces = zip(parts, *(torch.split(whole, counts) for whole in (queries, keys, values)), strict=True)
+        return torch.cat([self._attend_part(index, *piece) for piece in pieces])
 
-def _attend_parts(index: int, queries: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Store each part's keys and values, then let its rows attend; returns [rows, heads·head_dim]."""
-    outputs, start = [], 0
-    for part in parts:
-        rows = slice(start, start + part.places.shape[0])
-        part.cache.write(index, part.places, keys[rows], values[rows])
-        seen_keys, seen_values = part.cache.keys[index][:, : part.span], part.cache.values[index][:, : part.span]
-        outputs.append(attend(queries[rows], seen_keys, seen_values, part.mask))
-        start = rows.stop
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def _attend_part(self, index: int, part: Part, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        part.cache.write(index, part.places, keys, values)
+        all_keys, all_values = part.cache.keys[index], part.cache.values[index]
+        if self.kernels is not None and part.lines is not None:
+            return self.kernels.attend(queries, all_keys, all_values, part.lines)
+        return attend(queries, all_keys[:, : part.span], all_values[:, : part.span], part.mask)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ class NativeRunner:
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
-        self._planner = Planner(self.device, self.dtype, decoder.arch.heads // decoder.arch.kv_heads)
+        self._planner = Planner(self.device, self.dtype, decoder.arch.heads // decoder.arch.kv_heads, decoder.kernels is not None)
         self._open: dict[int, Held] = {}
         self._spare: list[Cache] = []
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from specbranch.models.kernels import _forget_pages, _torch_team
 
 BLOCK = 256  # tokens whose scores are held at a time
+MOST_ROWS = 16
 WORTH_A_TEAM = 512  # rows times tokens from which waking the other threads pays
 
 _Numbers = ctypes.c_int64 * 16
@@ -70,7 +71,7 @@ class RowKernels:
             lines.places.data_ptr(),
             lines.counts.data_ptr(),
             out.data_ptr(),
-            rows * heads,
+            rows,
             heads,
             heads // keys.shape[0],
             lines.prefix,
@@ -329,9 +330,9 @@ def _block(head_dim: int) -> str:
 
 
 def _work(head_dim: int) -> str:
-    """Write what a thread does: take pairs of a row and a head until none is left."""
+    """Write what a thread does: take pairs of a head and a row until none is left; rows of one head share what is cached."""
     pointers = ("q", "k", "v", "lines", "counts", "out")
-    counts = ("pairs", "heads", "group", "prefix", "q.stride", "head.stride", "line.stride", "scale")
+    counts = ("rows", "heads", "group", "prefix", "q.stride", "head.stride", "line.stride", "scale")
     fields = [("ptr", name) for name in pointers] + [("i64", name) for name in counts]
     loads = "\n".join(
         f"  %{name}.p = getelementptr i64, ptr %numbers, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p"
@@ -339,6 +340,7 @@ def _work(head_dim: int) -> str:
     )
     return f"""define void @work(ptr %numbers) {{
 {loads}
+  %pairs = mul i64 %rows, %heads
   %scale.short = trunc i64 %scale to i32
   %scale.float = bitcast i32 %scale.short to float
   br label %next
@@ -347,8 +349,8 @@ next:
   %any = icmp slt i64 %pair, %pairs
   br i1 %any, label %take, label %end
 take:
-  %row = udiv i64 %pair, %heads
-  %head = urem i64 %pair, %heads
+  %head = udiv i64 %pair, %rows
+  %row = urem i64 %pair, %rows
   %kv = udiv i64 %head, %group
   %q.row = mul i64 %row, %q.stride
   %q.head = mul i64 %head, {head_dim}
@@ -361,7 +363,9 @@ take:
   %line.here = getelementptr i64, ptr %lines, i64 %line.at
   %count.p = getelementptr i64, ptr %counts, i64 %row
   %count = load i64, ptr %count.p
-  %o.at = mul i64 %pair, {head_dim}
+  %o.row = mul i64 %row, %heads
+  %o.head = add i64 %o.row, %head
+  %o.at = mul i64 %o.head, {head_dim}
   %o.here = getelementptr float, ptr %out, i64 %o.at
   call void @head(ptr %q.here, ptr %k.here, ptr %v.here, ptr %line.here, ptr %o.here, i64 %prefix, i64 %count, float %scale.float)
   br label %next

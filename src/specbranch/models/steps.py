@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.decoder import Cache, Part, Step
+from specbranch.models.row_kernels import MOST_ROWS, Lines
 
 SPAN = 256
 
@@ -47,9 +48,10 @@ def rows_of_chunk(cache: Cache, tokens: Sequence[int], start: int) -> Rows:
 class Planner:
     """Makes steps for one device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, group: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, group: int, row_kernels: bool) -> None:
         self.device = device
         self.dtype = dtype
+        self.row_kernels = row_kernels
         self.group = group  # query heads that share a key head
         self.exact = device.type == "cpu"
 
@@ -65,12 +67,9 @@ class Planner:
         """Put the rows of several sequences into one step."""
         columns = np.concatenate([self._columns(rows) for rows in work], axis=1)  # tokens, positions, places
         tokens, positions, places = self._send(torch.from_numpy(columns))
-        parts, first = [], 0
-        for rows in work:
-            count = self.rows(len(rows.tokens))
-            span = self._span(rows)
-            parts.append(Part(rows.cache, places[first : first + count], span, self._mask(rows, count, span)))
-            first += count
+        counts = [self.rows(len(rows.tokens)) for rows in work]
+        small = self.row_kernels and sum(counts) <= MOST_ROWS
+        parts = [self._part(rows, own, small) for rows, own in zip(work, torch.split(places, counts), strict=True)]
         return Step(tokens, positions, tuple(parts))
 
     def counted(self, work: Sequence[Rows], hidden: Tensor) -> Tensor:
@@ -82,6 +81,12 @@ class Planner:
             kept.append(hidden[first : first + len(rows.tokens)])
             first += self.rows(len(rows.tokens))
         return kept[0] if len(kept) == 1 else torch.cat(kept)
+
+    def _part(self, rows: Rows, places: Tensor, small: bool) -> Part:
+        span = self._span(rows)
+        if small:
+            return Part(rows.cache, places, span, None, _lines(rows))
+        return Part(rows.cache, places, span, self._mask(rows, places.shape[0], span))
 
     def _span(self, rows: Rows) -> int:
         end = rows.start + len(rows.tokens)
@@ -102,7 +107,7 @@ class Planner:
             return None
         mask = torch.full((count, span), float("-inf"), dtype=self.dtype)
         mask[: len(rows.tokens), : rows.prefix] = 0
-        mask[: len(rows.tokens), rows.prefix : rows.prefix + tail].masked_fill_(_bits(rows.seen, tail), 0)
+        mask[: len(rows.tokens), rows.prefix : rows.prefix + tail].masked_fill_(torch.from_numpy(_bits(rows.seen, tail)), 0)
         mask[len(rows.tokens) :, 0] = 0
         return mask if self.exact else self._send(mask).repeat_interleave(self.group, 0, output_size=count * self.group)
 
@@ -110,8 +115,17 @@ class Planner:
         return held if self.exact else held.to(self.device, non_blocking=True)
 
 
-def _bits(numbers: Sequence[int], width: int) -> Tensor:
+def _lines(rows: Rows) -> Lines:
+    """List what each row sees behind the prefix; a parent's place is below its child's, so ascending places follow the line."""
+    counts = np.array([seen.bit_count() for seen in rows.seen], dtype=np.int64)
+    places = np.zeros((len(rows.seen), counts.max()), dtype=np.int64)
+    for line, count, seen in zip(places, counts, _bits(rows.seen, rows.start + len(rows.tokens) - rows.prefix), strict=True):
+        line[:count] = np.flatnonzero(seen) + rows.prefix
+    return Lines(rows.prefix, torch.from_numpy(places), torch.from_numpy(counts + rows.prefix), rows.prefix + int(counts.max()))
+
+
+def _bits(numbers: Sequence[int], width: int) -> np.ndarray:
     """Write numbers out in bits, lowest first [numbers, width]."""
     size = -(-width // 8)
     packed = np.frombuffer(b"".join(number.to_bytes(size, "little") for number in numbers), dtype=np.uint8)
-    return torch.from_numpy(np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")[:, :width].astype(np.bool_))
+    return np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")[:, :width].astype(np.bool_)
