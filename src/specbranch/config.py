@@ -6,7 +6,7 @@ Frozen, checked when made; unknown keys are refused with the nearest name. Holds
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
@@ -25,6 +25,10 @@ def _require(ok: bool, name: str, got: object, expected: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -55,8 +59,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, expected in (("stop", "strings that are not empty"), ("stop_token_ids", "token ids ≥ 0")):
+            value = getattr(self, name)
+            _require(isinstance(value, Iterable), name, value, expected)
+            object.__setattr__(self, name, tuple(value))
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "token ids with numbers")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
         self._check_ranges()
         self._check_limits()
 
@@ -82,7 +90,7 @@ class SamplingParams:
             _require(_is_count(getattr(self, name), least), name, getattr(self, name), f"a whole number ≥ {least}")
         _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         _require(self.logprobs is None or _is_count(self.logprobs, 0), "logprobs", self.logprobs, "a whole number ≥ 0, or nothing")
-        _require(self.seed is None or isinstance(self.seed, int), "seed", self.seed, "a whole number, or nothing for a fresh one")
+        _require(self.seed is None or _is_whole(self.seed), "seed", self.seed, "a whole number, or nothing for a fresh one")
         _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
         _require(all(_is_count(t, 0) for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids ≥ 0")
 
@@ -113,6 +121,7 @@ class SpeculativeConfig:
         _require(_is_number(self.stop_below) and 0 <= self.stop_below <= 1, "stop_below", self.stop_below, "a number from 0 to 1")
         _require(_is_count(self.ngram_min, 1), "ngram_min", self.ngram_min, "a whole number ≥ 1")
         _require(_is_count(self.ngram_max, self.ngram_min), "ngram_max", self.ngram_max, f"a whole number ≥ ngram_min ({self.ngram_min})")
+        _require(isinstance(self.until_target, bool), "until_target", self.until_target, "true or false")
         for name, choices in (("rule", get_args(Rule)), ("heads", get_args(HeadKind)), ("policy", get_args(Policy))):
             value = getattr(self, name)
             if value is not None and value not in choices:

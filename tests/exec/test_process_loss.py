@@ -24,7 +24,7 @@ from specbranch.core.session import Session
 from specbranch.errors import ModelError
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import MakeDrafter, TargetDone, Work
-from specbranch.exec.process import MOST_FAILED_STARTS, Process
+from specbranch.exec.process import MOST_FAILURES, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.toys import Logits, ToySampler
 from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_maker, law, make_drafter, next_number, plainly
@@ -284,14 +284,14 @@ def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(t
 
         finish(loop, slowly)
         assert answer(session) == plainly(case, law())
-        assert starts(notes) == 1 + MOST_FAILED_STARTS
+        assert starts(notes) == MOST_FAILURES  # the first loss, then two that did not get as far
         assert executor.child_pid is None
         assert executor.restarts == session.stats.draft_restarts == 0
         assert session.stats.rounds_without_draft > 60
         again, following, second = begin(executor, "pearl", 9)
         finish(again)
         assert answer(following) == plainly(second, law())
-        assert starts(notes) == 1 + MOST_FAILED_STARTS
+        assert starts(notes) == MOST_FAILURES  # the first loss, then two that did not get as far
 
 
 def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,3 +353,48 @@ def test_a_parent_that_exits_without_closing_leaves_no_child(ending: str) -> Non
     script = [sys.executable, "-c", SCRIPT.format(ending=ending)]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert gone_within(int(done.stdout), 10.0), done.stderr
+
+
+def make_always_faulty(how: str) -> Drafter:
+    """Make a draft worker that goes wrong in its first forward."""
+    runner = FaultyDraftRunner(how)
+    runner.left = 0
+    return Drafter(runner, ToySampler())
+
+
+def test_a_child_that_breaks_in_every_round_is_given_up() -> None:
+    target = Target()
+    target.seconds = WAITING
+    with closing(Process(Verifier(target, ToySampler()), partial(make_always_faulty, "raises"))) as executor:
+        case = Case((1, 2), 0.7, 3, LONG)
+        loop, session = Loop(executor), case.session(next_number())
+        loop.join(session, METHODS["pearl"].start(session, SpeculativeConfig(method="pearl")))
+        while loop.live:
+            loop.step()
+        assert answer(session) == plainly(case, law())
+        assert executor.child_pid is None
+        assert executor.restarts == MOST_FAILURES - 1
+
+
+def make_slowly() -> Drafter:
+    """Take far too long to make a draft worker, once the first was made."""
+    if os.environ.get("SPECBRANCH_TEST_SLOW_START"):
+        time.sleep(60)
+    return make_drafter(DRIFT)
+
+
+def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target()
+    target.seconds = WAITING
+    with closing(Process(Verifier(target, ToySampler()), make_slowly, start_within=5.0)) as executor:
+        monkeypatch.setenv("SPECBRANCH_TEST_SLOW_START", "1")
+        executor._start_within = 0.3
+        assert executor.child_pid
+        os.kill(executor.child_pid, signal.SIGKILL)
+        case = Case((1, 2), 0.7, 3, LONG)
+        loop, session = Loop(executor), case.session(next_number())
+        loop.join(session, METHODS["pearl"].start(session, SpeculativeConfig(method="pearl")))
+        while loop.live:
+            loop.step()
+        assert answer(session) == plainly(case, law())
+        assert executor.child_pid is None

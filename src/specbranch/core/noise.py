@@ -56,7 +56,10 @@ def gumbel_row(seed: int, sample: int, position: int, vocabulary: int) -> tuple[
 
 
 def uniform(seed: int, sample: int, position: int, purpose: Purpose, attempt: int = 0) -> float:
-    """Return the uniform variate in [0, 1) of one decision; `attempt` numbers the siblings tried at one position, or the orders that drafted it."""
+    """Return the uniform variate in [0, 1) of one decision.
+
+    `attempt` numbers the siblings tried at one position, or the orders that drafted it.
+    """
     packed = struct.pack("<Qqqq", seed & (2**64 - 1), sample, position, attempt) + purpose.encode()
     bits: int = struct.unpack("<Q", blake2b(packed, digest_size=8, person=b"sb-uniform").digest())[0]
     return (bits >> 11) * 2.0**-53

@@ -45,6 +45,8 @@ class Slots:
 
     def grow(self, tokens: Sequence[int], parents: Sequence[int]) -> range:
         """Add nodes to the tail, each with its parent (a node, possibly one of these, or ROOT); returns them."""
+        if len(tokens) != len(parents):
+            raise ValueError(f"{len(tokens)} tokens were given {len(parents)} parents")
         self.demand(len(tokens), self.room)
         start = len(self.tokens)
         for offset, parent in enumerate(parents):
@@ -60,6 +62,8 @@ class Slots:
         The remaining nodes of the path are renumbered from 0. Moves go to lower places in ascending order, so they can be done
         one after the other in place.
         """
+        if not 0 <= commit <= len(path):
+            raise ValueError(f"{commit} of a path of {len(path)} nodes cannot be committed")
         for node, parent in zip(path, (ROOT, *path), strict=False):
             if self.parents[node] != parent:
                 raise ValueError(f"node {node} is no child of {parent}")

@@ -38,7 +38,7 @@ from specbranch.exec.verifier import Scored, Verifier
 log = logging.getLogger("specbranch")
 
 HUNG_AFTER = 60.0  # seconds without an answer after which a child counts as lost
-MOST_FAILED_STARTS = 3
+MOST_FAILURES = 3  # in a row, without a round drafted between them
 
 
 class Lost(Exception):
@@ -52,6 +52,7 @@ class Child:
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
     ready: bool = False
+    started: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def start(cls, make: MakeDrafter) -> Child:
@@ -117,7 +118,8 @@ class Process:
         self._hung_after = hung_after
         self._sessions: dict[int, Request] = {}
         self._ticket = 0
-        self._failed_starts = 0
+        self._start_within = start_within
+        self._failures = 0
         self._child: Child | None = Child.start(make)
         try:
             self._child.receive(start_within)
@@ -210,6 +212,7 @@ class Process:
                 work.heads[session] = branch
             case Drafted(ticket, branches, span) if ticket == work.ticket:
                 work.branches, work.span = branches, span
+                self._failures = 0
             case StaleHolding(ticket) if ticket == work.ticket:
                 self._tell(Work(ticket, {session: replace(o, on=o.on.whole()) for session, o in work.orders.items()}))
                 self._target_done(work)  # told before, but not of this work; we listen only once the target is done
@@ -219,30 +222,31 @@ class Process:
         if self._child is None:
             self._start_again()
         child = self._child
-        if child and not child.ready and child.connection.poll():
+        if child and not child.ready:
             self._welcome(child)
         return self._child is not None and self._child.ready
 
     def _welcome(self, child: Child) -> None:
+        """Take a new child into service if it is ready; give up one that takes too long."""
+        late = self.now() - child.started > self._start_within
+        if not late and not child.connection.poll():
+            return
         try:
             child.receive(0)
         except Lost as loss:
-            self._failed_starts += 1
             self._lose(loss)
             return
-        self._failed_starts = 0
         self.restarts += 1
         for session, request in self._sessions.items():
             self._tell(Open(session, request))
         log.warning("The draft worker was restarted; drafting resumes.")
 
     def _start_again(self) -> None:
-        if self._failed_starts >= MOST_FAILED_STARTS:
+        if self._failures >= MOST_FAILURES:
             return
         try:
             self._child = Child.start(self._make)
         except (Lost, OSError) as error:
-            self._failed_starts += 1
             self._lose(Lost(f"no new process could be made: {error}"))
 
     def _tell(self, message: object) -> bool:
@@ -256,7 +260,8 @@ class Process:
         return True
 
     def _lose(self, loss: Lost) -> None:
-        log.warning("Draft worker lost (%s); decoding goes on without it while a new one starts.", loss)
-        if self._failed_starts >= MOST_FAILED_STARTS:
-            log.warning("The draft worker failed to start %d times; it is not started again.", self._failed_starts)
+        self._failures += 1
+        log.warning("Draft worker lost (%s); decoding goes on without it.", loss)
+        if self._failures >= MOST_FAILURES:
+            log.warning("The draft worker was lost %d times in a row; it is not started again.", self._failures)
         self.close()
