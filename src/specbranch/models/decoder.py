@@ -17,7 +17,6 @@ from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attentio
 from specbranch.models import rope
 from specbranch.models.architecture import Architecture
 from specbranch.models.linear import Linear, choose_linear
-from specbranch.models.row_kernels import MOST_ROWS, Lines, load_row_kernels
 from specbranch.models.weights import LayerWeights, Matrix, Weights
 
 
@@ -44,6 +43,15 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
+class Lines:
+    """What each row of a sequence sees, as places: the first `prefix` ones, then its own line; `counts` tokens in all."""
+
+    prefix: int
+    places: Tensor  # int64 [rows, longest line]
+    counts: Tensor  # int64 [rows]
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """The rows of one sequence within a step; row i sees the first `span` places where `mask[i]` is 0, not -inf."""
 
@@ -51,7 +59,7 @@ class Part:
     places: Tensor  # [rows]
     span: int
     mask: Tensor | None  # [rows, span], elsewhere than on a CPU each row `group` times; None: every row sees the whole span
-    lines: Lines | None = None  # the same for the row kernels, in place of span and mask
+    lines: Lines | None = None  # the same, where a fused step runs in place of this decoder's
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +94,15 @@ class Decoder:
         self.norm = weights.norm
         self.head = _linear(Matrix(weights.head))
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
-        plain = weights.norm.device.type == "cpu" and weights.norm.dtype == torch.float32
-        self.kernels = load_row_kernels(arch.head_dim) if plain else None
 
     def forward(self, step: Step) -> Tensor:
         """Run every layer, writing the caches; returns the last hidden states [rows, hidden], not yet normed."""
         x = embedding(step.tokens, self.embedding)
         cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
-        change: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            change = self._attention(index, layer, self._normed(x, layer.attention_norm, change), step.parts, cos, sin)
-            change = self._mlp(layer, self._normed(x, layer.mlp_norm, change))
-        return x if change is None else x.add_(change)
+            x = x + self._attention(index, layer, self._normed(x, layer.attention_norm), step.parts, cos, sin)
+            x = x + self._mlp(layer, self._normed(x, layer.mlp_norm))
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the vocabulary for hidden states [rows, hidden]."""
@@ -116,28 +121,21 @@ class Decoder:
         gate, up = layer.gate_up(h).chunk(2, -1)
         return layer.down(silu(gate).mul_(up))
 
-    def _normed(self, x: Tensor, weight: Tensor, change: Tensor | None = None) -> Tensor:
-        """Add the last block's change to x, in place, and return its norm."""
-        if self.kernels is not None and x.shape[0] <= MOST_ROWS:
-            return self.kernels.norm(x, change, weight, self.arch.rms_eps)
-        if change is not None:
-            x.add_(change)
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, (self.arch.hidden,), weight, self.arch.rms_eps)
 
     def _attend_parts(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part]) -> Tensor:
         """Let the rows of each part attend in their own cache; returns [rows, heads·head_dim]."""
         if len(parts) == 1:
-            return self._attend_part(index, parts[0], queries, keys, values)
+            return _attend_part(index, parts[0], queries, keys, values)
         counts = [part.places.shape[0] for part in parts]
         pieces = zip(parts, *(torch.split(whole, counts) for whole in (queries, keys, values)), strict=True)
-        return torch.cat([self._attend_part(index, *piece) for piece in pieces])
+        return torch.cat([_attend_part(index, *piece) for piece in pieces])
 
-    def _attend_part(self, index: int, part: Part, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        part.cache.write(index, part.places, keys, values)
-        all_keys, all_values = part.cache.keys[index], part.cache.values[index]
-        if self.kernels is not None and part.lines is not None:
-            return self.kernels.attend(queries, all_keys, all_values, part.lines)
-        return attend(queries, all_keys[:, : part.span], all_values[:, : part.span], part.mask)
+
+def _attend_part(index: int, part: Part, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    part.cache.write(index, part.places, keys, values)
+    return attend(queries, part.cache.keys[index][:, : part.span], part.cache.values[index][:, : part.span], part.mask)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

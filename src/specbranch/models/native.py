@@ -19,7 +19,9 @@ from specbranch.core.slots import TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.architecture import Architecture, token_ids
 from specbranch.models.decoder import Cache, Decoder
+from specbranch.models.fused_step import fuse
 from specbranch.models.gguf_file import GgufFile
+from specbranch.models.linear import MOST_ROWS
 from specbranch.models.locate import Located, locate
 from specbranch.models.rows import TensorRow
 from specbranch.models.steps import Planner, Rows, rows_of_chunk, rows_of_nodes
@@ -46,7 +48,9 @@ class NativeRunner:
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
-        self._planner = Planner(self.device, self.dtype, decoder.arch.heads // decoder.arch.kv_heads, decoder.kernels is not None)
+        self._fused = fuse(decoder)
+        group = decoder.arch.heads // decoder.arch.kv_heads
+        self._planner = Planner(self.device, self.dtype, group, MOST_ROWS if self._fused else 0)
         self._open: dict[int, Held] = {}
         self._spare: list[Cache] = []
 
@@ -81,7 +85,7 @@ class NativeRunner:
         try:
             for start, stop in _chunks(places):
                 chunk = tokens[start - places.start : stop - places.start]
-                self.decoder.forward(self._planner.step([rows_of_chunk(held.cache, chunk, start)]))
+                self._store(rows_of_chunk(held.cache, chunk, start))
         except BaseException:
             held.slots.truncate(places.start)
             raise
@@ -129,11 +133,21 @@ class NativeRunner:
             slots = self._open[seq].slots
             del slots.tokens[size:], slots.parents[size:]
 
+    def _store(self, rows: Rows) -> None:
+        step = self._planner.step([rows])
+        if self._fused and step.parts[0].lines:
+            self._fused.store(step)
+        else:
+            self.decoder.forward(step)
+
     def _score(self, work: list[Rows]) -> Tensor:
         work = [rows for rows in work if rows.tokens]
         if not work:
             return torch.empty(0, self.vocabulary)
-        hidden = self.decoder.forward(self._planner.step(work))
+        step = self._planner.step(work)
+        if self._fused and step.parts[0].lines:
+            return self._fused.logits(step)
+        hidden = self.decoder.forward(step)
         logits = self.decoder.logits(self._planner.counted(work, hidden))
         return logits.float() if logits.dtype.itemsize < 4 else logits
 

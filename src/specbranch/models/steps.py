@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.decoder import Cache, Part, Step
-from specbranch.models.row_kernels import MOST_ROWS, Lines
+from specbranch.models.decoder import Cache, Lines, Part, Step
 
 SPAN = 256
 
@@ -48,10 +47,10 @@ def rows_of_chunk(cache: Cache, tokens: Sequence[int], start: int) -> Rows:
 class Planner:
     """Makes steps for one device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, group: int, row_kernels: bool) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, group: int, fused_rows: int = 0) -> None:
         self.device = device
         self.dtype = dtype
-        self.row_kernels = row_kernels
+        self.fused_rows = fused_rows  # up to how many rows a fused step runs
         self.group = group  # query heads that share a key head
         self.exact = device.type == "cpu"
 
@@ -68,7 +67,7 @@ class Planner:
         columns = np.concatenate([self._columns(rows) for rows in work], axis=1)  # tokens, positions, places
         tokens, positions, places = self._send(torch.from_numpy(columns))
         counts = [self.rows(len(rows.tokens)) for rows in work]
-        small = self.row_kernels and sum(counts) <= MOST_ROWS
+        small = sum(counts) <= self.fused_rows
         parts = [self._part(rows, own, small) for rows, own in zip(work, torch.split(places, counts), strict=True)]
         return Step(tokens, positions, tuple(parts))
 
@@ -121,7 +120,7 @@ def _lines(rows: Rows) -> Lines:
     places = np.zeros((len(rows.seen), counts.max()), dtype=np.int64)
     for line, count, seen in zip(places, counts, _bits(rows.seen, rows.start + len(rows.tokens) - rows.prefix), strict=True):
         line[:count] = np.flatnonzero(seen) + rows.prefix
-    return Lines(rows.prefix, torch.from_numpy(places), torch.from_numpy(counts + rows.prefix), rows.prefix + int(counts.max()))
+    return Lines(rows.prefix, torch.from_numpy(places), torch.from_numpy(counts + rows.prefix))
 
 
 def _bits(numbers: Sequence[int], width: int) -> np.ndarray:

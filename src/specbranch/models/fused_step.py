@@ -1,0 +1,170 @@
+"""A decoder's step for few rows on a CPU as one call: the list of operations that `row_kernels` carries out.
+
+Owns the lists and the small buffers between operations. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
+Invariant: a row gets the same bits in any company, as every operation on the list promises that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbranch.models.decoder import Decoder, Layer, Part, Step
+from specbranch.models.kernels import load_kernel, outputs_at_a_time
+from specbranch.models.linear import MOST_ROWS, KernelLinear, Linear
+from specbranch.models.row_kernels import FIELDS, RowKernels, Shape, float_bits, load_row_kernels
+
+# Columns of an operation's arguments that differ from step to step; column 0 is its code, 1 its counter.
+COUNTER = 1
+TURN_PLACES, TURN_KEYS, TURN_VALUES, TURN_STRIDE = 5, 6, 7, 11
+SEEN_KEYS, SEEN_VALUES, SEEN_LINES, SEEN_COUNTS, SEEN_PREFIX, SEEN_STRIDE, SEEN_LINE_STRIDE = 3, 4, 5, 6, 10, 12, 13
+
+
+@dataclass(slots=True)
+class Operations:
+    """A list under construction, then in use: its table, and where the parts' own operations stand in it."""
+
+    rows: list[list[int]] = field(default_factory=list)
+    turns: list[list[int]] = field(default_factory=list)  # by part, one a layer
+    attends: list[list[int]] = field(default_factory=list)
+    written: int = 0  # operations after which all keys and values are stored
+    table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def add(self, code: int, *arguments: int) -> int:
+        """Append an operation; returns its index."""
+        self.rows.append([code, 0, *arguments, *[0] * (FIELDS - 2 - len(arguments))])
+        return len(self.rows) - 1
+
+    def finish(self) -> Operations:
+        """Turn what was appended into the table."""
+        self.table = np.array(self.rows, dtype=np.int64)
+        return self
+
+
+class FusedStep:
+    """Runs steps of at most MOST_ROWS rows."""
+
+    def __init__(self, decoder: Decoder, kernels: RowKernels, linear_code: int) -> None:
+        self.decoder, self.kernels, self.linear_code = decoder, kernels, linear_code
+        arch = decoder.arch
+        sizes = {"x": arch.hidden, "h": arch.hidden, "change": arch.hidden, "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_dim}
+        sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
+        sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
+        self.buffers = {name: torch.zeros(MOST_ROWS, size) for name, size in sizes.items()}
+        self._lists: dict[tuple[int, ...], Operations] = {}
+        self._header = np.zeros(4, dtype=np.int64)
+
+    def store(self, step: Step) -> None:
+        """Write the keys and values of a step's rows, and compute nothing that they do not need."""
+        operations = self._prepare(step)
+        self._run(operations, operations.written)
+
+    def logits(self, step: Step) -> Tensor:
+        """Write the keys and values of a step's rows and score the vocabulary for each."""
+        operations = self._prepare(step)
+        out = torch.empty(step.tokens.shape[0], self.decoder.arch.vocabulary)
+        operations.table[-1, 5] = out.data_ptr()
+        self._run(operations, len(operations.table))
+        return out
+
+    def _run(self, operations: Operations, many: int) -> None:
+        self._header[:] = 0, many, operations.table.ctypes.data, self.kernels.team_size
+        self.kernels.run(self._header.ctypes.data)
+
+    def _prepare(self, step: Step) -> Operations:
+        """Fill the first buffers and point the step's list to the caches and places of its parts."""
+        rows = step.tokens.shape[0]
+        torch.index_select(self.decoder.embedding, 0, step.tokens, out=self.buffers["x"][:rows])
+        torch.index_select(self.decoder.cos, 0, step.positions, out=self.buffers["cos"][:rows])
+        torch.index_select(self.decoder.sin, 0, step.positions, out=self.buffers["sin"][:rows])
+        counts = tuple(part.places.shape[0] for part in step.parts)
+        if counts not in self._lists:
+            self._lists[counts] = self._listed(counts)
+        operations = self._lists[counts]
+        operations.table[:, COUNTER] = 0
+        for part, turns, attends in zip(step.parts, operations.turns, operations.attends, strict=True):
+            _point(operations.table, part, turns, attends)
+        return operations
+
+    def _listed(self, counts: Sequence[int]) -> Operations:
+        """List the operations of a step whose parts have so many rows."""
+        operations = Operations(turns=[[] for _ in counts], attends=[[] for _ in counts])
+        rows = sum(counts)
+        for index, layer in enumerate(self.decoder.layers):
+            self._add_norm(operations, layer.attention_norm, rows, change=index > 0)
+            self._add_attention(operations, layer, counts)
+            self._add_norm(operations, layer.mlp_norm, rows)
+            self._add_linear(operations, layer.gate_up, "h", "both", rows)
+            code = self.kernels.addresses["gate"]
+            operations.add(code, self._at("both"), self._at("gated"), rows, self.decoder.arch.intermediate)
+            self._add_linear(operations, layer.down, "gated", "change", rows)
+        self._add_norm(operations, self.decoder.norm, rows)
+        self._add_linear(operations, self.decoder.head, "h", None, rows)
+        return operations.finish()
+
+    def _add_norm(self, operations: Operations, weight: Tensor, rows: int, change: bool = True) -> None:
+        arch, added = self.decoder.arch, self._at("change") if change else 0
+        code = self.kernels.addresses["norm"]
+        operations.add(code, self._at("x"), added, weight.data_ptr(), self._at("h"), rows, arch.hidden, float_bits(arch.rms_eps))
+
+    def _add_linear(self, operations: Operations, layer: Linear, source: str, target: str | None, rows: int) -> None:
+        assert isinstance(layer, KernelLinear)
+        outs, ins = layer.weight.shape
+        bias = 0 if layer.bias is None else layer.bias.data_ptr()
+        to, part = self._at(target) if target else 0, outputs_at_a_time(ins, outs)
+        operations.add(self.linear_code, self._at(source), layer.weight.data_ptr(), bias, to, rows, ins, outs, part)
+
+    def _add_attention(self, operations: Operations, layer: Layer, counts: Sequence[int]) -> None:
+        self._add_linear(operations, layer.qkv, "h", "qkv", sum(counts))
+        starts = np.cumsum([0, *counts[:-1]]).tolist()
+        for part, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            operations.turns[part].append(self._add_turn(operations, layer, start, count))
+        operations.written = len(operations.rows)
+        for part, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            operations.attends[part].append(self._add_attend(operations, start, count))
+        self._add_linear(operations, layer.out, "seen", "change", sum(counts))
+
+    def _add_turn(self, operations: Operations, layer: Layer, start: int, rows: int) -> int:
+        arch, norm = self.decoder.arch, layer.qk_norm
+        norms = (0, 0) if norm is None else (norm[0].data_ptr(), norm[arch.heads].data_ptr())
+        inputs = (self._at(name, start) for name in ("qkv", "cos", "sin"))
+        return operations.add(self.kernels.addresses["turn"], *inputs, 0, 0, 0, *norms, rows, 0, float_bits(arch.rms_eps))
+
+    def _add_attend(self, operations: Operations, start: int, rows: int) -> int:
+        arch, stride = self.decoder.arch, self.buffers["qkv"].shape[1]
+        items = rows * arch.kv_heads
+        scale = float_bits(1.0 / math.sqrt(arch.head_dim))
+        code = self.kernels.addresses["attend"]
+        return operations.add(code, self._at("qkv", start), 0, 0, 0, 0, self._at("seen", start), rows, items, 0, stride, 0, 0, scale)
+
+    def _at(self, buffer: str, row: int = 0) -> int:
+        held = self.buffers[buffer]
+        return held.data_ptr() + row * held.stride(0) * held.element_size()
+
+
+def _point(table: np.ndarray, part: Part, turns: list[int], attends: list[int]) -> None:
+    """Enter a part's cache, places and lines into its operations."""
+    data, lines = part.cache.data, part.lines
+    assert lines is not None
+    keys = data.data_ptr() + np.arange(data.shape[1]) * (data.stride(1) * data.element_size())
+    values = keys + data.stride(0) * data.element_size()
+    for column, value in ((TURN_KEYS, keys), (TURN_VALUES, values), (TURN_PLACES, part.places.data_ptr()), (TURN_STRIDE, data.stride(2))):
+        table[turns, column] = value
+    for column, value in ((SEEN_KEYS, keys), (SEEN_VALUES, values), (SEEN_LINES, lines.places.data_ptr()), (SEEN_STRIDE, data.stride(2))):
+        table[attends, column] = value
+    for column, number in ((SEEN_COUNTS, lines.counts.data_ptr()), (SEEN_PREFIX, lines.prefix), (SEEN_LINE_STRIDE, lines.places.stride(0))):
+        table[attends, column] = number
+
+
+def fuse(decoder: Decoder) -> FusedStep | None:
+    """Return the fused step of a decoder on a CPU whose matrices all use the small-row kernel; None for others."""
+    matrices = [decoder.head, *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+    kernel = load_kernel() if all(isinstance(matrix, KernelLinear) for matrix in matrices) else None
+    arch = decoder.arch
+    kernels = load_row_kernels(Shape(arch.heads, arch.kv_heads, arch.head_dim)) if kernel else None
+    return FusedStep(decoder, kernels, kernel.work) if kernel and kernels else None
