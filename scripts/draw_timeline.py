@@ -23,6 +23,8 @@ TITLES = {"autoregressive": "Plain decoding", "speculative": "Serial speculative
 SHADES = {"target": "#3b6ea5", "kept": "#2e8b57", "lost": "#c9665a"}
 LEFT, TOP, ROW, SCALE, TOKENS = 210, 34, 74, 4.4, 24
 STYLE = "font-family:sans-serif;font-size:13px"
+SHEET = '<rect width="100%" height="100%" fill="white"/>'
+SMALL = 'fill="#777" font-size="11"'
 
 
 def record(method: str) -> tuple[Trace, int]:
@@ -44,7 +46,7 @@ def main() -> None:
     width = int(max(end for _, end in bodies) * SCALE) + LEFT + 30
     height = TOP + ROW * len(TITLES) + 34
     legend = _legend(height - 14)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" style="{STYLE}"><rect width="100%" height="100%" fill="white"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" style="{STYLE}">{SHEET}'
     title = f'<text x="12" y="20" font-weight="bold">The same {TOKENS} tokens, four ways (time runs to the right)</text>'
     Path("docs/timeline.svg").write_text("\n".join([head, title, *(body for body, _ in bodies), legend, "</svg>\n"]))
 
@@ -54,7 +56,7 @@ def lane(row: int, method: str) -> tuple[str, float]:
     trace, _ = record(method)
     y = TOP + row * ROW
     end = max(event.end for event in trace.events)
-    lines = [f'<text x="12" y="{y + 22}">{TITLES[method]}</text>', f'<text x="12" y="{y + 42}" fill="#777" font-size="11">{end:.0f} time units</text>']
+    lines = [f'<text x="12" y="{y + 22}">{TITLES[method]}</text>', f'<text x="12" y="{y + 42}" {SMALL}>{end:.0f} time units</text>']
     lines += [_bar(event, y) for event in trace.events if event.end > event.start]
     return "\n".join(lines), end
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_tokenizers import byte_fallback, save
-from tiny_pair import make_pair
 
+from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, ModelError, VocabularyMismatch
+from tiny_pair import make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."
 

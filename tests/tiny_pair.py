@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from small_tokenizers import byte_level, save
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from small_tokenizers import byte_level, save
 
 VOCABULARY = 421  # of the byte-level tokenizer, its added token included
 

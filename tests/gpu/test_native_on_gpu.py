@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_identity_models import SHAPINGS, compare
-from tiny_models import CONFIGS, in_double, logits_of, saved, some_tokens, tiny
 
 from specbranch.core.runner import Feed, Runner
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
 from specbranch.models.steps import rows_of_nodes
+from test_identity_models import SHAPINGS, compare
+from tiny_models import CONFIGS, in_double, logits_of, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_models import CONFIGS
 
 from specbranch.errors import ModelError
 from specbranch.models.architecture import Architecture, Rope, refuse_if_cannot_roll_back
+from tiny_models import CONFIGS
 
 PLAIN: dict[str, Any] = {
     "model_type": "llama",

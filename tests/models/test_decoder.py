@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import CONFIGS, in_double, logits_of, saved, some_tokens, tiny
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -14,6 +13,7 @@ from specbranch.errors import BadParameter, CacheFull, ModelError
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
 from specbranch.models.steps import rows_of_nodes
+from tiny_models import CONFIGS, in_double, logits_of, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}

@@ -48,7 +48,10 @@ TOKENS = 128
 
 def long_text(llm: LLM, length: int) -> list[int]:
     """A prompt of exactly `length` tokens: a log book that goes on and on."""
-    days = (f"Day {day}: wind from the {'north' if day % 3 else 'south-west'}, {day * 7 % 31} knots, lamp lit at {day % 5 + 4}." for day in range(900))
+    days = (
+        f"Day {day}: wind from the {'north' if day % 3 else 'south-west'}, {day * 7 % 31} knots, lamp lit at {day % 5 + 4}."
+        for day in range(900)
+    )
     ids = llm.tokenizer.encode("\n".join(days))
     assert len(ids) >= length
     return ids[:length]
@@ -92,7 +95,12 @@ def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) 
         ours = list(plain.generate([prompt], params)[0].token_ids)
         with torch.inference_mode():
             out = reference.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )
         theirs = out[0, len(prompt) :].tolist()
         if ours != theirs:

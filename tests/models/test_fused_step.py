@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import CONFIGS, saved, some_tokens, tiny
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.kernels import load_kernel
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
+from tiny_models import CONFIGS, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import CONFIGS, saved, some_tokens, tiny
-from toybench import run_out
 
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
@@ -23,6 +21,8 @@ from specbranch.exec.verifier import Verifier
 from specbranch.models.native import load_native
 from specbranch.models.sampling import TorchSampler
 from specbranch.models.transformers_runner import load_transformers
+from tiny_models import CONFIGS, saved, some_tokens, tiny
+from toybench import run_out
 
 Load = Callable[..., Runner]
 PLAIN = {"temperature": 0.0}

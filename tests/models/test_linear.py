@@ -18,6 +18,7 @@ from specbranch.errors import BadParameter
 from specbranch.models import kernels, linear
 from specbranch.models.kernels import Machine, load_kernel, outputs_at_a_time
 from specbranch.models.linear import MOST_ROWS, KernelLinear, PlainLinear, choose_linear
+from specbranch.models.machine_code import _clean_mappings, compile_text
 
 SHAPES = [(576, 576), (960, 577), (1, 64), (7, 3), (5, 1), (130, 1000), (4099, 33)]  # outputs, inputs
 KINDS = ["torch", "onednn", "llvm"]
@@ -234,11 +235,10 @@ def test_calls_from_several_threads_do_not_mix() -> None:
 
 @needs_kernel
 def test_the_kernel_for_narrower_vectors_is_right_too() -> None:
-    import llvmlite.binding as llvm
 
     weight, x = numbers(23, 37), numbers(5, 37, seed=1)
     for machine in (Machine(lanes=4, outs=4), Machine(lanes=8, outs=2)):
-        engine = kernels._compile(llvm, kernels.source(machine))
+        engine = compile_text(kernels.source(machine), optimise=False)
         work = engine.get_function_address("work")
         kernel = kernels.Kernel(engine, work, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work), None)
         layer = KernelLinear(kernel, weight, None, MOST_ROWS)
@@ -271,7 +271,7 @@ Anonymous: 0 kB
 5000-6000 r--p 00000000 00:00 0
 Anonymous: 0 kB
 """
-    assert list(kernels._clean_mappings(smaps, "libllvmlite")) == [(0x1000, 0x2000)]
+    assert list(_clean_mappings(smaps, "libllvmlite")) == [(0x1000, 0x2000)]
 
 
 def test_the_benchmark_ends_with_json() -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, saved, some_tokens, tiny
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -22,6 +21,7 @@ from specbranch.models.locate import Located, locate
 from specbranch.models.native import load_native, open_model
 from specbranch.models.tensor_file import CALM, Entry, TensorFile
 from specbranch.models.weights import GGUF, HUGGING_FACE, read_weights
+from tiny_models import CONFIGS, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_tokenizers import KINDS, save
 
+from small_tokenizers import KINDS, save
 from specbranch.text.tokenizer import Tokenizer
 
 

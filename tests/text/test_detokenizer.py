@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from small_tokenizers import SENTENCES
 
+from small_tokenizers import SENTENCES
 from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.tokenizer import Tokenizer
 

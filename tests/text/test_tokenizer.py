@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tokenizers import KINDS, SENTENCES, byte_level, save
 
+from small_tokenizers import KINDS, SENTENCES, byte_level, save
 from specbranch.errors import BadParameter, ModelError
 from specbranch.text.tokenizer import Tokenizer
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from small_tokenizers import byte_level, save
 
+from small_tokenizers import byte_level, save
 from specbranch.errors import ModelError, VocabularyMismatch
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.text.vocabulary import compare_vocabularies

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
-from specbranch.errors import ModelError
+from specbranch.errors import ModelError, UnsupportedArchitecture
 from specbranch.models.rollback import active_window, refuse_if_cannot_roll_back
 
 __all__ = ["Architecture", "Family", "GgufHeader", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
@@ -181,12 +181,16 @@ def _known_family(family: str, name: str) -> Family:
 def _refuse_variants(config: Mapping[str, Any], name: str) -> None:
     """Refuse what a known family may declare and this decoder does not compute."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ModelError(f"{name} uses the activation {activation!r}; the native decoder has silu only. {USE_TRANSFORMERS}")
+        raise UnsupportedArchitecture(f"{name} uses the activation {activation!r}; the native decoder has silu only. {USE_TRANSFORMERS}")
     rope = config.get("rope_parameters") or {}
     if (part := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1, 1.0):
-        raise ModelError(f"{name} turns only {part} of each head by position; the native decoder turns all. {USE_TRANSFORMERS}")
+        raise UnsupportedArchitecture(
+            f"{name} turns only {part} of each head by position; the native decoder turns all. {USE_TRANSFORMERS}"
+        )
     if method := (config.get("quantization_config") or {}).get("quant_method"):
-        raise ModelError(f"{name} is stored in {method!r} quantisation, which the native decoder does not read. {USE_TRANSFORMERS}")
+        raise UnsupportedArchitecture(
+            f"{name} is stored in {method!r} quantisation, which the native decoder does not read. {USE_TRANSFORMERS}"
+        )
 
 
 def _count(config: Mapping[str, Any], key: str, name: str) -> int:
@@ -226,7 +230,9 @@ def _scaled(kind: str, theta: float, values: Mapping[str, Any], context: int, na
         return Rope(theta, "llama3", float(values["factor"]), original, low, high)
     if kind == "yarn":
         return _yarn(theta, values, context, original)
-    raise ModelError(f"{name} uses {kind!r} rotary scaling; the native decoder has default, linear, llama3 and yarn. {USE_TRANSFORMERS}")
+    raise UnsupportedArchitecture(
+        f"{name} uses {kind!r} rotary scaling; the native decoder has default, linear, llama3 and yarn. {USE_TRANSFORMERS}"
+    )
 
 
 def _yarn(theta: float, values: Mapping[str, Any], context: int, original: int) -> Rope:
@@ -275,13 +281,15 @@ class _GgufKeys:
 
     def refuse_variants(self, head_dim: int) -> None:
         if (turned := self.get("rope.dimension_count", head_dim)) != head_dim:
-            raise ModelError(f"{self.file.name} turns {turned} of {head_dim} dimensions of each head; the native decoder turns all.")
+            raise UnsupportedArchitecture(
+                f"{self.file.name} turns {turned} of {head_dim} dimensions of each head; the native decoder turns all."
+            )
         if (length := self.get("attention.value_length", head_dim)) != head_dim:
-            raise ModelError(
+            raise UnsupportedArchitecture(
                 f"{self.file.name} has values of {length} and keys of {head_dim} dimensions; the native decoder needs one size."
             )
         if experts := self.get("expert_count", 0):
-            raise ModelError(f"{self.file.name} is a mixture of {experts} experts, which the native decoder does not run.")
+            raise UnsupportedArchitecture(f"{self.file.name} is a mixture of {experts} experts, which the native decoder does not run.")
 
 
 def _rope_from_gguf(keys: _GgufKeys, head_dim: int) -> Rope:

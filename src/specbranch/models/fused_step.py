@@ -17,7 +17,8 @@ from torch import Tensor
 from specbranch.models.decoder import Decoder, Layer, Part, Step
 from specbranch.models.kernels import load_kernel, outputs_at_a_time
 from specbranch.models.linear import MOST_ROWS, KernelLinear, Linear
-from specbranch.models.row_kernels import FIELDS, RowKernels, Shape, float_bits, load_row_kernels
+from specbranch.models.row_kernel_text import FIELDS, Shape
+from specbranch.models.row_kernels import RowKernels, float_bits, load_row_kernels
 
 # Columns of an operation's arguments that differ from step to step; column 0 is its code, 1 its counter.
 COUNTER = 1

@@ -1,4 +1,4 @@
-"""A matrix product for few rows on CPUs, as machine code: its source, its compilation (llvmlite) and its launch on torch's own threads.
+"""A matrix product for few rows on CPUs, as machine code: its source, and its launch on torch's own threads.
 
 BLAS repacks the weights whenever there is more than one row; a decoder at 2 to 16 rows then waits for that instead of for memory. Here
 each weight is fetched once for all rows. Owns no weights and chooses nothing (see `linear`).
@@ -10,16 +10,15 @@ a call with many rows therefore equals, bit for bit, the call with that row alon
 from __future__ import annotations
 
 import ctypes
-import mmap
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from specbranch.models.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
 
 PART = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
 TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
@@ -43,7 +42,7 @@ class Kernel:
     engine: Any  # owns the code
     work: int
     alone: Callable[[Any], None]  # runs `work` on the calling thread
-    team: Callable[[int, Any, int, int], None] | None  # runs `work` on every thread of torch's pool
+    team: Team | None  # runs `work` on every thread of torch's pool
 
     def __call__(self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int, part: int) -> None:
         """Write the product of the rows at `x` to `y`; a bias of 0 means none; `part` is from `outputs_at_a_time`."""
@@ -68,17 +67,15 @@ def load_kernel() -> Kernel | None:
     Best called before weights are loaded: the compiler's pages are given back at the end, and so do not add to the peak.
     """
     try:
-        import llvmlite.binding as llvm
-
-        machine = _machine(dict(llvm.get_host_cpu_features()))
-        engine = _compile(llvm, source(machine)) if machine else None
-    except (ImportError, OSError, RuntimeError):  # no LLVM, or one too old for this source
+        machine = _machine(host_features())
+        if machine is None:
+            return None
+        # No optimisation passes: the source is already what they would aim at, and without them compiling takes 0.05 s.
+        engine = compile_text(source(machine), optimise=False)
+    except CannotCompile:
         return None
-    if engine is None:
-        return None
-    _forget_pages("libllvmlite")
     work = engine.get_function_address("work")
-    return Kernel(engine, work, _Work(work), _torch_team())
+    return Kernel(engine, work, _Work(work), torch_team())
 
 
 def _machine(features: dict[str, bool]) -> Machine | None:
@@ -87,55 +84,6 @@ def _machine(features: dict[str, bool]) -> Machine | None:
     if not features.get("fma"):
         return None  # a fused multiply-add would be a library call for each number
     return Machine(lanes=16, outs=4) if features.get("avx512f") else Machine(lanes=8, outs=2)
-
-
-def _compile(llvm: ModuleType, text: str) -> Any:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features().flatten()
-    target = llvm.Target.from_default_triple().create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2)
-    # No optimisation passes: the source is already what they would aim at, and without them compiling takes 0.05 s.
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), target)
-    engine.finalize_object()
-    return engine
-
-
-def _torch_team() -> Callable[[int, Any, int, int], None] | None:
-    """Find the entry point of the OpenMP that torch itself uses.
-
-    A second pool would fight with torch's for the cores, as both spin while they wait. Looking the symbol up from torch's library
-    finds torch's own OpenMP even where several are installed; libgomp, libomp and libiomp5 all have it.
-    """
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        try:
-            team = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        team.argtypes, team.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-        return team
-    return None
-
-
-def _forget_pages(library: str) -> None:
-    """Give back the resident pages of a library that has done its work; they come back from its file if ever touched."""
-    if not hasattr(mmap, "MADV_DONTNEED") or not Path("/proc/self/smaps").exists():
-        return
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for start, stop in _clean_mappings(Path("/proc/self/smaps").read_text(), library):
-        madvise(start, stop - start, mmap.MADV_DONTNEED)
-
-
-def _clean_mappings(smaps: str, library: str) -> Iterator[tuple[int, int]]:
-    """Read-only mappings of the library without one private page, so that forgetting them loses nothing."""
-    span: tuple[int, int] | None = None
-    for line in smaps.splitlines():
-        words = line.split()
-        if "-" in words[0] and not words[0].endswith(":"):
-            low, high = (int(part, 16) for part in words[0].split("-"))
-            span = (low, high) if words[1] in ("r-xp", "r--p") and library in words[-1] else None
-        elif span and words[0] == "Anonymous:" and words[1] == "0":
-            yield span
 
 
 def source(machine: Machine) -> str:

@@ -1,0 +1,114 @@
+"""From LLVM's language to machine code in this process, and torch's own threads to run it on.
+
+Owns compilation (llvmlite) and the way to torch's OpenMP; knows nothing of what the code does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Team = Callable[[int, Any, int, int], None]  # address of a function, its argument, threads, 0
+
+
+class CannotCompile(Exception):
+    """There is no LLVM here, or one too old for the text."""
+
+
+def compile_text(text: str, optimise: bool) -> Any:
+    """Compile LLVM text for this machine; returns the engine that owns the code.
+
+    Best done before weights are loaded: the compiler's pages are given back at the end, and so do not add to the peak.
+    """
+    try:
+        engine = _compiled(text, optimise)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise CannotCompile(str(error)) from error
+    _forget_pages("libllvmlite")
+    return engine
+
+
+def host_features() -> dict[str, bool]:
+    """What this machine's processor can do, by LLVM's names."""
+    try:
+        import llvmlite.binding as llvm
+
+        return dict(llvm.get_host_cpu_features())
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CannotCompile(str(error)) from error
+
+
+def _compiled(text: str, optimise: bool) -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3 if optimise else 2
+    )
+    module = llvm.parse_assembly(text)
+    if optimise:
+        options = llvm.create_pipeline_tuning_options(speed_level=3)
+        options.loop_vectorization = options.slp_vectorization = True
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(module, builder)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
+
+
+def torch_team() -> Team | None:
+    """Find the entry point of the OpenMP that torch itself uses.
+
+    A second pool would fight with torch's for the cores, as both spin while they wait. Looking the symbol up from torch's library
+    finds torch's own OpenMP even where several are installed; libgomp, libomp and libiomp5 all have it.
+    """
+    found = _torch_symbol("GOMP_parallel")
+    if found is None:
+        return None
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    team: Team = found
+    return team
+
+
+def team_size_address() -> int:
+    """Return the address of the function that tells a thread of the team how many there are; 0 where there is none."""
+    function = _torch_symbol("omp_get_num_threads")
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _torch_symbol(symbol: str) -> Any:
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            return getattr(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)), symbol)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _forget_pages(library: str) -> None:
+    """Give back the resident pages of a library that has done its work; they come back from its file if ever touched."""
+    if not hasattr(mmap, "MADV_DONTNEED") or not Path("/proc/self/smaps").exists():
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for start, stop in _clean_mappings(Path("/proc/self/smaps").read_text(), library):
+        madvise(start, stop - start, mmap.MADV_DONTNEED)
+
+
+def _clean_mappings(smaps: str, library: str) -> Iterator[tuple[int, int]]:
+    """Read-only mappings of the library without one private page, so that forgetting them loses nothing."""
+    span: tuple[int, int] | None = None
+    for line in smaps.splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            low, high = (int(part, 16) for part in words[0].split("-"))
+            span = (low, high) if words[1] in ("r-xp", "r--p") and library in words[-1] else None
+        elif span and words[0] == "Anonymous:" and words[1] == "0":
+            yield span
