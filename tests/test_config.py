@@ -67,8 +67,10 @@ def test_an_impossible_sampling_parameter_is_a_sentence(name: str, value: Any, e
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("num_speculative_tokens", 0, "a whole number ≥ 1"),
-        ("num_speculative_tokens", 2.0, "a whole number ≥ 1"),
+        ("num_speculative_tokens", 0, "a whole number from 1 to 64"),
+        ("num_speculative_tokens", 65, "a whole number from 1 to 64"),
+        ("method", 5, "a name"),
+        ("num_speculative_tokens", 2.0, "a whole number from 1 to 64"),
         ("max_branches", 0, "a whole number ≥ 1"),
         ("stop_below", -0.1, "a number from 0 to 1"),
         ("stop_below", 1.1, "a number from 0 to 1"),

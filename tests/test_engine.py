@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
+from specbranch.assembly import ModelChoice, assemble
+from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.errors import BadParameter, ModelError, VocabularyMismatch
+from specbranch.core.request import Request
+from specbranch.core.session import Session
+from specbranch.errors import BadParameter, ModelError, SpecBranchError, VocabularyMismatch
 from tiny_pair import make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."
@@ -27,8 +33,9 @@ def plain(pair: tuple[str, str]) -> LLM:
 
 
 def test_a_draft_means_specbranch_and_none_means_lookup(llm: LLM, pair: tuple[str, str]) -> None:
-    assert llm.config.method == "specbranch"
-    assert LLM(pair[0], device="cpu", context_length=64).config.method == "lookup"
+    assert llm.method == "specbranch"
+    assert LLM(pair[0], device="cpu", context_length=64).method == "lookup"
+    assert LLM(*pair, device="cpu", context_length=64, speculative=SpeculativeConfig(max_branches=4)).method == "specbranch"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -66,7 +73,71 @@ def test_closing_a_stream_early_frees_everything(llm: LLM) -> None:
     stream.close()  # type: ignore[attr-defined]
     assert not llm._loop.live
     assert not llm._verifier._held
-    assert not llm._executor.draft._held  # type: ignore[attr-defined]
+    assert not llm._parts.executor.draft._held  # type: ignore[attr-defined]
+
+
+def test_interleaved_streams_and_calls_each_get_their_whole_answer(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=30)
+    expected = [llm.generate(prompt, params).text for prompt in (PROMPT, "Smile")]
+    long, short = llm.stream(PROMPT, params), llm.stream("Smile", replace(params, max_tokens=5))
+    chunks = [next(long), next(short)]
+    assert llm.generate("Smile", params).text == expected[1]
+    assert [output.text[:3] for output in (list(short)[-1].output,) if output] == [expected[1][:3]]
+    chunks = [chunks[0], *long]
+    assert "".join(chunk.text for chunk in chunks) == expected[0]
+    assert chunks[-1].output is not None and chunks[-1].output.text == expected[0]
+
+
+def test_nothing_can_be_generated_after_close(pair: tuple[str, str]) -> None:
+    with LLM(*pair, executor="process", device="cpu", context_length=64) as llm:
+        pass
+    with pytest.raises(BadParameter, match="was closed"):
+        llm.generate("Smile")
+    assert llm._parts.executor.child_pid is None  # type: ignore[attr-defined]
+
+
+def test_an_interrupted_answer_leaves_the_draft_process_in_step(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+    with LLM(*pair, executor="process", dtype="float64", device="cpu", context_length=256) as llm:
+        score = llm._verifier.score
+        calls = iter(range(100))
+
+        def interrupted(orders: Any) -> Any:
+            if next(calls) == 4:
+                raise KeyboardInterrupt
+            return score(orders)
+
+        monkeypatch.setattr(llm._verifier, "score", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, params)
+        monkeypatch.undo()
+        answer = llm.generate(PROMPT, params)
+        assert answer.token_ids == plain(pair).generate(PROMPT, params).token_ids
+        assert answer.stats["rounds_without_draft"] == 0 and answer.stats["accepted"] > 0
+
+
+@pytest.mark.parametrize("runner", ["native", "transformers"])
+def test_a_text_that_outgrows_the_draft_goes_on_without_it(runner: Any, pair: tuple[str, str], tmp_path: Path) -> None:
+    _, short = make_pair(tmp_path / "short", positions=48)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128) as llm:
+        expected = llm.generate(PROMPT, params).token_ids
+    target, draft = (ModelChoice(name, runner, "cpu", "float64", length) for name, length in ((pair[0], 128), (short, 48)))
+    parts = assemble(target, draft, "serial")
+    session = Session(0, (prompt := parts.tokenizer.encode(PROMPT)), Request(params, 0, len(prompt)), 128)
+    loop = Loop(parts.executor)
+    loop.join(session, METHODS["specbranch"].start(session, SpeculativeConfig()))
+    while loop.live:
+        loop.step()
+    assert tuple(session.output) == expected
+    assert session.stats.accepted > 0
+
+
+def test_a_text_with_tokens_the_draft_does_not_know_goes_on_without_it(pair: tuple[str, str], tmp_path: Path) -> None:
+    _, small = make_pair(tmp_path / "small", vocabulary=300)
+    with LLM(pair[0], small, device="cpu", context_length=128) as llm:
+        output = llm.generate([[5, 310, 7]], SamplingParams(max_tokens=10))[0]
+    assert output.stats["drafted"] == 0 and len(output.token_ids) > 0
 
 
 def test_many_prompts_in_a_batch_give_what_each_gives_alone(pair: tuple[str, str]) -> None:
@@ -143,6 +214,28 @@ def test_settings_may_be_a_config_or_a_mapping(pair: tuple[str, str]) -> None:
         LLM(*pair, speculative=config, device="cpu").config
         == LLM(*pair, "pearl", speculative={"num_speculative_tokens": 3}, device="cpu").config
     )
+
+
+MISUSES: dict[str, tuple[Any, str]] = {
+    "a number for a prompt": (lambda llm: llm.generate(123), "expected a text"),
+    "bare token ids": (lambda llm: llm.generate([1, 2, 3]), "a list of texts and lists of token ids"),
+    "an unknown token id": (lambda llm: llm.generate([[1, 5000]]), "token ids from 0 to 420"),
+    "no parameters": (lambda llm: llm.generate("x", 7), "expected SamplingParams or a mapping"),
+    "a mistyped parameter": (lambda llm: llm.generate("x", {"temprature": 1}), "Did you mean 'temperature'"),
+    "a number for a model": (lambda llm: LLM(5), "A model is named 5"),
+    "no batch": (lambda llm: LLM("x", max_batch=0), "max_batch is 0"),
+    "an unknown executor": (lambda llm: LLM("x", executor="proces"), "Did you mean 'process'"),
+    "a list of settings": (lambda llm: LLM("x", speculative=[1]), "expected a SpeculativeConfig"),
+    "a context in words": (lambda llm: LLM("x", context_length="12"), "context_length is '12'"),
+    "another device": (lambda llm: LLM(llm.target, device="meta"), "Unknown device 'meta'"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_gets_a_sentence(misuse: str, llm: LLM) -> None:
+    do, sentence = MISUSES[misuse]
+    with pytest.raises(SpecBranchError, match=sentence):
+        do(llm)
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from small_tokenizers import byte_level, save
 VOCABULARY = 421  # of the byte-level tokenizer, its added token included
 
 
-def make_pair(folder: Path, vocabulary: int = VOCABULARY) -> tuple[str, str]:
+def make_pair(folder: Path, vocabulary: int = VOCABULARY, positions: int = 512) -> tuple[str, str]:
     """Save a target and a draft that is the target disturbed; returns both folders."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -22,7 +22,7 @@ def make_pair(folder: Path, vocabulary: int = VOCABULARY) -> tuple[str, str]:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         initializer_range=0.2,
         eos_token_id=2,
         bos_token_id=1,

@@ -9,22 +9,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
-from specbranch.errors import ModelError, UnsupportedArchitecture, unknown
+from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture, unknown
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 
 if TYPE_CHECKING:
-    import torch
-
     from specbranch.models.fetch import Progress
     from specbranch.text.tokenizer import Tokenizer
 
@@ -33,6 +31,7 @@ log = logging.getLogger("specbranch")
 RunnerName = Literal["auto", "native", "transformers"]
 RUNNERS = ("auto", "native", "transformers")
 EXECUTORS = ("serial", "process")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEFAULT_TARGET = "smollm2-135m"
 
 
@@ -48,8 +47,38 @@ class ModelChoice:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise BadParameter(f"A model is named {self.name!r}; expected a folder, a .gguf file, a Hub id or a known name.")
         if self.runner not in RUNNERS:
-            raise unknown("runner", self.runner, RUNNERS)
+            raise unknown("runner", str(self.runner), RUNNERS)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise unknown("dtype", str(self.dtype), DTYPES)
+        if self.context_length is not None and (not isinstance(self.context_length, int) or self.context_length < 2):
+            raise BadParameter(f"context_length is {self.context_length!r}; expected a whole number ≥ 2, or nothing.")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an LLM runs on."""
+
+    tokenizer: Tokenizer
+    verifier: Verifier
+    executor: Executor
+    runner: RunnerName
+    dtype: str
+
+
+def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName) -> Parts:
+    """Load both models and put the workers together."""
+    if executor not in EXECUTORS:
+        raise unknown("executor", str(executor), EXECUTORS)
+    if draft is not None and executor == "process":
+        target, draft = (replace(choice, threads=_half_the_threads()) for choice in (target, draft))
+    tokenizer = load_tokenizer(target)
+    shared = None if draft is None else common_vocabulary(tokenizer, draft)
+    verifier = make_verifier(target)
+    kind, dtype = _described(verifier.runner)
+    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared), kind, dtype)
 
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
@@ -68,7 +97,7 @@ def load_runner(choice: ModelChoice) -> Runner:
     if choice.threads:
         torch.set_num_threads(choice.threads)
     source, device = fetched(choice), _device(choice.device)
-    dtype = _dtype(choice.dtype)
+    dtype = getattr(torch, choice.dtype) if choice.dtype else None
     if choice.runner in ("auto", "native"):
         from specbranch.models.native import load_native
 
@@ -112,19 +141,18 @@ def make_verifier(choice: ModelChoice) -> Verifier:
     return Verifier(runner, TorchSampler(runner.vocabulary, shared_noise()))
 
 
-def common_vocabulary(target: Tokenizer, draft: ModelChoice, vocabulary: int) -> int:
+def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:
     """Return how many ids draft and target share, or say which tokens differ."""
     from specbranch.text.vocabulary import compare_vocabularies
 
-    return min(compare_vocabularies(target, load_tokenizer(draft)), vocabulary)
+    return compare_vocabularies(target, load_tokenizer(draft))
 
 
-def make_executor(name: ExecutorName, verifier: Verifier, draft: ModelChoice | None, vocabulary: int) -> Executor:
-    """Put the workers together."""
-    if name not in EXECUTORS:
-        raise unknown("executor", name, EXECUTORS)
-    if draft is None:
+def make_executor(name: ExecutorName, verifier: Verifier, draft: ModelChoice | None, shared: int | None) -> Executor:
+    """Make the executor of that name; the draft proposes only the `shared` ids."""
+    if draft is None or shared is None:
         return Serial(verifier)
+    vocabulary = min(shared, verifier.runner.vocabulary)
     if name == "process":
         return Process(verifier, functools.partial(make_drafter, draft, vocabulary))
     return Serial(verifier, make_drafter(draft, vocabulary))
@@ -137,25 +165,24 @@ def _device(name: str | None) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ModelError(f"Unknown device {name!r}; expected 'cpu', 'cuda' or 'cuda:N'.") from None
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ModelError(f"Unknown device {name!r}; expected 'cpu', 'cuda' or 'cuda:N'.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"Device {name!r} was asked for, but torch sees no GPU here. Use --device cpu, or install a CUDA build of torch.")
     return name
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
+def _described(runner: Runner) -> tuple[RunnerName, str]:
+    """Return which runner it is, and its precision."""
+    from specbranch.models.native import NativeRunner
 
-    known = ("float64", "float32", "bfloat16", "float16")
-    if name is not None and name not in known:
-        raise unknown("dtype", name, known)
-    return getattr(torch, name) if name else None
+    kind: RunnerName = "native" if isinstance(runner, NativeRunner) else "transformers"
+    return kind, str(getattr(runner, "dtype", None)).removeprefix("torch.")
 
 
-def threads_each(executor: ExecutorName) -> int | None:
-    """How many CPU threads each model gets: half of them where both work at once, for two full teams would only wait for each other."""
-    if executor != "process":
-        return None
+def _half_the_threads() -> int:
+    """How many CPU threads each of two models at work at once gets: two full teams would only wait for each other."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(usable // 2, 1)

@@ -14,7 +14,9 @@ from specbranch.errors import BadParameter, unknown
 
 Rule = Literal["match", "ratio"]
 HeadKind = Literal["top", "sampled"]
-Policy = Literal["fixed", "confidence", "entropy"]
+PolicyName = Literal["fixed", "confidence", "entropy"]
+
+LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
 ExecutorName = Literal["serial", "process"]
 
 
@@ -32,7 +34,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and _is_whole(value) and value >= least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +106,9 @@ class SamplingParams:
 class SpeculativeConfig:
     """How a method speculates. Names follow vLLM where the idea is the same."""
 
-    method: str = "lookup"
+    method: str | None = None  # nothing: the best fit, specbranch with a draft
     num_speculative_tokens: int = 5
-    policy: Policy | None = None  # nothing: the method's own
+    policy: PolicyName | None = None  # nothing: the method's own
     rule: Rule = "match"
     heads: HeadKind | None = None  # nothing: the method's own
     stop_below: float = 0.4  # confidence under which a chain ends (ε in the paper)
@@ -116,13 +118,17 @@ class SpeculativeConfig:
     ngram_min: int = 1
 
     def __post_init__(self) -> None:
-        _require(_is_count(self.num_speculative_tokens, 1), "num_speculative_tokens", self.num_speculative_tokens, "a whole number ≥ 1")
+        _require(self.method is None or isinstance(self.method, str), "method", self.method, "a name")
+        asked = self.num_speculative_tokens
+        _require(
+            _is_count(asked, 1) and asked <= LONGEST_DRAFT, "num_speculative_tokens", asked, f"a whole number from 1 to {LONGEST_DRAFT}"
+        )
         _require(_is_count(self.max_branches, 1), "max_branches", self.max_branches, "a whole number ≥ 1")
         _require(_is_number(self.stop_below) and 0 <= self.stop_below <= 1, "stop_below", self.stop_below, "a number from 0 to 1")
         _require(_is_count(self.ngram_min, 1), "ngram_min", self.ngram_min, "a whole number ≥ 1")
         _require(_is_count(self.ngram_max, self.ngram_min), "ngram_max", self.ngram_max, f"a whole number ≥ ngram_min ({self.ngram_min})")
         _require(isinstance(self.until_target, bool), "until_target", self.until_target, "true or false")
-        for name, choices in (("rule", get_args(Rule)), ("heads", get_args(HeadKind)), ("policy", get_args(Policy))):
+        for name, choices in (("rule", get_args(Rule)), ("heads", get_args(HeadKind)), ("policy", get_args(PolicyName))):
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown(name, str(value), choices)

@@ -14,16 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import (
-    DEFAULT_TARGET,
-    ModelChoice,
-    RunnerName,
-    common_vocabulary,
-    load_tokenizer,
-    make_executor,
-    make_verifier,
-    threads_each,
-)
+from specbranch.assembly import DEFAULT_TARGET, ModelChoice, RunnerName, assemble
 from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import find_method
@@ -35,6 +26,7 @@ __all__ = ["LLM", "Chunk", "Output"]
 
 Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]
+Params = SamplingParams | Mapping[str, Any] | None
 T = TypeVar("T")
 
 
@@ -57,21 +49,18 @@ class LLM:
         max_batch: int = 1,
     ) -> None:
         """Load the models. `target` and `draft` are known names, folders, GGUF files or Hub ids; without `method` the best fit is taken."""
-        self.config = _config(speculative, method, draft is not None)
-        self._method = find_method(self.config.method, draft is not None)
-        if max_batch < 1:
-            raise BadParameter(f"max_batch is {max_batch}; expected a whole number ≥ 1.")
-        drafts = draft is not None and self._method.needs_draft
-        threads = threads_each(executor) if drafts else None
-        choice = ModelChoice(target, runner, device, dtype, context_length, threads)
-        drafting = replace(choice, name=draft, device=draft_device or device) if draft and drafts else None
-        self.target, self.max_batch = target, max_batch
-        self.tokenizer = load_tokenizer(choice)
-        self._verifier = make_verifier(choice)
-        shared = common_vocabulary(self.tokenizer, drafting, self.vocabulary) if drafting else self.vocabulary
-        self._executor = make_executor(executor, self._verifier, drafting, shared)
-        self._loop = Loop(self._executor)
+        self.config = _config(speculative, method)
+        self.method = self.config.method or ("lookup" if draft is None else "specbranch")
+        self._method = find_method(self.method, draft is not None)
+        self.target, self.max_batch = target, _batch_size(max_batch)
+        choice = ModelChoice(target, runner, device, dtype, context_length)
+        drafting = replace(choice, name=draft, device=draft_device or device) if draft and self._method.needs_draft else None
+        self._parts = assemble(choice, drafting, executor)
+        self.tokenizer = self._parts.tokenizer
+        self._verifier = self._parts.verifier
+        self._loop = Loop(self._parts.executor)
         self._numbers = count()
+        self._closed = False
 
     @property
     def context_length(self) -> int:
@@ -79,31 +68,46 @@ class LLM:
         return self._verifier.runner.context_length
 
     @property
+    def runner(self) -> str:
+        """Which runner the target has: native or transformers."""
+        return self._parts.runner
+
+    @property
+    def dtype(self) -> str:
+        """The precision the target computes in."""
+        return self._parts.dtype
+
+    @property
     def vocabulary(self) -> int:
         """How many token ids the target scores."""
         return self._verifier.runner.vocabulary
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Output: ...  # type: ignore[overload-overlap] # a str is a Sequence
+    def generate(self, prompts: str, params: Params = None) -> Output: ...  # type: ignore[overload-overlap] # a str is a Sequence
 
     @overload
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Output]: ...
+    def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Output]: ...
 
-    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None) -> Output | list[Output]:
-        """Answer one prompt, or many (texts or lists of token ids), `max_batch` of them at a time."""
+    def generate(self, prompts: str | Sequence[Prompt], params: Params = None) -> Output | list[Output]:
+        """Answer one prompt, or many (texts or lists of token ids), `max_batch` of them at a time.
+
+        A seed is used for each prompt alike: a prompt's answer does not depend on the others.
+        """
         if isinstance(prompts, str):
             return self._all([self._ids(prompts)], params)[0]
+        if not isinstance(prompts, Sequence) or any(isinstance(prompt, int) for prompt in prompts):
+            raise BadParameter(f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids.")
         return self._all([self._ids(prompt) for prompt in prompts], params)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
+    def chat(self, messages: Sequence[Message], params: Params = None) -> Output:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
         return self._all([self.tokenizer.chat(messages)], params)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, params: Params = None) -> Iterator[Chunk]:
         """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only."""
         return self._stream(self._ids(prompt), params)
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream_chat(self, messages: Sequence[Message], params: Params = None) -> Iterator[Chunk]:
         """Answer a conversation a round at a time."""
         return self._stream(self.tokenizer.chat(messages), params)
 
@@ -129,8 +133,9 @@ class LLM:
         return self._loop.trace
 
     def close(self) -> None:
-        """Stop a draft process, if there is one."""
-        self._executor.close()
+        """Stop a draft process, if there is one; nothing can be generated afterwards."""
+        self._closed = True
+        self._parts.executor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,13 +146,14 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not all(isinstance(token, int) and 0 <= token < self.vocabulary for token in prompt):
-            raise BadParameter(f"A prompt of token ids must hold whole numbers from 0 to {self.vocabulary - 1}.")
+        whole = isinstance(prompt, Sequence) and all(isinstance(token, int) and 0 <= token < self.vocabulary for token in prompt)
+        if not whole:
+            raise BadParameter(f"The prompt is {prompt!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}.")
         return list(prompt)
 
-    def _stream(self, prompt: list[int], params: SamplingParams | None) -> Iterator[Chunk]:
+    def _stream(self, prompt: list[int], params: Params) -> Iterator[Chunk]:
         # The answer is made now, so that a bad prompt is refused before the first chunk is asked for.
-        first, *others = self._samples(prompt, params or SamplingParams())
+        first, *others = self._samples(prompt, _checked(params))
         if others:
             raise BadParameter(f"n is {len(others) + 1}, but a stream carries one sample. Use generate, or n = 1.")
         return self._rounds(first)
@@ -156,16 +162,19 @@ class LLM:
         session = answer.session
         try:
             self._join(answer)
-            while not session.finished:
-                self._loop.step()
+            over = False
+            while not over:
+                if not session.finished:  # another stream's round may have finished it
+                    self._loop.step()
                 chunk = answer.chunk()
-                if chunk.pieces or chunk.output:
+                over = chunk.output is not None
+                if chunk.pieces or over:
                     yield chunk
         finally:
             self._loop.leave(session)
 
-    def _all(self, prompts: list[list[int]], params: SamplingParams | None) -> list[Output]:
-        params = params or SamplingParams()
+    def _all(self, prompts: list[list[int]], given: Params) -> list[Output]:
+        params = _checked(given)
         answers = [answer for prompt in prompts for answer in self._samples(prompt, params)]
         for group in _groups(answers, self.max_batch):
             self._finish(group)
@@ -176,13 +185,15 @@ class LLM:
         try:
             for answer in group:
                 self._join(answer)
-            while self._loop.live:
+            while any(not answer.session.finished for answer in group):
                 self._loop.step()
         finally:
             for answer in group:
                 self._loop.leave(answer.session)
 
     def _join(self, answer: Answer) -> None:
+        if self._closed:
+            raise BadParameter("This LLM was closed; make a new one.")
         self._loop.join(answer.session, self._method.start(answer.session, self.config))
 
     def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
@@ -193,7 +204,7 @@ class LLM:
 
     def _answer(self, prompt: list[int], request: Request) -> Answer:
         self._check_length(prompt)
-        return Answer(next(self._numbers), prompt, request, self.context_length, self.tokenizer, self.config.method)
+        return Answer(next(self._numbers), prompt, request, self.context_length, self.tokenizer, self.method)
 
     def _check_length(self, prompt: list[int]) -> None:
         if not prompt:
@@ -209,11 +220,23 @@ def _groups(items: list[T], size: int) -> list[list[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _config(given: SpeculativeConfig | Mapping[str, Any] | None, method: str | None, has_draft: bool) -> SpeculativeConfig:
-    """Resolve the configuration; `method` beats the one in it, and without either a draft means specbranch."""
-    fitting = "specbranch" if has_draft else "lookup"
-    if given is None:
-        return SpeculativeConfig(method=method or fitting)
-    if isinstance(given, SpeculativeConfig):
-        return replace(given, method=method) if method else given
-    return SpeculativeConfig.from_dict({"method": fitting, **given, **({"method": method} if method else {})})
+def _config(given: SpeculativeConfig | Mapping[str, Any] | None, method: str | None) -> SpeculativeConfig:
+    """Resolve the configuration; `method` beats the one in it."""
+    if given is not None and not isinstance(given, (SpeculativeConfig, Mapping)):
+        raise BadParameter(f"speculative is {given!r:.60}; expected a SpeculativeConfig or a mapping.")
+    config = given if isinstance(given, SpeculativeConfig) else SpeculativeConfig.from_dict(given or {})
+    return replace(config, method=method) if method is not None else config
+
+
+def _checked(params: Params) -> SamplingParams:
+    if isinstance(params, Mapping):
+        return SamplingParams.from_dict(params)
+    if params is not None and not isinstance(params, SamplingParams):
+        raise BadParameter(f"params is {params!r:.60}; expected SamplingParams or a mapping.")
+    return params or SamplingParams()
+
+
+def _batch_size(given: int) -> int:
+    if not isinstance(given, int) or given < 1:
+        raise BadParameter(f"max_batch is {given!r}; expected a whole number ≥ 1.")
+    return given

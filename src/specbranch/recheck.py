@@ -1,23 +1,53 @@
 """Checking a saved answer against plain decoding: token for token, and where they part, how close the choice was.
 
-Owns the comparison. Invariant: an answer passes only if it equals autoregressive decoding, or first departs from it at a near-tie, which
-another order of float32 sums can turn either way.
+Owns what a saved answer must hold, and the comparison. Invariant: an answer passes only if it equals autoregressive decoding, or first
+departs from it at a near-tie, which another order of float32 sums can turn either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args
 
-from specbranch.config import SamplingParams
+from specbranch.config import Rule, SamplingParams
 from specbranch.core.request import Request
 from specbranch.engine import LLM
 from specbranch.errors import BadParameter
 
 NEAR = 1e-4  # logits
 
-Verdict = Literal["identical", "near-tie", "different"]
+Finding = Literal["identical", "near-tie", "different"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """An answer as it was saved, and how it was made; nothing where that was not noted."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    sample: int = 0
+    target: str | None = None
+    context_length: int | None = None
+    dtype: str | None = None
+    runner: str | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `specbranch generate --json` prints, or say what is wrong with it."""
+        _check(values)
+        params = _params(values["params"])
+        if values.get("rule") == "ratio" and params.temperature > 0:
+            raise BadParameter(
+                "The answer was sampled under the ratio rule, which promises the distribution, not the tokens; nothing to compare."
+            )
+        noted = {name: values.get(name) for name in ("target", "context_length", "dtype", "runner")}
+        return cls(
+            tuple(values["prompt_token_ids"]), tuple(values["token_ids"]), params, values["seed"], values.get("sample") or 0, **noted
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +57,7 @@ class Departure:
     position: int  # in the answer
     saved: int | None  # None: the saved answer ends here
     plain: int | None
-    margin: float  # logits by which the target prefers its own token
+    margin: float | None  # logits by which the target prefers its own token; None where one of the two is no choice at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,43 +68,88 @@ class Recheck:
     departure: Departure | None = None
 
     @property
-    def verdict(self) -> Verdict:
+    def finding(self) -> Finding:
         """Whether the answer is what plain decoding gives."""
         if self.departure is None:
             return "identical"
-        return "near-tie" if abs(self.departure.margin) < NEAR else "different"
+        margin = self.departure.margin
+        return "near-tie" if margin is not None and abs(margin) < NEAR else "different"
 
 
-def recheck(plain: LLM, saved: Mapping[str, Any]) -> Recheck:
+def recheck(plain: LLM, saved: Saved) -> Recheck:
     """Decode the saved answer's prompt again, autoregressively with its own noise, and compare."""
-    prompt, tokens, params, seed, sample = _read(saved)
-    again = list(plain.repeat(prompt, params, seed, sample).token_ids)
-    at = next((i for i, (a, b) in enumerate(zip(tokens, again, strict=False)) if a != b), min(len(tokens), len(again)))
+    if max(saved.prompt, default=0) >= plain.vocabulary:
+        raise BadParameter(
+            f"The saved prompt has token {max(saved.prompt)}, but the target knows {plain.vocabulary}. Name its own --target."
+        )
+    tokens, again = saved.tokens, plain.repeat(saved.prompt, saved.params, saved.seed, saved.sample).token_ids
     if tokens == again:
         return Recheck(len(tokens))
+    at = next((i for i, (a, b) in enumerate(zip(tokens, again, strict=False)) if a != b), min(len(tokens), len(again)))
     ours = again[at] if at < len(again) else None
     theirs = tokens[at] if at < len(tokens) else None
-    request = Request(params, seed, len(prompt), sample, "match", plain.tokenizer.eos_ids)
-    margin = float("inf")
-    if ours is not None and theirs is not None and theirs < plain.vocabulary:
-        margin = plain.margin([*prompt, *tokens[:at]], request, ours, theirs)
-    return Recheck(len(tokens), Departure(at, theirs, ours, margin))
+    return Recheck(len(tokens), Departure(at, theirs, ours, _margin(plain, saved, at, ours, theirs)))
 
 
-def _read(saved: Mapping[str, Any]) -> tuple[list[int], list[int], SamplingParams, int, int]:
-    missing = [key for key in ("prompt_token_ids", "token_ids", "params", "seed") if key not in saved]
+def _margin(plain: LLM, saved: Saved, at: int, ours: int | None, theirs: int | None) -> float | None:
+    if ours is None or theirs is None or theirs >= plain.vocabulary:
+        return None
+    request = Request(saved.params, saved.seed, len(saved.prompt), saved.sample, "match", plain.tokenizer.eos_ids)
+    margin = plain.margin([*saved.prompt, *saved.tokens[:at]], request, ours, theirs)
+    return margin if math.isfinite(margin) else None
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(_is_count(token) for token in value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+Check = tuple[Callable[[object], bool], str]  # whether a value will do, and what was expected
+_NEEDED: dict[str, Check] = {
+    "prompt_token_ids": (_are_ids, "a list of token ids"),
+    "token_ids": (_are_ids, "a list of token ids"),
+    "params": (lambda value: isinstance(value, Mapping), "an object of sampling parameters"),
+    "seed": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+}
+_OPTIONAL: dict[str, Check] = {
+    "sample": (_is_count, "a whole number ≥ 0"),
+    "rule": (lambda value: value in get_args(Rule), " or ".join(get_args(Rule))),
+    "target": (_is_text, "the name of a model"),
+    "context_length": (lambda value: _is_count(value, 2), "a whole number ≥ 2"),
+    "dtype": (_is_text, "a name"),
+    "runner": (_is_text, "a name"),
+}
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    missing = [name for name in _NEEDED if name not in values]
     if missing:
         raise BadParameter(f"The saved answer has no {', '.join(missing)}; expected what `specbranch generate --json` prints.")
-    params = dict(saved["params"])
-    if saved.get("rule") == "ratio" and params.get("temperature", 0) > 0:
-        raise BadParameter(
-            "The answer was sampled under the ratio rule, which promises the distribution, not the tokens; nothing to compare."
-        )
-    params["logit_bias"] = {int(token): bias for token, bias in params.get("logit_bias", {}).items()}
-    return (
-        list(saved["prompt_token_ids"]),
-        list(saved["token_ids"]),
-        SamplingParams.from_dict(params),
-        saved["seed"],
-        saved.get("sample", 0),
-    )
+    noted = {name: check for name, check in _OPTIONAL.items() if values.get(name) is not None}
+    for name, (fits, expected) in {**_NEEDED, **noted}.items():
+        if not fits(values[name]):
+            raise BadParameter(f"{name} is {_short(values[name])}; expected {expected}.")
+
+
+def _params(values: Mapping[str, Any]) -> SamplingParams:
+    """Read the sampling parameters; JSON made texts of the ids in logit_bias."""
+    bias = values.get("logit_bias", {})
+    if not isinstance(bias, Mapping):
+        raise BadParameter(f"logit_bias is {_short(bias)}; expected an object of token ids with numbers.")
+    try:
+        numbers = {int(token): added for token, added in bias.items()}
+    except ValueError:
+        raise BadParameter(f"logit_bias is {_short(bias)}; expected token ids with numbers.") from None
+    return SamplingParams.from_dict({**values, "logit_bias": numbers})
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}…"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.methods import METHODS, find_method, matching
-from specbranch.core.orders import NOTHING, Branch, Plan, Sparse, Verdict
+from specbranch.core.methods import METHODS, find_method
+from specbranch.core.orders import NOTHING, Branch, Plan, Reports, Sparse, Verdict
 from specbranch.core.policy import Confidence, Entropy, Fixed, make_policy
 from specbranch.errors import BadParameter
 
@@ -90,10 +90,10 @@ def test_settings_reach_the_plan() -> None:
 
 def test_only_the_branch_that_presumed_the_very_outcome_matches() -> None:
     branches = (Branch(2, (5, 6), ()), Branch(2, (7, 8), ()), Branch(1, (5,), ()))
-    assert matching(branches, Verdict((0, 1), 7)) is branches[1]
-    assert matching(branches, Verdict((0,), 5)) is branches[2]
-    assert matching(branches, Verdict((0,), 7)) is None
-    assert matching((), Verdict((), 7)) is None
+    assert Reports(branches, Verdict((0, 1), 7)).kept is branches[1]
+    assert Reports(branches, Verdict((0,), 5)).kept is branches[2]
+    assert Reports(branches, Verdict((0,), 7)).kept is None
+    assert Reports((), Verdict((), 7)).kept is None
 
 
 def test_an_unknown_method_is_a_sentence_with_the_nearest_name() -> None:

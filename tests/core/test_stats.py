@@ -39,7 +39,7 @@ def test_acceptance_by_position_counts_only_tokens_that_were_reached() -> None:
 def test_a_kept_branch_counts_its_head_and_the_others_lose() -> None:
     first, second = chain(3, after=2), chain(4, after=2)
     stats = Stats()
-    stats.settle((first, second), second)
+    stats.settle((first, second), second, accepted=2)
     assert (stats.accepted, stats.losing, stats.rejected) == (1, 3, 0)
     assert (stats.branch_points, stats.branch_hits, stats.branch_hits_other) == (1, 1, 1)
 
@@ -47,13 +47,13 @@ def test_a_kept_branch_counts_its_head_and_the_others_lose() -> None:
 def test_a_hit_on_the_first_head_is_no_hit_on_another() -> None:
     first, second = chain(3), chain(4)
     stats = Stats()
-    stats.settle((first, second), first)
+    stats.settle((first, second), first, accepted=0)
     assert (stats.branch_hits, stats.branch_hits_other, stats.losing) == (1, 0, 4)
 
 
 def test_branches_that_all_lose_void_the_first_and_count_the_others_apart() -> None:
     stats = Stats(drafted=7)
-    stats.settle((chain(3), chain(4)), None)
+    stats.settle((chain(3), chain(4)), None, accepted=0)
     assert (stats.rejected, stats.losing, stats.branch_hits, stats.branch_points) == (3, 4, 0, 1)
     stats.check()
 
@@ -61,13 +61,33 @@ def test_branches_that_all_lose_void_the_first_and_count_the_others_apart() -> N
 def test_two_branch_points_are_counted_as_two() -> None:
     stats = Stats()
     inner, outer = chain(2, after=1), chain(2, after=3)
-    stats.settle((outer, inner), inner)
+    stats.settle((outer, inner), inner, accepted=1)
     assert (stats.branch_points, stats.branch_hits, stats.branch_hits_other) == (2, 1, 0)
+
+
+def test_the_hit_rate_is_over_the_branch_points_that_were_reached() -> None:
+    stats = Stats()
+    stats.settle((chain(2, after=3),), None, accepted=1)  # the chain broke before
+    stats.settle((chain(2, after=3),), None, accepted=3)
+    hit = chain(2, after=3)
+    stats.settle((hit,), hit, accepted=3)
+    assert (stats.branch_points, stats.branch_points_reached) == (3, 2)
+    assert stats.summary()["branch_hit_rate"] == 1 / 2
+
+
+def test_a_lost_draft_counts_once_a_target_forward() -> None:
+    stats = Stats()
+    stats.take(Reports(draft_lost=True))  # a draft stage
+    stats.take(Reports(draft_lost=True))  # beside the verification
+    stats.judge(NOTHING, verdict(0))
+    stats.take(Reports())
+    stats.judge(NOTHING, verdict(0))
+    assert stats.rounds_without_draft == 1
 
 
 def test_no_branches_settle_nothing() -> None:
     stats = Stats()
-    stats.settle((), None)
+    stats.settle((), None, accepted=0)
     assert stats == Stats()
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, draw, joint_law, requests
-from specbranch.config import HeadKind, SamplingParams, SpeculativeConfig
-from specbranch.config import Policy as PolicyName
+from specbranch.config import HeadKind, PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
 from specbranch.core.methods import METHODS, Rounds
 from specbranch.core.noise import Purpose

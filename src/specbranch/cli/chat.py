@@ -1,36 +1,90 @@
-"""`specbranch chat`: a conversation on the terminal."""
+"""`specbranch chat`: a conversation on the terminal.
+
+Owns what of the conversation the model still sees. Invariant: a question that is refused or cut short leaves it as it was.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import MODEL, SAMPLING, SPECULATION, load_llm, sampling_params, with_options
+from specbranch.cli.options import DRAFT, METHOD_TABLE, SAMPLING, SPECULATION, TARGET, load_llm, sampling_params, text, with_options
+from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.config import SamplingParams
+from specbranch.errors import BadParameter
+
+if TYPE_CHECKING:
+    from specbranch.engine import LLM
+
+Message = dict[str, str]
+_option = options_of("Conversation")
 
 
-@click.command()
-@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
-@with_options(MODEL, SPECULATION, SAMPLING)
-@click.option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
+class Conversation:
+    """What was said so far: perhaps a system message, then questions with their answers."""
+
+    def __init__(self, system: str | None) -> None:
+        self._opening = [_message("system", system)] if system else []
+        self._turns: list[tuple[Message, Message]] = []
+
+    def asking(self, question: str, fits: Callable[[list[Message]], bool]) -> tuple[list[Message], int]:
+        """Return the messages that end with a question, and how many of the oldest turns are left out so that they fit."""
+        for left_out in range(len(self._turns) + 1):
+            said = [message for turn in self._turns[left_out:] for message in turn]
+            messages = [*self._opening, *said, _message("user", question)]
+            if fits(messages):
+                break
+        return messages, left_out
+
+    def add(self, question: str, answer: str, left_out: int) -> None:
+        """Note an answer; the turns left out for it are gone."""
+        self._turns = [*self._turns[left_out:], (_message("user", question), _message("assistant", answer))]
+
+
+@click.command(cls=SectionedCommand, tables=METHOD_TABLE)
+@_option("--system", type=text, metavar="TEXT", help="What the model is told before the conversation.")
+@_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
+@with_options(TARGET, DRAFT, SPECULATION, SAMPLING)
 def chat(system: str | None, colour: bool | None, **given: Any) -> None:
-    """Talk with the model. An empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer."""
-    from specbranch.cli.paint import show, summary
+    """Talk with the model. An empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer.
 
-    params = sampling_params(given)
-    messages = [{"role": "system", "content": system}] if system else []
+    When the context is full the oldest turns are left out; what --system says stays.
+    """
+    params, conversation = sampling_params(given), Conversation(system)
     with load_llm(given) as llm:
         while (question := _ask()) is not None:
-            messages.append({"role": "user", "content": question})
             try:
-                output = show(llm.stream_chat(messages, params), sys.stdout.isatty() if colour is None else colour)
+                _turn(llm, conversation, question, params, sys.stdout.isatty() if colour is None else colour)
             except KeyboardInterrupt:
                 click.echo("\n(answer cut short)", err=True)
-                messages.pop()
-                continue
-            messages.append({"role": "assistant", "content": output.text})
-            click.echo(summary(output), err=True)
+            except BadParameter as error:
+                click.echo(f"Error: {error}", err=True)
+
+
+def _turn(llm: LLM, conversation: Conversation, question: str, params: SamplingParams, colour: bool) -> None:
+    from specbranch.cli.paint import show, summary
+
+    messages, left_out = conversation.asking(question, _fits(llm, params))
+    chunks = llm.stream_chat(messages, params)
+    if left_out:
+        turns = "turn is" if left_out == 1 else f"{left_out} turns are"
+        click.echo(f"(the context of {llm.context_length} tokens is full: the oldest {turns} left out)", err=True)
+    output = show(chunks, colour)
+    conversation.add(question, output.text, left_out)
+    click.echo(summary(output), err=True)
+
+
+def _fits(llm: LLM, params: SamplingParams) -> Callable[[list[Message]], bool]:
+    """Whether messages leave room for an answer: all that it may have, but no more than a quarter of the context."""
+    room = min(params.max_tokens, max(llm.context_length // 4, 1))
+    return lambda messages: len(llm.tokenizer.chat(messages)) + room <= llm.context_length
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
 
 
 def _ask() -> str | None:
@@ -39,4 +93,6 @@ def _ask() -> str | None:
         line = input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise BadParameter(f"Standard input is no text: {error}. Expected UTF-8.") from error
     return line if line.strip() else None

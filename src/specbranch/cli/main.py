@@ -47,7 +47,7 @@ class Lazy(click.Group):
 
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=False)
 @click.version_option(__version__, prog_name="specbranch")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error; may stand anywhere.")
 def cli(debug: bool) -> None:
     """One answer from a large language model, sooner: speculative decoding with branches, lossless.
 
@@ -57,7 +57,7 @@ def cli(debug: bool) -> None:
       specbranch chat
       specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
 
-    Without --target the embedded default is used: SmolLM2-135M-Instruct, fetched once (98 MB) and kept in the cache folder.
+    Without --target the embedded default is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept in the cache folder.
     """
 
 
@@ -69,8 +69,9 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
+    arguments, debug = _without_debug(arguments)
     try:
-        return int(cli.main(args=arguments, standalone_mode=False) or 0)
+        return int(cli.main(args=arguments, prog_name="specbranch", standalone_mode=False) or 0)
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
     except click.ClickException as error:
@@ -80,7 +81,7 @@ def run(arguments: list[str]) -> int:
         print("\nInterrupted.", file=sys.stderr)
         return 130
     except SpecBranchError as error:
-        if "--debug" in arguments:
+        if debug:
             raise
         print(f"Error: {error}", file=sys.stderr)
         return 2
@@ -88,6 +89,13 @@ def run(arguments: list[str]) -> int:
         # Whoever read our output has enough (`| head`); keep Python from complaining once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """Take --debug out wherever it stands, so that it need not come before the command; what follows a '--' is no option."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = [argument for argument in arguments[:end] if argument != "--debug"]
+    return options + arguments[end:], len(options) < end
 
 
 if __name__ == "__main__":

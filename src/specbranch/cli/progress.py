@@ -8,20 +8,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn, track
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn, track
 
 T = TypeVar("T")
 
 
-def pulled(name: str | None) -> Path | None:
-    """Make sure a known model is here, showing its download; None for a model that is not a known one."""
-    from specbranch.assembly import DEFAULT_TARGET
-    from specbranch.models import store
+def pulled(name: str) -> str:
+    """Return where to load a model from, showing its download if it has to be fetched first."""
+    from specbranch.assembly import ModelChoice, fetched, load_tokenizer
 
-    name = name or DEFAULT_TARGET
-    if name not in store.KNOWN or Path(name).exists():
-        return None
-    return store.installed(name) or _pull(name)
+    console, choice = Console(stderr=True), ModelChoice(name)
+    bar = _Bar(name, console)
+    try:
+        path = fetched(choice, bar)
+    finally:
+        bar.close()
+    if bar.shown:
+        with console.status("Converting its tokenizer, once"):
+            load_tokenizer(choice)
+        console.print(f"{name} is in {Path(path).parent}", highlight=False)
+    return path
 
 
 def tracked(items: Sequence[T], what: str) -> Iterable[T]:
@@ -31,17 +37,27 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
     return track(items, what, console=Console(stderr=True), transient=True)
 
 
-def _pull(name: str) -> Path:
-    from specbranch.models import store
+class _Bar:
+    """A bar that appears with the first report, so that a model which is here already shows none."""
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task(f"Fetching {name}", total=None)
-        path = store.pull(name, lambda total, done, note: bars.update(bar, total=total or None, completed=done, description=note or name))
-    with console.status("Converting its tokenizer, once"):
-        from specbranch.assembly import ModelChoice, load_tokenizer
+    def __init__(self, name: str, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._name = name
+        self._bars = Progress(*columns, console=console, transient=True)
+        self._task: TaskID | None = None
 
-        load_tokenizer(ModelChoice(name))
-    console.print(f"{name} is in {path.parent}", highlight=False)
-    return path
+    @property
+    def shown(self) -> bool:
+        """Whether there was anything to do."""
+        return self._task is not None
+
+    def __call__(self, total: int, done: int, note: str) -> None:
+        if self._task is None:
+            self._bars.start()
+            self._task = self._bars.add_task(f"Fetching {self._name}", total=None)
+        self._bars.update(self._task, total=total or None, completed=done, description=note or self._name)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.shown:
+            self._bars.stop()

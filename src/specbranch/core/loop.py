@@ -61,7 +61,11 @@ class Loop:
     def join(self, session: Session, rounds: Rounds) -> None:
         """Take a session in; it takes part from the next round on."""
         session.stats.started = self.executor.now()
-        self.executor.open(session.number, session.request)
+        try:
+            self.executor.open(session.number, session.request)
+        except BaseException:
+            self.executor.leave(session.number)
+            raise
         self._live[session.number] = (session, rounds)
         self._orders[session.number] = next(rounds)
 

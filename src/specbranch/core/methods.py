@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from specbranch.config import HeadKind, SpeculativeConfig
+from specbranch.config import HeadKind, PolicyName, SpeculativeConfig
 from specbranch.core.lookup import Ngrams
 from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdict
 from specbranch.core.policy import Policy, make_policy
@@ -79,7 +79,7 @@ class Method:
     run: Callable[[Session, SpeculativeConfig, Policy], Rounds]
     summary: str
     needs_draft: bool = True
-    policy: str = "fixed"
+    policy: PolicyName = "fixed"
     heads: HeadKind = "sampled"  # under the ratio rule; under match heads are always the top ones
 
     def start(self, session: Session, config: SpeculativeConfig) -> Rounds:
@@ -107,33 +107,26 @@ def find_method(name: str, has_draft: bool) -> Method:
     return method
 
 
-def matching(branches: tuple[Branch, ...], verdict: Verdict) -> Branch | None:
-    """Return the branch that presumed this very outcome."""
-    return next((b for b in branches if b.after == len(verdict.path) and b.tokens[0] == verdict.token), None)
-
-
 def _open(session: Session, with_draft: bool = True) -> Rounds:
     """Prefill: both models read the prompt, the target says the first token. Nothing of it counts as decoding."""
     draft = session.draft(PREFILL) if with_draft else None
     reports = yield Orders(draft, session.verify())
+    session.stats.take(reports)
     session.commit(NOTHING, _verdict(reports))
 
 
 def _chain(session: Session, policy: Policy, reports: Reports) -> Branch:
     """Turn a draft stage's report into the next pending chain."""
-    session.stats.drafted += sum(len(b.tokens) for b in reports.branches)
-    session.stats.rounds_without_draft += reports.draft_lost
+    session.stats.take(reports)
     return _trim(session, policy, reports.branches[0]) if reports.branches else NOTHING
 
 
 def _absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) -> Branch | None:
     """Commit a verdict and settle the branches; returns what the surviving one drafted beyond its head, trimmed, or None."""
-    verdict, stats = _verdict(reports), session.stats
-    kept = matching(reports.branches, verdict)
-    stats.drafted += sum(len(b.tokens) for b in reports.branches)
-    stats.rounds_without_draft += reports.draft_lost
+    verdict, kept, stats = _verdict(reports), reports.kept, session.stats
+    stats.take(reports)
     stats.judge(pending, verdict)
-    stats.settle(reports.branches, kept)
+    stats.settle(reports.branches, kept, len(verdict.path))
     session.commit(pending, verdict, kept)
     policy.observe(pending, verdict)
     if kept is None:

@@ -172,3 +172,11 @@ class Reports:
     verifying: Span | None = None
     draft_lost: bool = False
     error: SpecBranchError | None = None  # this session cannot go on; the others can
+
+    @property
+    def kept(self) -> Branch | None:
+        """The branch that presumed this very outcome."""
+        if self.verdict is None:
+            return None
+        outcome = (len(self.verdict.path), self.verdict.token)
+        return next((b for b in self.branches if b.tokens and (b.after, b.tokens[0]) == outcome), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from specbranch.config import HeadKind, SpeculativeConfig
+from specbranch.config import HeadKind, PolicyName, SpeculativeConfig
 from specbranch.core.orders import Branch, Plan, Until, Verdict
 
 
@@ -107,7 +107,7 @@ class Entropy(Fixed):
         self.threshold = self.calm * self.threshold + (1 - self.calm) * (self.threshold + step)
 
 
-def make_policy(config: SpeculativeConfig, kind: str, heads: HeadKind) -> Policy:
+def make_policy(config: SpeculativeConfig, kind: PolicyName, heads: HeadKind) -> Policy:
     """Build the policy a configuration asks for, the method's own `kind` if it asks for none."""
     until: Until = "target" if config.until_target else "length"
     length = config.num_speculative_tokens

@@ -26,17 +26,19 @@ class Stats:
     rounds_all_accepted: int = 0
     rounds_rejected_inside: int = 0
     branch_points: int = 0
+    branch_points_reached: int = 0  # those whose presumed tokens were all accepted, so that they could be hit
     branch_hits: int = 0
     branch_hits_other: int = 0  # on a head that was not the first
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    rounds_without_draft: int = 0  # the worker was lost
+    rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
     draft_restarts: int = 0
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
+    _lost: bool = False  # since the last target forward
 
     @property
     def ttft(self) -> float:
@@ -48,10 +50,17 @@ class Stats:
         """Seconds from the first token to the last."""
         return self.finished - self.first_token
 
+    def take(self, reports: Reports) -> None:
+        """Count what was drafted, or that the worker was lost."""
+        self.drafted += sum(len(branch.tokens) for branch in reports.branches)
+        self._lost |= reports.draft_lost
+
     def judge(self, pending: Branch, verdict: Verdict) -> None:
         """Count what a verdict did to the pending chain."""
         good, length = len(verdict.path), len(pending.tokens)
         self.target_forwards += 1
+        self.rounds_without_draft += self._lost
+        self._lost = False
         self.accepted += good
         self.rejected += length - good
         self.rounds_all_accepted += good == length > 0
@@ -63,13 +72,15 @@ class Stats:
             self.tested_at[at] += 1
             self.accepted_at[at] += at < good
 
-    def settle(self, branches: tuple[Branch, ...], kept: Branch | None) -> None:
+    def settle(self, branches: tuple[Branch, ...], kept: Branch | None, accepted: int) -> None:
         """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the others lost."""
         if not branches:
             return
         survivor = kept if kept is not None else branches[0]
         self.losing += sum(len(b.tokens) for b in branches if b is not survivor)
-        self.branch_points += len({b.after for b in branches})
+        points = {b.after for b in branches}
+        self.branch_points += len(points)
+        self.branch_points_reached += accepted in points
         if kept is None:
             self.rejected += len(survivor.tokens)
             return
@@ -109,8 +120,9 @@ class Stats:
             "branch_points": self.branch_points,
             "branch_hits": self.branch_hits,
             "branch_hits_other_head": self.branch_hits_other,
-            "branch_hit_rate": _over(self.branch_hits, self.branch_points),
-            "draft_idle_seconds": max(self.decode_seconds - self.draft_busy, 0.0),
+            "branch_points_reached": self.branch_points_reached,
+            "branch_hit_rate": _over(self.branch_hits, self.branch_points_reached),
+            "draft_idle_seconds": max(self.decode_seconds - self.draft_busy, 0.0) if self.draft_busy else None,
             "target_idle_seconds": max(self.decode_seconds - self.target_busy, 0.0),
             "rounds_without_draft": self.rounds_without_draft,
             "draft_restarts": self.draft_restarts,

@@ -61,10 +61,8 @@ class Trace:
 
 
 def _kept(reports: Reports) -> int | None:
-    if reports.verdict is None:
-        return None
-    outcome = (len(reports.verdict.path), reports.verdict.token)
-    return next((i for i, b in enumerate(reports.branches) if b.tokens and (b.after, b.tokens[0]) == outcome), None)
+    kept = reports.kept
+    return next((i for i, branch in enumerate(reports.branches) if branch is kept), None)
 
 
 def _event(session: int, number: int, who: Who, span: Span, pending: int, **more: Any) -> Event:

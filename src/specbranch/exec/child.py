@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -38,11 +39,12 @@ def serve(connection: Connection[Any, Any]) -> None:
         connection.send(Broken(f"{type(error).__name__}: {error}"))
         return
     connection.send(Ready())
+    backlog: deque[object] = deque()  # what came while a round was drafted
     while True:
-        _answer(connection, drafter, connection.recv())
+        _answer(connection, drafter, backlog.popleft() if backlog else connection.recv(), backlog)
 
 
-def _answer(connection: Connection[Any, Any], drafter: Drafter, message: object) -> None:
+def _answer(connection: Connection[Any, Any], drafter: Drafter, message: object, backlog: deque[object]) -> None:
     match message:
         case Open(session, request):
             drafter.leave(session)
@@ -50,36 +52,43 @@ def _answer(connection: Connection[Any, Any], drafter: Drafter, message: object)
         case Leave(session):
             drafter.leave(session)
         case Work():
-            _work(connection, drafter, message)
+            _work(connection, drafter, message, backlog)
         case TargetDone():
             pass  # came after the round was drafted
 
 
-def _work(connection: Connection[Any, Any], drafter: Drafter, work: Work) -> None:
+def _work(connection: Connection[Any, Any], drafter: Drafter, work: Work, backlog: deque[object]) -> None:
     start, fed = time.perf_counter(), drafter.rows_fed
     try:
         branches = drafter.draft(
             work.orders,
-            done=_TargetDone(connection, work.ticket),
+            done=_TargetDone(connection, work.ticket, backlog),
             announce=lambda session, branch: connection.send(HeadDrawn(work.ticket, session, branch)),
         )
     except Stale:
         connection.send(StaleHolding(work.ticket))
+    except Exception as error:
+        connection.send(Broken(f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from None
     else:
         connection.send(Drafted(work.ticket, branches, Span(start, time.perf_counter(), drafter.rows_fed - fed)))
 
 
 class _TargetDone:
-    """Asks whether the parent has said that the target is done; while a round is drafted it says nothing else."""
+    """Asks whether the parent has said that the target is done; whatever else it says meanwhile is kept for later."""
 
-    def __init__(self, connection: Connection[Any, Any], ticket: int) -> None:
+    def __init__(self, connection: Connection[Any, Any], ticket: int, backlog: deque[object]) -> None:
         self._connection = connection
         self._ticket = ticket
+        self._backlog = backlog
         self._done = False
 
     def __call__(self) -> bool:
         while not self._done and self._connection.poll():
-            self._done = self._connection.recv() == TargetDone(self._ticket)
+            message: object = self._connection.recv()
+            self._done = message == TargetDone(self._ticket)
+            if not isinstance(message, TargetDone):
+                self._backlog.append(message)
         return self._done
 
 

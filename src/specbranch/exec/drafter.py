@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from specbranch.core.orders import Branch, Draft, Sparse
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.slots import ROOT
-from specbranch.errors import CacheFull
 from specbranch.exec.worker import Worker, chain_after
 
 Done = Callable[[], bool]
@@ -68,22 +67,25 @@ class Drafter(Worker):
         return {session: tuple(lane.branch() for lane in lanes if lane.session == session and lane.tokens) for session in orders}
 
     def _read(self, orders: Mapping[int, Draft]) -> dict[int, list[int]]:
-        """Feed what is unread of each context; returns the nodes of its line, ROOT first. What does not fit the cache is left out."""
+        """Feed what is unread of each context; returns the nodes of its line, ROOT first. What the draft cannot read is left out."""
         ends: dict[int, int] = {}
         work: list[Feed] = []
         for session, order in orders.items():
-            if len(order.on) > self.slots(session).capacity:
-                continue  # not worth being told the whole sequence each round only to find it too long
-            try:
-                end, rest = self.align(session, order.on, order.pending)
-                self.slots(session).demand(len(rest))
-            except CacheFull:
-                continue  # a draft with a shorter context than the target's: that session goes on without
-            ends[session] = end
-            work += [Feed(session, tuple(rest), chain_after(end, len(self.slots(session).tokens), len(rest)))] if rest else []
+            if self._out_of_reach(session, order):
+                continue
+            ends[session], rest = self.align(session, order.on, order.pending)
+            tail = len(self.slots(session).tokens)
+            work += [Feed(session, tuple(rest), chain_after(ends[session], tail, len(rest)))] if rest else []
         for item, nodes in zip(work, self.feed(work) if work else [], strict=True):
             ends[item.seq] = nodes[-1]
         return {session: self._commit(session, end, orders[session].pending) for session, end in ends.items()}
+
+    def _out_of_reach(self, session: int, order: Draft) -> bool:
+        """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without one, for good."""
+        held = self._held[session]
+        too_long = len(order.on) + order.plan.length > self.runner.context_length
+        held.out_of_reach |= too_long or max(order.on.tail, default=0) >= self.runner.vocabulary
+        return held.out_of_reach
 
     def _commit(self, session: int, end: int, pending: int) -> list[int]:
         """Move all but the pending tokens of the line to the prefix, so that the next order can build on them; returns the line."""

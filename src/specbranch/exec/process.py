@@ -19,7 +19,7 @@ from typing import Any
 
 from specbranch.core.orders import Branch, Draft, Orders, Reports, Span
 from specbranch.core.request import Request
-from specbranch.errors import ModelError
+from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.messages import (
     Broken,
     Drafted,
@@ -38,6 +38,7 @@ from specbranch.exec.verifier import Scored, Verifier
 log = logging.getLogger("specbranch")
 
 HUNG_AFTER = 60.0  # seconds without an answer after which a child counts as lost
+PREFILL_ALLOWANCE = 0.1  # seconds more for each token it may have to read first
 MOST_FAILURES = 3  # in a row, without a round drafted between them
 
 
@@ -52,6 +53,7 @@ class Child:
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
     ready: bool = False
+    torn: bool = False  # a message was left half read
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
@@ -77,8 +79,10 @@ class Child:
         """Return the next message, or raise Lost if it does not come."""
         try:
             if not self.connection.poll(seconds):
-                raise Lost(f"the draft process did not answer within {seconds:.0f} s")
+                raise Lost(f"the draft process did not answer within {seconds:.1f} s")
+            self.torn = True
             message: object = self.connection.recv()
+            self.torn = False
         except (EOFError, OSError) as error:
             raise Lost("the draft process ended") from error
         if isinstance(message, Broken):
@@ -120,8 +124,10 @@ class Process:
         self._ticket = 0
         self._start_within = start_within
         self._failures = 0
-        self._child: Child | None = Child.start(make)
+        self._closed = False
+        self._child: Child | None = None
         try:
+            self._child = Child.start(make)
             self._child.receive(start_within)
         except Lost as loss:
             self.close()
@@ -134,6 +140,8 @@ class Process:
 
     def open(self, session: int, request: Request) -> None:
         """Prepare both workers for a session."""
+        if self._closed:
+            raise SpecBranchError("This executor was closed; make a new one.")
         self.target.open(session, request)
         self._sessions[session] = request
         self._tell(Open(session, request))
@@ -169,7 +177,11 @@ class Process:
             self._tell(Leave(session))
 
     def close(self) -> None:
-        """Stop the child."""
+        """Stop the child, for good."""
+        self._closed = True
+        self._stop_child()
+
+    def _stop_child(self) -> None:
         if self._child:
             self._child.stop()
             self._child = None
@@ -202,8 +214,9 @@ class Process:
     def _hear(self, work: Round) -> None:
         """Take one message of the child's into the round; a lost child leaves the round without branches."""
         assert self._child
+        unread = max(len(order.on.tail) for order in work.orders.values())
         try:
-            message = self._child.receive(self._hung_after)
+            message = self._child.receive(self._hung_after + unread * PREFILL_ALLOWANCE)
         except Lost as loss:
             self._lose(loss)
             return
@@ -219,6 +232,8 @@ class Process:
 
     def _available(self) -> bool:
         """Whether a child can take work now; a lost one is replaced, and a new one that has become ready is told the sessions."""
+        if self._child and self._child.torn:
+            self._lose(Lost("an interrupt left a message half read"))
         if self._child is None:
             self._start_again()
         child = self._child
@@ -264,4 +279,4 @@ class Process:
         log.warning("Draft worker lost (%s); decoding goes on without it.", loss)
         if self._failures >= MOST_FAILURES:
             log.warning("The draft worker was lost %d times in a row; it is not started again.", self._failures)
-        self.close()
+        self._stop_child()

@@ -27,6 +27,7 @@ class Holding:
 
     request: Request
     rows: dict[int, Row] = field(default_factory=dict)
+    out_of_reach: bool = False  # the text holds what this model cannot read
 
 
 class Worker:

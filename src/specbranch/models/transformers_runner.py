@@ -89,6 +89,7 @@ class TransformersRunner:
     def __init__(self, model: PreTrainedModel, context_length: int, *, tail: int = TAIL, name: str = "the model") -> None:
         self._model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self._context_length = context_length
+        self.dtype = model.dtype
         self._tail = tail
         self._held: dict[int, _Sequence] = {}
         self._skips_rows = "logits_to_keep" in inspect.signature(model.forward).parameters

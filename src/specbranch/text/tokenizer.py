@@ -75,6 +75,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a text, with whatever the model puts around one (usually a BOS, or nothing) if `add_special`."""
+        check_text(text)
         return list(self._backend.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -143,6 +144,16 @@ class Tokenizer:
         if decoder is None or b"ByteFallback" not in decoder.__getstate__():
             return frozenset()
         return frozenset(token_id for token_id, token in self._vocabulary.items() if _BYTE.fullmatch(token))
+
+
+def check_text(text: str, what: str = "The text") -> None:
+    """Refuse a text with half of a surrogate pair: Python makes one of a byte that is not UTF-8, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadParameter(
+            f"{what} is not valid UTF-8: character {error.start} is {text[error.start]!a}. Save or type it as UTF-8."
+        ) from None
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
