@@ -16,7 +16,7 @@ from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
 from specbranch.core.session import Session
-from specbranch.errors import BadParameter, ModelError, SpecBranchError, VocabularyMismatch
+from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
 from tiny_pair import make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."
@@ -248,3 +248,30 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(pair: tuple[s
     save(byte_fallback(), Path(draft))
     with pytest.raises(VocabularyMismatch, match=r"\d+ tokens differ|differ"):
         LLM(pair[0], draft, device="cpu")
+
+
+def test_a_prompt_that_fails_does_not_take_the_others_with_it(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(pair[0], method="autoregressive", device="cpu", context_length=64, max_batch=3)
+    extend = llm._verifier.runner.feed
+
+    def full(work: Any) -> Any:
+        if any(9 in item.tokens for item in work):
+            raise AssertionError("only the work of one session may fail")
+        return extend(work)
+
+    aligned = llm._verifier.align
+
+    def refuse(session: int, on: Any, pending: int = 0) -> Any:
+        if 9 in on.tail:
+            raise CacheFull("Need 1 cache slot, 0 free.")
+        return aligned(session, on, pending)
+
+    monkeypatch.setattr(llm._verifier.runner, "feed", full)
+    monkeypatch.setattr(llm._verifier, "align", refuse)
+    params = SamplingParams(max_tokens=5, logit_bias={9: -100.0}, ignore_eos=True)
+    good, bad, other = llm.generate([[5, 6], [8, 9], [7]], params)
+    assert (len(good.token_ids), len(other.token_ids)) == (5, 5)
+    assert bad.finish_reason == "error" and isinstance(bad.error, CacheFull)
+    assert "0 free" in bad.to_dict()["error"]
+    with pytest.raises(CacheFull):
+        list(llm.stream([8, 9], params))

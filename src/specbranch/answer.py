@@ -12,6 +12,7 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.core.session import FinishReason, Origin, Session
+from specbranch.errors import SpecBranchError
 from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.stop import StopStrings
 
@@ -44,6 +45,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
     sample: int = 0
     alternatives: tuple[Output, ...] = field(default=(), repr=False)  # the further samples, when n > 1
+    error: SpecBranchError | None = None  # why a request of several could not be finished
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `--json` prints and `verify` reads."""
@@ -62,6 +64,8 @@ class Output:
         }
         if self.logprobs is not None:
             values["logprobs"] = [{"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]} for entry in self.logprobs]
+        if self.error is not None:
+            values["error"] = str(self.error)
         if self.alternatives:
             values["alternatives"] = [other.to_dict() for other in self.alternatives]
         return values
@@ -99,10 +103,8 @@ class Answer:
         return Chunk(tuple(fresh), output)
 
     def output(self) -> Output:
-        """Return the finished answer; raises the session's error if it failed."""
+        """Return the finished answer; one that failed holds what there was, and why."""
         session = self.session
-        if session.error:
-            raise session.error
         assert session.finished
         self._finish()
         request = session.request
@@ -119,6 +121,7 @@ class Answer:
             pieces=tuple(self._pieces()),
             logprobs=tuple(session.logprobs) if request.params.logprobs is not None else None,
             sample=request.sample,
+            error=session.error,
         )
 
     def _watch(self, token: int) -> bool:

@@ -91,17 +91,18 @@ class LLM:
     def generate(self, prompts: str | Sequence[Prompt], params: Params = None) -> Output | list[Output]:
         """Answer one prompt, or many (texts or lists of token ids), `max_batch` of them at a time.
 
-        A seed is used for each prompt alike: a prompt's answer does not depend on the others.
+        A seed is used for each prompt alike: a prompt's answer does not depend on the others. Of many prompts, one that fails does not
+        take the others with it: its output has the finish reason "error", and the error.
         """
         if isinstance(prompts, str):
-            return self._all([self._ids(prompts)], params)[0]
+            return self._one(self._ids(prompts), params)
         if not isinstance(prompts, Sequence) or any(isinstance(prompt, int) for prompt in prompts):
             raise BadParameter(f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids.")
         return self._all([self._ids(prompt) for prompt in prompts], params)
 
     def chat(self, messages: Sequence[Message], params: Params = None) -> Output:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
-        return self._all([self.tokenizer.chat(messages)], params)[0]
+        return self._one(self.tokenizer.chat(messages), params)
 
     def stream(self, prompt: Prompt, params: Params = None) -> Iterator[Chunk]:
         """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only."""
@@ -167,11 +168,17 @@ class LLM:
                 if not session.finished:  # another stream's round may have finished it
                     self._loop.step()
                 chunk = answer.chunk()
+                _raise_failure(chunk.output)
                 over = chunk.output is not None
                 if chunk.pieces or over:
                     yield chunk
         finally:
             self._loop.leave(session)
+
+    def _one(self, prompt: list[int], params: Params) -> Output:
+        output = self._all([prompt], params)[0]
+        _raise_failure(output)
+        return output
 
     def _all(self, prompts: list[list[int]], given: Params) -> list[Output]:
         params = _checked(given)
@@ -214,6 +221,11 @@ class LLM:
                 f"The prompt has {len(prompt)} tokens, but the context holds {self.context_length}, one of which is needed for the answer. "
                 "Shorten the prompt or raise context_length (--context-length)."
             )
+
+
+def _raise_failure(output: Output | None) -> None:
+    if output is not None and output.error is not None:
+        raise output.error
 
 
 def _groups(items: list[T], size: int) -> list[list[T]]:

@@ -270,3 +270,12 @@ def test_default_model_tokenizes_as_transformers_does_from_its_gguf(tmp_path: Pa
     os.utime(kept / "tokenizer.json", (0, 0))
     assert Tokenizer.from_gguf(path, tmp_path).fingerprint == ours.fingerprint
     assert (kept / "tokenizer.json").stat().st_mtime == 0  # not converted again
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    for text in ("a\ud800b", "\udcff"):
+        with pytest.raises(BadParameter, match="not valid UTF-8"):
+            tokenizer.encode(text)
+        with pytest.raises(BadParameter, match="not valid UTF-8"):
+            tokenizer.chat([{"role": "user", "content": text}])
+    assert tokenizer.decode(tokenizer.encode("\U0001f642", add_special=False)) != ""

@@ -28,11 +28,13 @@ NOTED = ("target", "context_length", "dtype", "runner")  # how an answer was mad
 @with_options(TARGET)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object an answer.")
 def verify(file: Path, as_json: bool, **given: Any) -> int:
-    """Re-check the answers in FILE ('-' for standard input), saved by `generate --json`, against autoregressive decoding.
+    """Check that saved answers are what plain decoding gives.
 
-    Prints, for each, whether it is identical; a first difference is named with both tokens and how close the target's choice was
-    between them. Exit code 1 if an answer differs by more than a near-tie (1e-4 in logits). Target, precision, runner and context length
-    are those the answers were saved with, unless given.
+    FILE ('-' for standard input) holds what `generate --json` printed. For each answer it says whether autoregressive decoding gives the
+    same; a first difference is named with both tokens and how close the target's choice was between them. Exit code 1 if an answer
+    differs by more than a near-tie (1e-4 in logits).
+
+    Target, precision, runner and context length are those the answers were saved with, unless given.
     """
     from specbranch.cli.progress import tracked
     from specbranch.recheck import recheck

@@ -63,7 +63,8 @@ class Plan:
 
     length: int
     forks: tuple[tuple[int, int], ...] = ()
-    stop_below: float = 0.0  # end a lane before the first token less confident than this
+    stop_below: float = 0.0  # end a lane before the first token less confident than this …
+    keep_unsure: bool = False  # … or after it
     measure: Measure = "top"
     narrow: bool = False
     heads: HeadKind = "top"

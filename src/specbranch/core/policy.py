@@ -92,14 +92,12 @@ class Entropy(Fixed):
         self.acceptance = self.goal
 
     def chain(self) -> Plan:
-        """Plan a chain that ends where the bound falls under the threshold."""
-        return Plan(self.length, stop_below=self.threshold, measure="entropy")
+        """Plan a chain that ends with the first token whose bound falls under the threshold; at least one is always tried."""
+        return Plan(self.length, stop_below=self.threshold, keep_unsure=True, measure="entropy")
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:
         """Move the threshold towards the wanted acceptance."""
         if not pending.tokens:
-            # Nothing was proposed: without this the threshold could stay too strict for ever.
-            self.threshold = max(0.0, self.threshold - (1 - self.calm) * self.pace)
             return
         rate = len(verdict.path) / len(pending.tokens)
         self.acceptance = self.recall * self.acceptance + (1 - self.recall) * rate

@@ -42,10 +42,15 @@ class Lane:
         self.q.append(q)
         self.open = len(self.tokens) < self.order.plan.length
 
-    def stop(self, proposal: Proposal) -> None:
-        """End before an unsure token; its confidence is still told."""
-        self.confidence.append(proposal.confidence)
-        self.open = False
+    def extend(self, proposal: Proposal) -> None:
+        """Take the next token, or end at an unsure one, by the plan before it or after it; its confidence is told in any case."""
+        plan = self.order.plan
+        unsure = proposal.confidence < plan.stop_below
+        if unsure and not plan.keep_unsure:
+            self.confidence.append(proposal.confidence)
+        else:
+            self.take(proposal.tokens[0], proposal, proposal.q)
+        self.open = self.open and not unsure
 
     def branch(self) -> Branch:
         """What was drafted."""
@@ -98,16 +103,18 @@ class Drafter(Worker):
         plan, start = order.plan, len(line) - 1 - order.pending
         if plan.length < 1:
             return []
-        forks = plan.forks or ((order.pending, 1),)
         lanes: list[Lane] = []
-        for after, width in forks:
+        for after, width in plan.forks:
             node = line[start + after]
-            heads = plan.heads if plan.forks else "sampled"
-            proposal = self._propose(session, order, node, Ask(width, heads, plan.measure))
-            if not plan.forks and proposal.confidence < plan.stop_below:
-                continue
+            proposal = self._propose(session, order, node, Ask(width, plan.heads, plan.measure))
             lanes += [_lane(session, order, after, node, rank, proposal) for rank in range(self._width(order, width, proposal))]
-        return lanes
+        return lanes or [self._chain(session, order, line[start + order.pending])]
+
+    def _chain(self, session: int, order: Draft, node: int) -> Lane:
+        """Open the one lane of a plan without forks; it may end before its first token."""
+        lane = Lane(session, order, order.pending, node)
+        lane.extend(self._propose(session, order, node, Ask(measure=order.plan.measure)))
+        return lane
 
     def _propose(self, session: int, order: Draft, node: int, ask: Ask) -> Proposal:
         return self.sampler.propose([self.row(session, node)], [self.spot(session, node, order.number)], [ask])[0]
@@ -146,10 +153,7 @@ class Drafter(Worker):
         spots = [self.spot(lane.session, lane.node, lane.order.number) for lane in lanes]
         asks = [Ask(measure=lane.order.plan.measure) for lane in lanes]
         for lane, proposal in zip(lanes, self.sampler.propose(rows, spots, asks), strict=True):
-            if proposal.confidence < lane.order.plan.stop_below:
-                lane.stop(proposal)
-            else:
-                lane.take(proposal.tokens[0], proposal, proposal.q)
+            lane.extend(proposal)
 
 
 def _lane(session: int, order: Draft, after: int, node: int, rank: int, proposal: Proposal) -> Lane:
@@ -161,6 +165,6 @@ def _lane(session: int, order: Draft, after: int, node: int, rank: int, proposal
 def _announce(lanes: list[Lane], announce: Announce) -> None:
     told: set[int] = set()
     for lane in lanes:
-        if lane.after == lane.order.pending and lane.session not in told:
+        if lane.tokens and lane.after == lane.order.pending and lane.session not in told:
             told.add(lane.session)
             announce(lane.session, lane.branch())
