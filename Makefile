@@ -1,7 +1,6 @@
 # Every target is complete on its own on a fresh machine: it makes the virtual environment first if that is missing or old.
 PYTHON ?= python3
 BIN := .venv/bin
-export SPECBRANCH_DATA ?= $(abspath $(wildcard ../shared/data))
 
 .PHONY: setup demo test lint clean
 

@@ -23,14 +23,14 @@ METHODS = ("autoregressive", "lookup")
 def main() -> None:
     """Run the demonstration."""
     console = Console(stderr=True, highlight=False)
-    console.print("[bold]SmolLM2-135M-Instruct, method lookup:[/] " + TEXT[:60] + "…\n")
+    console.print("[bold]SmolLM2-135M-Instruct, method lookup[/] copies a text:\n")
     with LLM(method="lookup") as llm:
         first = show(llm.stream_chat(MESSAGES, PARAMS), colour=sys.stdout.isatty())
-    console.print(f"\n{summary(first)}")
+    console.print(f"\n{summary(first)}", markup=False)
     if sys.stdout.isatty():
         print(LEGEND, file=sys.stderr)
     console.print(_table({"lookup": first} | {name: _answer(name) for name in METHODS if name != "lookup"}))
-    console.print("Go on with: .venv/bin/specbranch chat   or   .venv/bin/specbranch generate --help")
+    console.print("Go on with:\n  .venv/bin/specbranch chat\n  .venv/bin/specbranch generate --help")
 
 
 def _answer(method: str) -> Output:
