@@ -11,13 +11,9 @@ import pytest
 
 from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
-from specbranch.assembly import ModelChoice, assemble
-from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.request import Request
-from specbranch.core.session import Session
 from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
-from tiny_pair import make_pair
+from tiny_pair import make_gpt2, make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."
 
@@ -122,15 +118,11 @@ def test_a_text_that_outgrows_the_draft_goes_on_without_it(runner: Any, pair: tu
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     with LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128) as llm:
         expected = llm.generate(PROMPT, params).token_ids
-    target, draft = (ModelChoice(name, runner, "cpu", "float64", length) for name, length in ((pair[0], 128), (short, 48)))
-    parts = assemble(target, draft, "serial")
-    session = Session(0, (prompt := parts.tokenizer.encode(PROMPT)), Request(params, 0, len(prompt)), 128)
-    loop = Loop(parts.executor)
-    loop.join(session, METHODS["specbranch"].start(session, SpeculativeConfig()))
-    while loop.live:
-        loop.step()
-    assert tuple(session.output) == expected
-    assert session.stats.accepted > 0
+    with LLM(pair[0], short, runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
+        output = llm.generate(PROMPT, params)
+    assert output.token_ids == expected
+    assert output.stats["drafted"] > 0
+    assert all(piece.origin == "target" for piece in output.pieces[-40:])
 
 
 def test_a_text_with_tokens_the_draft_does_not_know_goes_on_without_it(pair: tuple[str, str], tmp_path: Path) -> None:
@@ -191,6 +183,17 @@ def test_an_empty_prompt_is_refused(llm: LLM) -> None:
 def test_a_stream_of_several_samples_is_refused_before_it_starts(llm: LLM) -> None:
     with pytest.raises(BadParameter, match="a stream carries one sample"):
         llm.stream(PROMPT, SamplingParams(n=2))
+
+
+def test_another_architecture_runs_through_transformers_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_gpt2(tmp_path / "gpt2")
+    llm = LLM(folder, method="lookup", device="cpu")
+    assert llm.runner == "transformers" and "gpt2" in caplog.text
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    plain_answer = LLM(folder, method="autoregressive", device="cpu").generate(PROMPT, params)
+    assert llm.generate(PROMPT, params).token_ids == plain_answer.token_ids
+    with pytest.raises(ModelError, match="the native decoder runs"):
+        LLM(folder, runner="native", device="cpu")
 
 
 def test_an_unknown_method_offers_the_nearest_name(pair: tuple[str, str]) -> None:

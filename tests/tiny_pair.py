@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from small_tokenizers import byte_level, save
 
@@ -34,7 +34,14 @@ def make_pair(folder: Path, vocabulary: int = VOCABULARY, positions: int = 512) 
     return target, _save(model, folder / "draft")
 
 
-def _save(model: LlamaForCausalLM, folder: Path) -> str:
+def make_gpt2(folder: Path) -> str:
+    """Save a tiny model of an architecture the native decoder does not know."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, eos_token_id=2)
+    return _save(GPT2LMHeadModel(config), folder)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> str:
     model.save_pretrained(folder)
     save(byte_level(), folder)
     return str(folder)

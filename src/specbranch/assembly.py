@@ -45,6 +45,7 @@ class ModelChoice:
     dtype: str | None = None  # nothing: float32 on a CPU, bfloat16 elsewhere
     context_length: int | None = None
     threads: int | None = None
+    shorten: bool = False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -102,14 +103,14 @@ def load_runner(choice: ModelChoice) -> Runner:
         from specbranch.models.native import load_native
 
         try:
-            return load_native(source, context_length=choice.context_length, device=device, dtype=dtype)
+            return load_native(source, context_length=choice.context_length, device=device, dtype=dtype, shorten=choice.shorten)
         except UnsupportedArchitecture as reason:
             if choice.runner == "native":
                 raise
             log.warning("%s Using the transformers runner instead, which is slower.", reason)
     from specbranch.models.transformers_runner import load_transformers
 
-    return load_transformers(source, context_length=choice.context_length, device=device, dtype=dtype)
+    return load_transformers(source, context_length=choice.context_length, device=device, dtype=dtype, shorten=choice.shorten)
 
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:

@@ -54,7 +54,7 @@ class LLM:
         self._method = find_method(self.method, draft is not None)
         self.target, self.max_batch = target, _batch_size(max_batch)
         choice = ModelChoice(target, runner, device, dtype, context_length)
-        drafting = replace(choice, name=draft, device=draft_device or device) if draft and self._method.needs_draft else None
+        drafting = replace(choice, name=draft, device=draft_device or device, shorten=True) if draft and self._method.needs_draft else None
         self._parts = assemble(choice, drafting, executor)
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier

@@ -159,10 +159,16 @@ class Architecture:
             bos_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
         )
 
-    def choose_context(self, asked: int | None, most: int = 8192) -> int:
-        """Return the context to make room for: what was asked if the model has it, else its own up to `most`."""
+    def choose_context(self, asked: int | None, most: int = 8192, shorten: bool = False) -> int:
+        """Return the context to make room for: what was asked if the model has it, else its own up to `most`.
+
+        `shorten` takes the model's own where more was asked.
+        """
+        own = min(self.context_length, self.window or self.context_length)
         if asked is None:
-            return min(self.context_length, most, self.window or most)
+            return min(own, most)
+        if shorten:
+            asked = min(asked, own)
         if not 1 <= asked <= self.context_length:
             raise ModelError(f"context_length is {asked}; {self.name} was made for 1 to {self.context_length} tokens.")
         window = {"model_type": self.family, "sliding_window": self.window, "use_sliding_window": True}
@@ -172,7 +178,7 @@ class Architecture:
 
 def _known_family(family: str, name: str) -> Family:
     if family not in FAMILIES:
-        raise ModelError(
+        raise UnsupportedArchitecture(
             f"{name} has architecture {family!r}; the native decoder runs {', '.join(FAMILIES)}. It may run elsewhere: {USE_TRANSFORMERS}"
         )
     return family

@@ -159,13 +159,14 @@ def load_native(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     tail: int = TAIL,
+    shorten: bool = False,
 ) -> NativeRunner:
     """Load a model folder, a GGUF file or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere."""
     located = model if isinstance(model, Located) else locate(str(model))
     place = torch.device(device or "cpu")
     precision = _dtype(dtype, place)
     arch, source = open_model(located)
-    context = arch.choose_context(context_length)
+    context = arch.choose_context(context_length, shorten=shorten)
     weights = read_weights(arch, source, place, precision)
     return NativeRunner(Decoder(arch, weights, context + tail), context, tail)
 

@@ -36,6 +36,7 @@ def load_transformers(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     tail: int = TAIL,
+    shorten: bool = False,
 ) -> TransformersRunner:
     """Load a local folder, a GGUF file or a Hub id; without `context_length` the model's own is used, cut to its attention window.
 
@@ -44,7 +45,7 @@ def load_transformers(
     device = torch.device(device)
     source, options = _source(name)
     config = _loaded(AutoConfig, source, options, name)
-    length = _checked_length(config, context_length, str(name))
+    length = _checked_length(config, context_length, str(name), shorten)
     options["dtype"] = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     model = _loaded(AutoModelForCausalLM, source, options, name)
     return TransformersRunner(model.to(device), length, tail=tail, name=str(name))
@@ -218,12 +219,13 @@ def _loaded(factory: Any, source: str, options: dict[str, Any], name: str | Path
         raise ModelError(f"transformers cannot load {name}: {reason}. Expected a causal language model it knows.") from error
 
 
-def _checked_length(config: Any, asked: int | None, name: str) -> int:
+def _checked_length(config: Any, asked: int | None, name: str, shorten: bool = False) -> int:
     if asked is not None and asked < 1:
         raise BadParameter(f"context_length is {asked}; expected a whole number ≥ 1.")
     text = config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
-    length = asked or min((n for n in (most, active_window(text.to_dict())) if n), default=None)
+    own = min((n for n in (most, active_window(text.to_dict())) if n), default=None)
+    length = own if asked is None else min(asked, own or asked) if shorten else asked
     if length is None:
         raise BadParameter(f"{name} does not say how long its context is. Give context_length.")
     if most and length > most:
