@@ -366,11 +366,8 @@ def test_a_child_that_breaks_in_every_round_is_given_up() -> None:
     target = Target()
     target.seconds = WAITING
     with closing(Process(Verifier(target, ToySampler()), partial(make_always_faulty, "raises"))) as executor:
-        case = Case((1, 2), 0.7, 3, LONG)
-        loop, session = Loop(executor), case.session(next_number())
-        loop.join(session, METHODS["pearl"].start(session, SpeculativeConfig(method="pearl")))
-        while loop.live:
-            loop.step()
+        loop, session, case = begin(executor, "pearl", 3)
+        finish(loop)
         assert answer(session) == plainly(case, law())
         assert executor.child_pid is None
         assert executor.restarts == MOST_FAILURES - 1
@@ -391,10 +388,7 @@ def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyP
         executor._start_within = 0.3
         assert executor.child_pid
         os.kill(executor.child_pid, signal.SIGKILL)
-        case = Case((1, 2), 0.7, 3, LONG)
-        loop, session = Loop(executor), case.session(next_number())
-        loop.join(session, METHODS["pearl"].start(session, SpeculativeConfig(method="pearl")))
-        while loop.live:
-            loop.step()
+        loop, session, case = begin(executor, "pearl", 3)
+        finish(loop)
         assert answer(session) == plainly(case, law())
         assert executor.child_pid is None
