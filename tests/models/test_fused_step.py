@@ -9,6 +9,7 @@ import torch
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
+from specbranch.models.fused_step import FusedStep
 from specbranch.models.kernels import load_kernel
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
@@ -105,3 +106,14 @@ def test_stale_values_behind_the_sequence_change_nothing(folders: dict[str, Path
     runner._open[0].cache.data[:, :, :, 2:] = float("nan")
     runner.keep(0, (), 0)
     assert torch.equal(collate(runner.feed([Feed(0, (1, 2), (ROOT, 0))])[0]), fresh)
+
+
+def test_a_compiled_step_that_is_wrong_is_not_used(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = load_native(folders["llama"], context_length=64)
+    assert right._fused is not None
+    logits = FusedStep.logits
+    monkeypatch.setattr(FusedStep, "logits", lambda self, step: logits(self, step) + 0.1)
+    wrong = load_native(folders["llama"], context_length=64)
+    assert wrong._fused is None and "disagrees" in caplog.text

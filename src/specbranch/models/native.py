@@ -6,6 +6,7 @@ Owns which sequence has which cache. Invariant: a sequence's `Slots` and its cac
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from specbranch.core.runner import Feed
-from specbranch.core.slots import TAIL, Slots
+from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.architecture import Architecture, token_ids
 from specbranch.models.decoder import Cache, Decoder
-from specbranch.models.fused_step import fuse
+from specbranch.models.fused_step import FusedStep, fuse
 from specbranch.models.gguf_file import GgufFile
 from specbranch.models.linear import MOST_ROWS
 from specbranch.models.locate import Located, locate
@@ -27,6 +28,8 @@ from specbranch.models.rows import TensorRow
 from specbranch.models.steps import Planner, Rows, rows_of_chunk, rows_of_nodes
 from specbranch.models.tensor_file import TensorSource, open_folder
 from specbranch.models.weights import read_weights
+
+log = logging.getLogger("specbranch")
 
 CHUNK = 256  # tokens of a prompt in one forward
 
@@ -48,9 +51,8 @@ class NativeRunner:
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
-        self._fused = fuse(decoder)
-        group = decoder.arch.heads // decoder.arch.kv_heads
-        self._planner = Planner(self.device, self.dtype, group, MOST_ROWS if self._fused else 0)
+        self._fused = self._trusted(fuse(decoder))
+        self._planner = self._planner_for(MOST_ROWS if self._fused else 0)
         self._open: dict[int, Held] = {}
         self._spare: list[Cache] = []
 
@@ -116,6 +118,26 @@ class NativeRunner:
 
     def _new_cache(self, capacity: int) -> Cache:
         return Cache(self.architecture, self._planner.places(capacity), self.device, self.dtype)
+
+    def _planner_for(self, fused_rows: int) -> Planner:
+        group = self.architecture.heads // self.architecture.kv_heads
+        return Planner(self.device, self.dtype, group, fused_rows)
+
+    @torch.inference_mode()
+    def _trusted(self, fused: FusedStep | None) -> FusedStep | None:
+        """Return the compiled step if it scores a small tree as the plain one does: it may never have run on such a processor."""
+        if fused is None:
+            return None
+        scores = []
+        for planner in (self._planner_for(MOST_ROWS), self._planner_for(0)):
+            slots, cache = Slots(4, 4), Cache(self.architecture, planner.places(4), self.device, self.dtype)
+            step = planner.step([rows_of_nodes(cache, slots, slots.grow((0, 0, 0), (ROOT, 0, 0)))])
+            scores.append(fused.logits(step) if step.parts[0].lines else self.decoder.logits(self.decoder.forward(step)))
+        compiled, plain = scores
+        if torch.allclose(compiled, plain, rtol=1e-3, atol=1e-3 * plain.abs().max().item(), equal_nan=True):
+            return fused
+        log.warning("The compiled step disagrees with the plain one on this machine; decoding goes on with the plain one.")
+        return None
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
