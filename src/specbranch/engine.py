@@ -128,6 +128,12 @@ class LLM:
         finally:
             self._verifier.leave(number)
 
+    def step_seconds(self, prompt: Sequence[int]) -> float:
+        """Measure one forward of the target over one token after a prompt, in seconds."""
+        from specbranch.distill.agreement import step_seconds
+
+        return step_seconds(self._verifier.runner, prompt)
+
     def record(self) -> Trace:
         """Start recording what both models do, and return the record."""
         self._loop.trace = Trace()

@@ -1,0 +1,81 @@
+"""`specbranch draft-eval`: does a draft fit a target, and is it cheap enough?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specbranch.cli.options import DRAFT, TARGET, with_options
+from specbranch.cli.sections import SectionedCommand
+from specbranch.errors import BadParameter
+
+if TYPE_CHECKING:
+    from specbranch.distill.agreement import Agreement, Text
+    from specbranch.engine import LLM
+
+
+@click.command("draft-eval", cls=SectionedCommand)
+@with_options(TARGET, DRAFT)
+@click.option("--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Prompts, as for generate --file.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="Longest answer of the target [128].")
+@click.option("--raw", is_flag=True, help="Give the prompts to the target as they are, without its chat template.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: top1, top3, expected_length, c …")
+def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_json: bool, **given: Any) -> None:
+    """Measure how well a draft agrees with a target on the target's own greedy answers, and what a draft step costs here.
+
+    top1 is the share of tokens that are the draft's first choice, top3 that are among its first three; the expected accepted length tells
+    how many tokens of a draft of 1 to 10 would be accepted; c is the cost of a target forward over one token in draft steps.
+    """
+    from specbranch.assembly import ModelChoice, common_vocabulary, make_drafter
+    from specbranch.cli.generate import read_prompts
+    from specbranch.cli.options import load_llm
+    from specbranch.distill.agreement import compare, step_seconds
+
+    if not given.get("draft"):
+        raise BadParameter("draft-eval needs a draft to look at. Give one with --draft.")
+    asked = read_prompts(None, prompts)[:limit]
+    with load_llm({**given, "draft": None, "method": "autoregressive"}) as target:
+        names: dict[str, Any] = {name: given.get(name) for name in ("runner", "dtype", "context_length") if given.get(name) is not None}
+        choice = ModelChoice(given["draft"], device=given.get("draft_device") or given.get("device"), shorten=True, **names)
+        drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice))
+        texts = _answers(target, asked, max_tokens, raw)
+        found = compare(drafter.runner, drafter.sampler, texts)
+        ratio = target.step_seconds(texts[0].prompt) / step_seconds(drafter.runner, texts[0].prompt)
+    click.echo(json.dumps(_record(found, ratio, len(texts))) if as_json else _table(found, ratio, len(texts)))
+
+
+def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> list[Text]:
+    from specbranch import SamplingParams
+    from specbranch.cli.progress import tracked
+    from specbranch.distill.agreement import Text
+
+    texts = []
+    for prompt in tracked(prompts, "The target answers"):
+        ids = target.tokenizer.encode(prompt) if raw else target.tokenizer.chat([{"role": "user", "content": prompt}])
+        answer = target.generate([ids], SamplingParams(max_tokens=max_tokens))[0]
+        texts.append(Text(tuple(ids), answer.token_ids))
+    return texts
+
+
+def _record(found: Agreement, ratio: float, prompts: int) -> dict[str, Any]:
+    return {
+        "prompts": prompts,
+        "tokens": found.tokens,
+        "top1": found.top1,
+        "top3": found.top3,
+        "expected_length": list(found.expected_length),
+        "c": ratio,
+    }
+
+
+def _table(found: Agreement, ratio: float, prompts: int) -> str:
+    lengths = "\n".join(f"  draft of {n:2}: {length:5.2f} accepted" for n, length in enumerate(found.expected_length, 1))
+    return (
+        f"{prompts} prompts, {found.tokens} tokens of the target's own text\n"
+        f"top-1 agreement {found.top1:.3f}, top-3 {found.top3:.3f}\n{lengths}\n"
+        f"c = {ratio:.2f}: a target forward over one token costs as much as {ratio:.2f} draft steps here"
+    )

@@ -1,0 +1,47 @@
+"""`draft-eval` on a tiny pair, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from in_process import Command, Done
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("A branch is a guess\nSmile\nIf the guess was right\n")
+    return str(file)
+
+
+def evaluated(command: Command, target: str, draft: str, prompts: str, *more: str) -> Done:
+    options = ("--device", "cpu", "--dtype", "float64", "--context-length", "128", "--max-tokens", "20")
+    return command("draft-eval", "--target", target, "--draft", draft, "--prompts", prompts, *options, *more)
+
+
+def test_a_target_agrees_with_itself_and_a_disturbed_copy_less(command: Command, pair: tuple[str, str], prompts: str) -> None:
+    itself = json.loads(evaluated(command, pair[0], pair[0], prompts, "--json").out)
+    other = json.loads(evaluated(command, *pair, prompts, "--json").out)
+    assert itself["top1"] == itself["top3"] == 1.0
+    assert itself["expected_length"] == list(range(1, 11))
+    assert 0 < other["top1"] < 1 and other["top1"] <= other["top3"]
+    assert other["expected_length"] == sorted(other["expected_length"])
+    assert other["c"] > 0 and other["prompts"] == 3
+
+
+def test_the_table_says_the_same_as_the_json(command: Command, pair: tuple[str, str], prompts: str) -> None:
+    shown, told = (
+        evaluated(command, *pair, prompts, "--limit", "2").out,
+        json.loads(evaluated(command, *pair, prompts, "--limit", "2", "--json").out),
+    )
+    assert f"top-1 agreement {told['top1']:.3f}, top-3 {told['top3']:.3f}" in shown
+    assert "2 prompts" in shown and "draft of 10:" in shown
+
+
+def test_a_missing_draft_or_file_is_a_sentence(command: Command, pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:
+    none = command("draft-eval", "--target", pair[0], "--prompts", prompts)
+    assert none.code == 2 and "needs a draft" in none.err
+    gone = evaluated(command, *pair, str(tmp_path / "gone.txt"))
+    assert gone.code == 2 and "cannot be read" in gone.err
