@@ -45,6 +45,7 @@ class ModelChoice:
     dtype: str | None = None  # nothing: float32 on a CPU, bfloat16 elsewhere
     context_length: int | None = None
     threads: int | None = None
+    shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
     shorten: bool = False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
 
     def __post_init__(self) -> None:
@@ -73,6 +74,7 @@ def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorN
     """Load both models and put the workers together."""
     if executor not in EXECUTORS:
         raise unknown("executor", str(executor), EXECUTORS)
+    draft = draft and beside(draft, target.name)
     if draft is not None and executor == "process":
         target, draft = (replace(choice, threads=_half_the_threads()) for choice in (target, draft))
     tokenizer = load_tokenizer(target)
@@ -80,6 +82,13 @@ def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorN
     verifier = make_verifier(target)
     kind, dtype = _described(verifier.runner)
     return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared), kind, dtype)
+
+
+def beside(draft: ModelChoice, target: str) -> ModelChoice:
+    """Return the choice of a draft that is to run beside a target: one made by `distill` shares with it."""
+    from specbranch.distill.draft_name import is_draft_folder
+
+    return replace(draft, shares=target) if is_draft_folder(draft.name) else draft
 
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
@@ -91,14 +100,20 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     return str(store.pull(choice.name, progress or store.quiet))
 
 
-def load_runner(choice: ModelChoice) -> Runner:
-    """Load a model with its caches."""
+def load_runner(choice: ModelChoice, beside: Runner | None = None) -> Runner:
+    """Load a model with its caches; a draft made by `distill` shares with the target that runs `beside` it."""
     import torch
 
     if choice.threads:
         torch.set_num_threads(choice.threads)
-    source, device = fetched(choice), _device(choice.device)
+    device = chosen_device(choice.device)
     dtype = getattr(torch, choice.dtype) if choice.dtype else None
+    if choice.shares:
+        from specbranch.distill.load import load_draft
+
+        target = fetched(replace(choice, name=choice.shares))
+        return load_draft(choice.name, target, beside=beside, context_length=choice.context_length, device=device, dtype=dtype)
+    source = fetched(choice)
     if choice.runner in ("auto", "native"):
         from specbranch.models.native import load_native
 
@@ -125,12 +140,12 @@ def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     return Tokenizer.from_folder(found.path, cache_folder() / "tokenizers")
 
 
-def make_drafter(choice: ModelChoice, vocabulary: int) -> Drafter:
+def make_drafter(choice: ModelChoice, vocabulary: int, beside: Runner | None = None) -> Drafter:
     """Make a draft worker that proposes only the first `vocabulary` ids; a draft process calls this for itself."""
     from specbranch.models.noise import shared_noise
     from specbranch.models.sampling import TorchSampler
 
-    return Drafter(load_runner(choice), TorchSampler(vocabulary, shared_noise()))
+    return Drafter(load_runner(choice, beside), TorchSampler(vocabulary, shared_noise()))
 
 
 def make_verifier(choice: ModelChoice) -> Verifier:
@@ -144,6 +159,8 @@ def make_verifier(choice: ModelChoice) -> Verifier:
 
 def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:
     """Return how many ids draft and target share, or say which tokens differ."""
+    if draft.shares:
+        return target.vocabulary_size
     from specbranch.text.vocabulary import compare_vocabularies
 
     return compare_vocabularies(target, load_tokenizer(draft))
@@ -156,10 +173,11 @@ def make_executor(name: ExecutorName, verifier: Verifier, draft: ModelChoice | N
     vocabulary = min(shared, verifier.runner.vocabulary)
     if name == "process":
         return Process(verifier, functools.partial(make_drafter, draft, vocabulary))
-    return Serial(verifier, make_drafter(draft, vocabulary))
+    return Serial(verifier, make_drafter(draft, vocabulary, verifier.runner))
 
 
-def _device(name: str | None) -> str:
+def chosen_device(name: str | None) -> str:
+    """Return the device that was asked for, a GPU if there is one and nothing was."""
     import torch
 
     if name is None:

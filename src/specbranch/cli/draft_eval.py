@@ -30,7 +30,7 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
     top1 is the share of tokens that are the draft's first choice, top3 that are among its first three; the expected accepted length tells
     how many tokens of a draft of 1 to 10 would be accepted; c is the cost of a target forward over one token in draft steps.
     """
-    from specbranch.assembly import ModelChoice, common_vocabulary, make_drafter
+    from specbranch.assembly import ModelChoice, beside, common_vocabulary, make_drafter
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.options import load_llm
     from specbranch.distill.agreement import compare, step_seconds
@@ -41,6 +41,7 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
     with load_llm({**given, "draft": None, "method": "autoregressive"}) as target:
         names: dict[str, Any] = {name: given.get(name) for name in ("runner", "dtype", "context_length") if given.get(name) is not None}
         choice = ModelChoice(given["draft"], device=given.get("draft_device") or given.get("device"), shorten=True, **names)
+        choice = beside(choice, target.target)
         drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice))
         texts = _answers(target, asked, max_tokens, raw)
         found = compare(drafter.runner, drafter.sampler, texts)

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "specbranch.cli.generate:generate",
     "chat": "specbranch.cli.chat:chat",
     "verify": "specbranch.cli.verify:verify",
+    "distill": "specbranch.cli.distill:distill",
     "draft-eval": "specbranch.cli.draft_eval:draft_eval",
     "models": "specbranch.cli.models:models",
 }

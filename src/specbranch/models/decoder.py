@@ -92,6 +92,7 @@ class Decoder:
         self.embedding = weights.embedding
         self.layers = tuple(_layer(arch, layer) for layer in weights.layers)
         self.norm = weights.norm
+        self.head_weight = weights.head
         self.head = _linear(Matrix(weights.head))
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
 

@@ -1,0 +1,355 @@
+"""`specbranch distill`: a draft for a target, made from nothing but the target.
+
+Owns the order of the work and the folder of a run: DIR/training holds what is needed to go on, DIR itself the finished draft.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from specbranch import __version__
+from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.errors import BadParameter, ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import TaskID
+
+    from specbranch.distill.material import Material
+    from specbranch.distill.train import Trained, TrainSettings
+    from specbranch.distill.writer import Target, WriterSettings, Written
+    from specbranch.models.architecture import Architecture
+    from specbranch.models.tensor_file import TensorSource
+
+SLICE_SECONDS, SLICE_TOKENS = 120.0, 20_000_000  # writing is kept in pieces of this size, so that a kill costs at most one
+HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on, and how many at least, up to a quarter
+_model, _writing, _training = (options_of(title) for title in ("Target and draft", "Writing", "Training"))
+
+
+@click.command(cls=SectionedCommand)
+@_model("--target", required=True, metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id, or a known name.")
+@_model("--layers", type=int, required=True, metavar="N", help="Layers of the draft; it starts from the target's first and last ones.")
+@_model("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the draft.")
+@_model("--head-tokens", type=int, metavar="K", help="Let the draft propose only the K tokens the target writes most often [all].")
+@_model("--storage", type=click.Choice(["bfloat16", "int8"]), default="bfloat16", help="How its weights are stored [bfloat16].")
+@_model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
+@_writing("--seconds-writing", type=float, metavar="S", help="How long the target writes [120].")
+@_writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens.")
+@_writing("--data", type=click.Path(path_type=Path), metavar="FILE", help="Prompts for the target to answer too, as for generate --file.")
+@_writing("--material", type=click.Path(path_type=Path), metavar="FILE", help="Train on what an earlier run wrote; nothing is written.")
+@_writing("--writing-rows", type=int, metavar="N", help="Conversations written at once [1024 on a GPU, else 16].")
+@_writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640].")
+@_training("--seconds-training", type=float, metavar="S", help="How long the draft is trained [300].")
+@_training("--steps", type=int, metavar="N", help="Train for N steps instead.")
+@_training("--learning-rate", type=float, default=6e-4, metavar="X", help="Highest learning rate [0.0006].")
+@_training("--rows", type=int, metavar="N", help="Rows of a step; halved at a time if memory is short [64 on a GPU, else 8].")
+@_training("--length", type=int, default=1024, metavar="N", help="Tokens of a row, packed with whole conversations [1024].")
+@_training("--checkpoint-seconds", type=float, default=60.0, metavar="S", help="Time between two checkpoints [60].")
+@click.option("--resume", is_flag=True, help="Go on with the run in DIR, wherever it was stopped.")
+@click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing and training [0].")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: top1, top3, divergence, steps, tokens …")
+def distill(as_json: bool, **given: Any) -> None:
+    """Make a draft for a target. No data set is needed: the target invents questions and answers them, and the draft learns from that.
+
+    \b
+    specbranch distill --target smollm2-135m --layers 4 --out my-draft
+    specbranch distill --target BIG --layers 4 --head-tokens 8192 --out my-draft --resume
+
+    The draft shares the target's embedding and output head; only its own layers are stored. Killed at any moment, the same command with
+    --resume goes on. DIR/training holds the material, checkpoints, metrics.jsonl and a picture; it may be deleted afterwards.
+    """
+    from specbranch.distill.train import train
+
+    run = _Run.prepared(given)
+    with _Bars() as bars:
+        material = run.material(bars)
+        learned, held_out = material.split(_share_held_out(len(material)), run.training.seed)
+        arch, weights, resume = run.target.arch, run.target.weights, given["resume"]
+        done = train(arch, weights, learned, held_out, run.training, run.folder, resume=resume, report=bars.trained)
+    record = run.save(done, material, given["storage"])
+    click.echo(json.dumps(record) if as_json else _summary(record))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Everything that was decided before the first token is written."""
+
+    out: Path
+    name: str
+    licence: str | None
+    fingerprint: str
+    source: str
+    target: Target
+    writing: WriterSettings
+    training: TrainSettings
+    given_material: Path | None
+
+    @classmethod
+    def prepared(cls, given: Mapping[str, Any]) -> Self:
+        """Refuse what cannot be done, then load the target."""
+        from specbranch.assembly import ModelChoice, chosen_device
+        from specbranch.cli.progress import pulled
+        from specbranch.distill.draft_folder import fingerprint_of, refuse_other_draft
+        from specbranch.models.locate import locate
+        from specbranch.models.native import open_model
+
+        device, out = chosen_device(ModelChoice(given["target"], device=given["device"]).device), given["out"]
+        source = pulled(given["target"])
+        arch, file = open_model(locate(source))
+        writing, training = _writer_settings(given, device), _train_settings(given, arch, device)
+        fingerprint = fingerprint_of(arch, file)
+        if out.is_dir():
+            refuse_other_draft(out, fingerprint)
+        if given["material"] is not None and not given["material"].is_file():
+            raise BadParameter(f"There is no material at {given['material']}. Name a file that an earlier run left in DIR/training.")
+        target = _load(arch, file, device)
+        run = cls(out, *_title_and_licence(given["target"]), fingerprint, source, target, writing, training, given["material"])
+        run.claim(given["resume"])
+        return run
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of the run are."""
+        return self.out / "training"
+
+    def claim(self, resume: bool) -> None:
+        """Note in the folder whose it is, or refuse one that holds another run."""
+        from specbranch.distill.draft_folder import spoken, write_whole
+
+        note, ours = self.folder / "run.json", self._note()
+        if note.exists():
+            self._check(_read_note(note), ours, resume)
+        with spoken(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(note, json.dumps(ours, indent=2).encode())
+
+    def _note(self) -> dict[str, Any]:
+        writing = {**asdict(self.writing), "prompts": sha256(json.dumps(self.writing.prompts).encode()).hexdigest()}
+        return {"target": self.name, "target_fingerprint": self.fingerprint, "writing": writing}
+
+    def _check(self, held: dict[str, Any], ours: dict[str, Any], resume: bool) -> None:
+        if held.get("target_fingerprint") != self.fingerprint:
+            raise BadParameter(f"{self.out} holds a run for {held.get('target')}, not for this target. Name another folder with --out.")
+        if not resume:
+            raise BadParameter(f"{self.out} holds a run already. Go on with it by --resume, or name another folder with --out.")
+        theirs = held.get("writing") or {}
+        other = [name for name, value in ours["writing"].items() if theirs.get(name) != value]
+        if other and self.given_material is None:
+            told = ", ".join(f"{name} was {theirs.get(name)}, now {ours['writing'][name]}" for name in other)
+            raise BadParameter(f"{self.out} was begun with other settings: {told}. Resume with the same, or name another folder.")
+
+    def material(self, bars: _Bars) -> Material:
+        """Return what the target wrote, having it written first where it is not there yet."""
+        from specbranch.distill.material import Material
+
+        if self.given_material is not None:
+            found = Material.load(self.given_material)
+            if int(found.tokens.max()) >= self.target.arch.vocabulary:
+                raise BadParameter(f"{self.given_material} holds tokens that {self.name} does not have; it was written by another target.")
+            return found
+        slices = _slices(self.writing)
+        shown = [bars.slice(settings, f"Writing {number} of {len(slices)}") for number, settings in enumerate(slices, 1)]
+        parts = [self._part(number, *piece) for number, piece in enumerate(zip(slices, shown, strict=True))]
+        return parts[0] if len(parts) == 1 else Material.join(parts)
+
+    def _part(self, number: int, settings: WriterSettings, progress: Any) -> Material:
+        from specbranch.assembly import ModelChoice, load_tokenizer
+        from specbranch.distill.material import Material
+        from specbranch.distill.writer import write
+
+        file = self.folder / f"material-{number}.safetensors"
+        if file.exists():
+            return Material.load(file)
+        part = write(self.target, load_tokenizer(ModelChoice(self.source)), settings, progress)
+        part.save(file)
+        return part
+
+    def save(self, done: Trained, material: Material, storage: Any) -> dict[str, Any]:
+        """Write the draft; returns what there is to say of it."""
+        from specbranch.distill.draft_folder import DraftInfo, DraftWeights, save_draft
+        from specbranch.distill.model import Block
+
+        head_ids = done.student.head_ids
+        layers = [block.weights() for block in done.student.blocks if isinstance(block, Block)]
+        info = DraftInfo(self.name, self.fingerprint, self.training.layers, self.training.head_tokens, storage)
+        figures = {name: round(value, 4) for name, value in done.figures.items()}
+        provenance = self._provenance(done, material)
+        weights = DraftWeights(layers, done.student.norm, head_ids)
+        save_draft(self.out, self.target.arch, weights, info, licence=self.licence, figures=figures, provenance=provenance)
+        size = (self.out / "model.safetensors").stat().st_size
+        return {"out": str(self.out), "layers": list(info.layers), "head_tokens": info.head_tokens, "bytes": size, **figures, **provenance}
+
+    def _provenance(self, done: Trained, material: Material) -> dict[str, Any]:
+        import torch
+
+        s = self.training
+        return {
+            "target": self.name,
+            "seed": s.seed,
+            "conversations": len(material),
+            "tokens_written": material.tokens.numel(),
+            "answer_tokens": material.answer_tokens,
+            "steps": done.steps,
+            "tokens": done.tokens,
+            "seconds": round(done.seconds, 1),
+            "learning_rate": s.learning_rate,
+            "batch": [s.rows, s.length],
+            "specbranch": __version__,
+            "torch": torch.__version__,
+            "hardware": _hardware(self.target.weights.norm.device),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        }
+
+
+def _title_and_licence(name: str) -> tuple[str, str | None]:
+    """Return what to call the target in files that others read (no path of this machine), and its licence where it is known."""
+    from specbranch.models.store import KNOWN
+
+    if name in KNOWN:
+        return name, KNOWN[name].licence
+    path = Path(name).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else name, None
+
+
+def _load(arch: Architecture, file: TensorSource, device: str) -> Target:
+    import torch
+
+    from specbranch.distill.writer import Target
+    from specbranch.models.weights import read_weights
+
+    place = torch.device(device)
+    return Target(arch, read_weights(arch, file, place, torch.float32 if place.type == "cpu" else torch.bfloat16))
+
+
+def _writer_settings(given: Mapping[str, Any], device: str) -> WriterSettings:
+    from specbranch.cli.generate import read_prompts
+    from specbranch.distill.writer import WriterSettings
+
+    seconds, tokens = given["seconds_writing"], given["tokens"]
+    return WriterSettings(
+        seconds=120.0 if seconds is None and tokens is None else seconds,
+        tokens=tokens,
+        rows=given["writing_rows"] or (16 if device == "cpu" else 1024),
+        length=given["writing_length"],
+        question_tokens=max(min(192, given["writing_length"] // 3), 3),
+        prompts=tuple(read_prompts(None, given["data"])) if given["data"] else (),
+        seed=given["seed"],
+    )
+
+
+def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -> TrainSettings:
+    from specbranch.distill.model import outer_layers
+    from specbranch.distill.train import TrainSettings
+
+    steps, seconds, head = given["steps"], given["seconds_training"], given["head_tokens"]
+    if head is not None and not 1 <= head < arch.vocabulary:
+        raise BadParameter(f"--head-tokens is {head}; expected 1 to {arch.vocabulary - 1}, or leave it out for all {arch.vocabulary}.")
+    return TrainSettings(
+        layers=outer_layers(given["layers"], arch.layers),
+        steps=steps,
+        seconds=300.0 if steps is None and seconds is None else seconds,
+        learning_rate=given["learning_rate"],
+        rows=given["rows"] or (8 if device == "cpu" else 64),
+        length=min(given["length"], arch.context_length),
+        seed=given["seed"],
+        head_tokens=head,
+        checkpoint_seconds=given["checkpoint_seconds"],
+    )
+
+
+def _slices(settings: WriterSettings) -> list[WriterSettings]:
+    """Cut the writing into pieces of equal size, each with a seed of its own."""
+    count = max(-int(-(settings.seconds or 0) // SLICE_SECONDS), -int(-(settings.tokens or 0) // SLICE_TOKENS), 1)
+    seconds = None if settings.seconds is None else settings.seconds / count
+    tokens = None if settings.tokens is None else -(-settings.tokens // count)
+    return [replace(settings, seconds=seconds, tokens=tokens, seed=settings.seed * 1000 + number) for number in range(count)]
+
+
+def _share_held_out(conversations: int) -> float:
+    return max(HELD_OUT, min(0.25, HELD_OUT_LEAST / max(conversations, 1)))
+
+
+def _read_note(note: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(note.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{note} is damaged ({error}). Delete the folder {note.parent} to begin anew.") from None
+
+
+def _hardware(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def _summary(record: Mapping[str, Any]) -> str:
+    outside = f", {record['outside']:.1%} of the target's probability outside the head" if record["head_tokens"] else ""
+    return (
+        f"The draft is in {record['out']}: {len(record['layers'])} layers, {record['bytes'] / 1e6:.1f} MB.\n"
+        f"On {record['compared']:,.0f} held-out tokens of the target: top-1 agreement {record['top1']:.3f}, top-3 {record['top3']:.3f}, "
+        f"divergence {record['divergence']:.3f}{outside}.\n"
+        f"{record['tokens_written']:,} tokens written, {record['tokens']:,} trained on in {record['steps']:,} steps "
+        f"({record['seconds']:.0f} s)."
+    )
+
+
+class _Bars:
+    """Progress of writing and training on standard error; where nobody watches, a line at each comparison."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self._task: TaskID | None = None
+        self._what = ""
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def slice(self, settings: WriterSettings, what: str) -> Any:
+        """Return what shows the progress of one piece of the writing."""
+
+        def show(written: Written) -> None:
+            total, done = (settings.tokens, written.tokens) if settings.tokens else (settings.seconds, written.seconds)
+            speed = written.tokens / max(written.seconds, 1e-9)
+            self._show(what, total, done, f"{written.tokens:,} tokens, {written.conversations:,} conversations, {speed:,.0f} tokens/s")
+
+        return show
+
+    def trained(self, record: Mapping[str, Any]) -> None:
+        """Show how far the training has come."""
+        note = f"loss {record['loss']:.3f}" if "loss" in record else ""
+        self._show("Training", record["of"], record["step"], note)
+        if "top1" in record and not record.get("final"):
+            loss = f"{note}, " if note else ""
+            told = f"step {record['step']:,}: {loss}top-1 {record['top1']:.3f}, top-3 {record['top3']:.3f}"
+            self._bars.console.print(told, highlight=False)
+
+    def _show(self, what: str, total: float | None, done: float, note: str) -> None:
+        if self._task is None or what != self._what:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._what, self._task = what, self._bars.add_task(what, total=None, note="")
+        self._bars.update(self._task, total=total, completed=done, note=note)

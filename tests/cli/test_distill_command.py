@@ -1,0 +1,163 @@
+"""`distill` from a tiny random target to a finished draft, killed and resumed, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import Command, Done
+
+from specbranch.distill.draft_folder import read_draft
+
+SMALL = ("--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--rows", "4", "--length", "128", "--learning-rate", "0.003")
+SHORT = (*SMALL, "--tokens", "4000", "--steps", "12")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def distilled(command: Command, target: str, out: Path, *more: str, layers: int = 1) -> Done:
+    return command("distill", "--target", target, "--layers", str(layers), "--out", str(out), *more)
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model.safetensors").read_bytes()
+
+
+def test_a_target_alone_gives_a_draft_that_is_nearer_to_it_the_longer_it_learns(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    short, long = (
+        distilled(command, pair[0], tmp_path / steps, *SMALL, "--tokens", "12000", "--steps", steps, "--json").answers()[0]
+        for steps in ("1", "80")
+    )
+    assert long["divergence"] < 0.9 * short["divergence"]
+    assert long["steps"] == 80 and long["tokens_written"] > 1000 and long["layers"] == [0]
+    draft = read_draft(tmp_path / "80")
+    assert draft.info.target == "target" and draft.tensor("model.layers.0.self_attn.q_proj.weight").shape == (32, 32)
+    assert str(tmp_path) not in (tmp_path / "80" / "README.md").read_text() + (tmp_path / "80" / "provenance.json").read_text()
+    for name in ("metrics.jsonl", "training.svg", "material-0.safetensors"):
+        assert (tmp_path / "80" / "training" / name).stat().st_size > 0
+
+
+def test_a_run_killed_while_training_and_resumed_ends_as_one_that_was_not(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    options = (*SMALL, "--tokens", "4000", "--steps", "400", "--checkpoint-seconds", "0.2")
+    killed_in_training(pair[0], tmp_path / "killed", options)
+    again = distilled(command, pair[0], tmp_path / "killed", *options, "--resume", "--json").answers()[0]
+    whole = distilled(command, pair[0], tmp_path / "whole", *options, "--json").answers()[0]
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    assert again["top1"] == whole["top1"] and again["tokens"] == whole["tokens"]
+
+
+def killed_in_training(target: str, out: Path, options: tuple[str, ...]) -> None:
+    arguments = ["distill", "--target", target, "--layers", "1", "--out", str(out), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "specbranch.cli.main", *arguments], env=environment, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not (out / "training" / "checkpoint.pt").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (out / "training" / "checkpoint.pt").exists() and not (out / "config.json").exists(), "it was not killed in the middle"
+
+
+def test_what_was_written_is_not_written_again(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    first = distilled(command, pair[0], tmp_path / "one", *SHORT, "--json").answers()[0]
+    file = tmp_path / "one" / "training" / "material-0.safetensors"
+    before = file.stat().st_mtime_ns
+    assert distilled(command, pair[0], tmp_path / "one", *SHORT, "--resume").code == 0
+    assert file.stat().st_mtime_ns == before
+    other = distilled(command, pair[0], tmp_path / "two", *SHORT, "--material", str(file), "--json").answers()[0]
+    assert other["tokens_written"] == first["tokens_written"] and weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
+def test_a_smaller_head_and_int8_and_own_prompts_are_taken(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("A branch is a guess\nSmile\n")
+    more = ("--head-tokens", "50", "--storage", "int8", "--data", str(prompts))
+    done = distilled(command, pair[0], tmp_path / "out", *SHORT, *more, layers=2)
+    assert done.code == 0 and "2 layers" in done.out and "outside the head" in done.out
+    draft = read_draft(tmp_path / "out")
+    assert draft.info.head_tokens == 50 and draft.info.storage == "int8" and draft.info.layers == (0, 1)
+    assert draft.head_ids is not None and len(draft.head_ids) == 50
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--layers", "3"), "expected 1 to 2"),
+        (("--layers", "0"), "expected 1 to 2"),
+        (("--head-tokens", "421"), "expected 1 to 420"),
+        (("--steps", "5", "--seconds-training", "9"), "exactly one"),
+        (("--steps", "0"), "above 0"),
+        (("--data", "gone.txt"), "cannot be read"),
+        (("--material", "gone.safetensors"), "no material at"),
+    ],
+)
+def test_impossible_wishes_are_sentences(
+    more: tuple[str, ...], words: str, command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
+    done = distilled(command, pair[0], tmp_path / "out", *SMALL, *more)
+    assert done.code == 2 and words in done.err
+    assert not (tmp_path / "out").exists()  # the next attempt is not taken for one that goes on
+
+
+def test_a_folder_of_another_run_or_target_is_refused(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    assert distilled(command, pair[0], tmp_path, *SHORT).code == 0
+    kept = weights(tmp_path)
+    refusals: dict[str, Any] = {
+        "holds a run already": distilled(command, pair[0], tmp_path, *SHORT),
+        "was made for target": distilled(command, pair[1], tmp_path, *SHORT, "--resume"),
+        "other settings: tokens was 4000, now 5000": distilled(command, pair[0], tmp_path, *SMALL, "--tokens", "5000", "--resume"),
+        "steps was 12, now 13": distilled(command, pair[0], tmp_path, *SMALL, "--tokens", "4000", "--steps", "13", "--resume"),
+    }
+    for words, done in refusals.items():
+        assert done.code == 2 and words in done.err, done.err
+    (tmp_path / "config.json").unlink()
+    assert "holds a run for target" in distilled(command, pair[1], tmp_path, *SHORT, "--resume").err
+    assert weights(tmp_path) == kept
+
+
+def test_a_models_own_folder_is_not_written_into(command: Command, pair: tuple[str, str]) -> None:
+    done = distilled(command, pair[0], Path(pair[0]), *SHORT)
+    assert done.code == 2 and "no draft made by" in done.err and not (Path(pair[0]) / "training").exists()
+
+
+def test_a_damaged_checkpoint_is_a_sentence(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    assert distilled(command, pair[0], tmp_path, *SHORT).code == 0
+    (tmp_path / "training" / "checkpoint.pt").write_bytes(b"damaged")
+    done = distilled(command, pair[0], tmp_path, *SHORT, "--resume")
+    assert done.code == 2 and "checkpoint" in done.err and "is damaged" in done.err
+    (tmp_path / "training" / "run.json").write_text("[")
+    assert "run.json is damaged" in distilled(command, pair[0], tmp_path, *SHORT, "--resume").err
+
+
+def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
+    from specbranch.cli.distill import _slices
+    from specbranch.distill.writer import WriterSettings
+
+    pieces = _slices(WriterSettings(seconds=300.0, seed=2))
+    assert [piece.seconds for piece in pieces] == [100.0] * 3
+    assert [piece.seed for piece in pieces] == [2000, 2001, 2002]
+    assert len(_slices(WriterSettings(tokens=1000))) == 1 and len(_slices(WriterSettings(tokens=50_000_000))) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    done = distilled(command, pair[0], tmp_path / "file" / "out", *SHORT)
+    assert done.code == 2 and "Cannot write" in done.err
+
+
+def test_the_json_is_one_object_on_standard_output(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    done = distilled(command, pair[0], tmp_path / "out", *SHORT, "--json")
+    assert {"top1", "top3", "divergence", "outside", "steps", "tokens", "seconds", "out"} <= json.loads(done.out).keys()
