@@ -1,10 +1,14 @@
-"""Shared by all tests: a pair of tiny models on disk, and the embedded default where it is at hand."""
+"""Shared by all tests: a pair of tiny models on disk, one known by name, and the embedded default where it is at hand."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from specbranch.pairs import Pair
 
 
 @pytest.fixture(scope="session")
@@ -12,6 +16,31 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     from tiny_pair import make_pair
 
     return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of the tiny target as `specbranch distill` makes one; hardly trained."""
+    from specbranch.cli.main import run
+
+    folder = tmp_path_factory.mktemp("distilled") / "tiny"
+    training = ["--layers", "1", "--writing-rows", "4", "--writing-length", "64", "--rows", "2", "--length", "64", "--steps", "10"]
+    assert run(["distill", "--device", "cpu", "--target", pair[0], "--out", str(folder), "--tokens", "2000", *training]) == 0
+    return folder
+
+
+@pytest.fixture
+def tiny(pair: tuple[str, str], tiny_draft: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """A pair known as 'tiny', which is the default one, too."""
+    import specbranch.cli.models
+    import specbranch.cli.options  # noqa: F401 # both read the table once, for help: that must not be this one
+    from specbranch import pairs
+
+    made = pairs.Pair("tiny", pair[0], "a tiny pair")
+    monkeypatch.setenv(pairs.DRAFTS_VARIABLE, str(tiny_draft.parent))
+    monkeypatch.setitem(pairs.PAIRS, "tiny", made)
+    monkeypatch.setattr(pairs, "DEFAULT_PAIR", "tiny")
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ PROMPT = "A branch is a guess about what the large model will say next."
 
 @pytest.fixture(scope="module")
 def llm(pair: tuple[str, str]) -> Iterator[LLM]:
-    with LLM(*pair, dtype="float64", device="cpu", context_length=256) as loaded:
+    with LLM(*pair, "specbranch", dtype="float64", device="cpu", context_length=256) as loaded:
         yield loaded
 
 
@@ -28,10 +28,49 @@ def plain(pair: tuple[str, str]) -> LLM:
     return LLM(pair[0], method="autoregressive", dtype="float64", device="cpu", context_length=256)
 
 
-def test_a_draft_means_specbranch_and_none_means_lookup(llm: LLM, pair: tuple[str, str]) -> None:
-    assert llm.method == "specbranch"
+def test_branches_are_for_models_that_work_at_once(pair: tuple[str, str]) -> None:
     assert LLM(pair[0], device="cpu", context_length=64).method == "lookup"
-    assert LLM(*pair, device="cpu", context_length=64, speculative=SpeculativeConfig(max_branches=4)).method == "specbranch"
+    by_turns = LLM(*pair, device="cpu", context_length=64, speculative=SpeculativeConfig(max_branches=4))
+    assert (by_turns.method, by_turns.config) == ("adaptive", SpeculativeConfig(method="adaptive", max_branches=4))
+    with LLM(*pair, device="cpu", context_length=64, executor="process") as at_once:
+        assert at_once.method == "specbranch"
+    assert LLM(*pair, device="cpu", context_length=64, clock="h200-1b-8b").method == "specbranch"
+
+
+def test_a_method_that_was_asked_for_is_taken(pair: tuple[str, str]) -> None:
+    assert LLM(*pair, "speculative", device="cpu", context_length=64).method == "speculative"
+    assert LLM(*pair, device="cpu", context_length=64, speculative={"method": "pearl"}).method == "pearl"
+
+
+def test_another_method_on_the_same_models_gives_the_same_tokens(pair: tuple[str, str]) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
+    with LLM(*pair, "specbranch", dtype="float64", device="cpu", context_length=256) as llm:
+        others = {name: llm.using(name) for name in METHODS}
+        answers = {name: other.generate(PROMPT, params) for name, other in others.items()}
+        assert len({answer.token_ids for answer in answers.values()}) == 1
+        assert [answer.method for answer in answers.values()] == list(METHODS) and llm.method == "specbranch"
+        assert answers["autoregressive"].stats["drafted"] == 0 < answers["speculative"].stats["drafted"]
+        assert llm.using(speculative={"method": "pearl", "num_speculative_tokens": 2}).config.num_speculative_tokens == 2
+    with pytest.raises(BadParameter, match="was closed"):
+        others["lookup"].generate("Smile")
+    with pytest.raises(BadParameter, match="needs a draft model"):
+        plain(pair).using("pearl")
+
+
+def test_a_clock_changes_the_seconds_and_not_the_tokens(pair: tuple[str, str]) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
+    with LLM(*pair, dtype="float64", device="cpu", context_length=256, clock="h200-1b-8b") as llm:
+        timed = {name: llm.using(name).generate(PROMPT, params) for name in METHODS}
+    assert {answer.token_ids for answer in timed.values()} == {plain(pair).generate(PROMPT, params).token_ids}
+    assert timed["autoregressive"].stats["decode_seconds"] == pytest.approx(29 * 0.00495)
+    assert LLM(pair[0], device="cpu", clock="h200-1b-8b").generate(PROMPT, params).stats["decode_seconds"] > 0
+
+
+def test_a_clock_takes_the_place_of_an_executor(pair: tuple[str, str]) -> None:
+    with pytest.raises(BadParameter, match="executor 'process' has no place beside it"):
+        LLM(*pair, executor="process", clock="h200-1b-8b", device="cpu")
+    with pytest.raises(BadParameter, match="Did you mean 'h200-1b-8b'"):
+        LLM(*pair, clock="h200-1b8b", device="cpu")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -118,7 +157,7 @@ def test_a_text_that_outgrows_the_draft_goes_on_without_it(runner: Any, pair: tu
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     with LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128) as llm:
         expected = llm.generate(PROMPT, params).token_ids
-    with LLM(pair[0], short, runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
+    with LLM(pair[0], short, "specbranch", runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
         output = llm.generate(PROMPT, params)
     assert output.token_ids == expected
     assert output.stats["drafted"] > 0

@@ -21,13 +21,14 @@ LAYERS = (
     {"sim"},
     {"models", "predictor", "text"},
     {"distill"},
+    {"pairs"},
     {"answer", "assembly"},
     {"engine"},
     {"recheck", "server", "bench"},
     {"cli"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "config", "core", "exec", "sim", "answer", "assembly", "engine", "recheck", "cli")
+WITHOUT_TORCH = ("errors", "config", "core", "exec", "sim", "pairs", "answer", "assembly", "engine", "recheck", "cli")
 HEAVY = {"torch", "transformers", "numpy", "numba", "safetensors"}
 
 

@@ -7,6 +7,7 @@ fault in any of those cannot hide on both sides of a comparison.
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from functools import partial
 
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
+from specbranch.core.arms import Arm
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.pilot import Experience, Pilot
 from specbranch.core.policy import Policy
 from specbranch.core.request import Request
+from specbranch.core.rounds import InFlight
 from specbranch.core.runner import Feed
 from specbranch.core.session import Session, Watcher
 from specbranch.core.trace import Trace
@@ -164,10 +168,38 @@ def _draw(logits: Logits, case: Case, position: int) -> int:
     return scores.index(max(scores))
 
 
-def decode(executor: Executor, case: Case, config: SpeculativeConfig, trace: Trace | None = None, policy: Policy | None = None) -> Session:
+class Wanderer(Pilot):
+    """Takes one arm after the other without a reason, each for a few tokens; what it takes hangs on the text and on past verdicts."""
+
+    def choose(self, pending: InFlight) -> Arm:
+        text, stats = self.session.tokens, self.session.stats
+        self.trail.follow(text)
+        rng = random.Random(hash((tuple(text), stats.rejected, stats.losing)))
+        method = rng.choice(sorted({walker.arm.method for walker in self.walkers}))
+        self.arm = rng.choice([walker.arm for walker in self.walkers if walker.arm.method == method])
+        self._until = len(text) + rng.choice((1, 2, 3, 6))
+        self._at_work = self._now(pending)
+        return self._at_work
+
+
+class Wandering(Experience):
+    """Experience that never makes wise: every order of arms comes up."""
+
+    def pilot(self, session: Session, config: SpeculativeConfig) -> Pilot:
+        return Wanderer(self, session, config)
+
+
+def decode(
+    executor: Executor,
+    case: Case,
+    config: SpeculativeConfig,
+    trace: Trace | None = None,
+    policy: Policy | None = None,
+    experience: Experience | None = None,
+) -> Session:
     """Run one session alone to its end and check its statistics; `policy` takes the place of the method's own."""
     loop, session, method = Loop(executor, trace), case.session(next(_numbers)), METHODS[config.method]
-    loop.join(session, method.run(session, config, policy) if policy else method.start(session, config))
+    loop.join(session, method.run(session, config, policy) if policy else method.start(session, config, experience))
     run_out(loop)
     session.stats.check()
     return session

@@ -21,6 +21,10 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
+from specbranch.pairs import draft_path
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.profile import CostProfile
+from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
     from specbranch.models.fetch import Progress
@@ -32,7 +36,6 @@ RunnerName = Literal["auto", "native", "transformers"]
 RUNNERS = ("auto", "native", "transformers")
 EXECUTORS = ("serial", "process")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-DEFAULT_TARGET = "smollm2-135m"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +73,28 @@ class Parts:
     dtype: str
 
 
-def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName) -> Parts:
-    """Load both models and put the workers together."""
+def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, clock: CostProfile | None = None) -> Parts:
+    """Load both models and put the workers together; with a `clock` their time is modelled."""
     if executor not in EXECUTORS:
         raise unknown("executor", str(executor), EXECUTORS)
+    if clock is not None and executor != "serial":
+        raise BadParameter(f"A clock models how draft and target overlap, so executor {executor!r} has no place beside it. Leave one out.")
     draft = draft and beside(draft, target.name)
     if draft is not None and executor == "process":
-        target, draft = (replace(choice, threads=_half_the_threads()) for choice in (target, draft))
+        target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
     tokenizer = load_tokenizer(target)
     shared = None if draft is None else common_vocabulary(tokenizer, draft)
     verifier = make_verifier(target)
     kind, dtype = _described(verifier.runner)
-    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared), kind, dtype)
+    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared, clock), kind, dtype)
 
 
 def beside(draft: ModelChoice, target: str) -> ModelChoice:
-    """Return the choice of a draft that is to run beside a target: one made by `distill` shares with it."""
+    """Return the choice of a draft that is to run beside a target, a pair's by its folder: one made by `distill` shares with it."""
     from specbranch.distill.draft_name import is_draft_folder
 
-    return replace(draft, shares=target) if is_draft_folder(draft.name) else draft
+    found = replace(draft, name=draft_path(draft.name))
+    return replace(found, shares=target) if is_draft_folder(found.name) else found
 
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
@@ -166,14 +172,34 @@ def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:
     return compare_vocabularies(target, load_tokenizer(draft))
 
 
-def make_executor(name: ExecutorName, verifier: Verifier, draft: ModelChoice | None, shared: int | None) -> Executor:
-    """Make the executor of that name; the draft proposes only the `shared` ids."""
+def make_executor(
+    name: ExecutorName, verifier: Verifier, draft: ModelChoice | None, shared: int | None, clock: CostProfile | None = None
+) -> Executor:
+    """Make the executor of that name, or one with a virtual clock; the draft proposes only the `shared` ids."""
     if draft is None or shared is None:
-        return Serial(verifier)
+        return Serial(verifier) if clock is None else VirtualClock(verifier, None, clock)
     vocabulary = min(shared, verifier.runner.vocabulary)
     if name == "process":
         return Process(verifier, functools.partial(make_drafter, draft, vocabulary))
-    return Serial(verifier, make_drafter(draft, vocabulary, verifier.runner))
+    drafter = make_drafter(draft, vocabulary, verifier.runner)
+    if clock is None:
+        return Serial(verifier, drafter)
+    return VirtualClock(verifier, MeteredDrafter(drafter.runner, drafter.sampler), clock)
+
+
+def cost_profile(clock: str | None, target: str, draft: str | None, force: bool = False) -> CostProfile | None:
+    """Return the profile that a clock was named by; one that was measured with other models is refused unless forced."""
+    profile = None if clock is None else load_profile(clock)
+    if profile is not None and not force and (profile.target_identity or profile.draft_identity):
+        profile.check_pair(identity(target), None if draft is None else identity(draft))
+    return profile
+
+
+def identity(name: str) -> str:
+    """Return what tells a model from others: a digest of its files, a pair's draft by the pair's name."""
+    from specbranch.models.identity import model_identity
+
+    return model_identity(fetched(ModelChoice(draft_path(name))))
 
 
 def chosen_device(name: str | None) -> str:
@@ -201,7 +227,7 @@ def _described(runner: Runner) -> tuple[RunnerName, str]:
     return kind, str(getattr(runner, "dtype", None)).removeprefix("torch.")
 
 
-def _half_the_threads() -> int:
+def half_the_threads() -> int:
     """How many CPU threads each of two models at work at once gets: two full teams would only wait for each other."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(usable // 2, 1)

@@ -5,9 +5,11 @@ Frozen, checked when made; unknown keys are refused with the nearest name. Holds
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from specbranch.errors import BadParameter, unknown
@@ -16,6 +18,7 @@ Rule = Literal["match", "ratio"]
 HeadKind = Literal["top", "sampled"]
 PolicyName = Literal["fixed", "confidence", "entropy"]
 
+TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
 LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
 ExecutorName = Literal["serial", "process"]
 
@@ -106,7 +109,7 @@ class SamplingParams:
 class SpeculativeConfig:
     """How a method speculates. Names follow vLLM where the idea is the same."""
 
-    method: str | None = None  # nothing: the best fit, specbranch with a draft
+    method: str | None = None  # nothing: the best fit (core.methods.best_fit)
     num_speculative_tokens: int = 5
     policy: PolicyName | None = None  # nothing: the method's own
     rule: Rule = "match"
@@ -136,7 +139,26 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from a mapping, refusing keys that do not exist."""
-        return cls(**_known_only(cls, "speculative setting", values))
+        return cls(**_known_only(cls, "speculative setting", {name: value for name, value in values.items() if name != TUNED_FOR}))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read from a JSON file, such as `specbranch tune` writes."""
+        return cls.from_dict(read_settings(path))
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Read speculative settings from a JSON file, as they are there, with what they were tuned for if it says so."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadParameter(
+            f"The configuration {path} cannot be read ({error}); expected a JSON object as `specbranch tune` writes it."
+        ) from None
+    if not isinstance(values, dict):
+        raise BadParameter(f"The configuration {path} is no JSON object; expected one from `specbranch tune`.")
+    SpeculativeConfig.from_dict(values)
+    return values
 
 
 def _known_only(cls: type[Any], what: str, values: Mapping[str, Any]) -> dict[str, Any]:

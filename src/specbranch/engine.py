@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import DEFAULT_TARGET, ModelChoice, RunnerName, assemble
+from specbranch.assembly import ModelChoice, RunnerName, assemble, cost_profile
 from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
+from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
-from specbranch.core.methods import find_method
+from specbranch.core.methods import best_fit, find_method
+from specbranch.core.pilot import Experience
 from specbranch.core.request import Request
+from specbranch.core.runner import Runner
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
+from specbranch.exec.drafter import Drafter
+from specbranch.pairs import chosen_models
 
 __all__ = ["LLM", "Chunk", "Output"]
 
@@ -35,10 +41,11 @@ class LLM:
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | None = None,
         draft: str | None = None,
         method: str | None = None,
         *,
+        pair: str | None = None,
         speculative: SpeculativeConfig | Mapping[str, Any] | None = None,
         executor: ExecutorName = "serial",
         runner: RunnerName = "auto",
@@ -47,25 +54,51 @@ class LLM:
         dtype: str | None = None,
         context_length: int | None = None,
         max_batch: int = 1,
+        clock: str | None = None,
+        force_profile: bool = False,
     ) -> None:
-        """Load the models. `target` and `draft` are known names, folders, GGUF files or Hub ids; without `method` the best fit is taken."""
-        self.config = _config(speculative, method)
-        self.method = self.config.method or ("lookup" if draft is None else "specbranch")
-        self._method = find_method(self.method, draft is not None)
-        self.target, self.max_batch = target, _batch_size(max_batch)
-        choice = ModelChoice(target, runner, device, dtype, context_length)
-        drafting = replace(choice, name=draft, device=draft_device or device, shorten=True) if draft and self._method.needs_draft else None
-        self._parts = assemble(choice, drafting, executor)
+        """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub ids; the default pair
+        where nothing is named.
+
+        Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real and time is modelled:
+        all seconds in the statistics are those the profile charges. A profile measured with another pair is refused, unless forced.
+        """
+        self.target, named = chosen_models(pair, target, draft)
+        profile = cost_profile(clock, self.target, named, force_profile)
+        self._overlap = executor == "process" or (profile is not None and profile.overlap)
+        self._take_method(_config(speculative, method), named is not None)
+        self.max_batch = _batch_size(max_batch)
+        choice = ModelChoice(self.target, runner, device, dtype, context_length)
+        drafting = replace(choice, name=named, device=draft_device or device, shorten=True) if named and self._method.uses_draft else None
+        self._has_draft = drafting is not None
+        self._parts = assemble(choice, drafting, executor, profile)
+        self._experience = Experience(profile or LearnedCosts(self._overlap), self._has_draft)
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
         self._loop = Loop(self._parts.executor)
         self._numbers = count()
-        self._closed = False
+
+    def using(self, method: str | None = None, *, speculative: SpeculativeConfig | Mapping[str, Any] | None = None) -> LLM:
+        """Return an LLM that decodes with another method on the same loaded models; closing one of the two closes both."""
+        other = copy(self)
+        other._take_method(_config(speculative, method), self._has_draft)
+        return other
 
     @property
     def context_length(self) -> int:
         """How many tokens prompt and answer may have together."""
         return self._verifier.runner.context_length
+
+    @property
+    def target_runner(self) -> Runner:
+        """The target model itself, to measure it or to load something beside it."""
+        return self._verifier.runner
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The draft's worker, where it works in this process."""
+        worker = getattr(self._parts.executor, "draft", None)
+        return worker if isinstance(worker, Drafter) else None
 
     @property
     def runner(self) -> str:
@@ -141,14 +174,17 @@ class LLM:
 
     def close(self) -> None:
         """Stop a draft process, if there is one; nothing can be generated afterwards."""
-        self._closed = True
-        self._parts.executor.close()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close()
+
+    def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:
+        self.method, self.config = best_fit(config, has_draft, self._overlap)
+        self._method = find_method(self.method, has_draft)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -205,9 +241,9 @@ class LLM:
                 self._loop.leave(answer.session)
 
     def _join(self, answer: Answer) -> None:
-        if self._closed:
+        if self._loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
-        self._loop.join(answer.session, self._method.start(answer.session, self.config))
+        self._loop.join(answer.session, self._method.start(answer.session, self.config, self._experience))
 
     def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
         """Return n answers to be made to one prompt: the same seed, numbered samples."""

@@ -27,4 +27,6 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def models(pair: tuple[str, str]) -> list[str]:
-    return ["--target", pair[0], "--draft", pair[1], "--dtype", "float64", "--device", "cpu", "--context-length", "256"]
+    """A pair and a method that drafts a lot with it; a --method given later wins."""
+    small = ["--dtype", "float64", "--device", "cpu", "--context-length", "256"]
+    return ["--target", pair[0], "--draft", pair[1], "--method", "specbranch", *small]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import Command
@@ -80,7 +81,7 @@ def test_a_trace_is_written(models: list[str], tmp_path: Path, command: Command)
     file = tmp_path / "trace.json"
     assert command("generate", PROMPT, *models, "--max-tokens", "12", "--trace", str(file)).code == 0
     events = json.loads(file.read_text())["traceEvents"]
-    assert {event["tid"] for event in events} == {"draft", "target"}
+    assert {event["cat"] for event in events if event["ph"] == "X"} == {"draft", "target"}
 
 
 def test_logit_bias_and_stop_tokens_reach_the_model(models: list[str], command: Command) -> None:
@@ -112,9 +113,8 @@ def test_debug_after_two_dashes_is_a_prompt(models: list[str], command: Command)
 def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "specbranch.cli.main", "generate", "--target", pair[0], "--draft", pair[1]]
     command += ["--executor", "process", "--context-length", "512", "--max-tokens", "400", "--ignore-eos", "--file", "/dev/stdin"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, preexec_fn=_heed_interrupts)
     assert process.stdin and process.stdout and process.stderr
     process.stdin.write(f"{PROMPT}\n" * 500)
     process.stdin.close()
@@ -130,6 +130,11 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> No
     raise AssertionError("a process of the group is still alive")
 
 
+def _heed_interrupts() -> None:
+    """Tests in the background inherit that Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _group_alive(group: int) -> bool:
     try:
         os.killpg(group, 0)
@@ -139,8 +144,9 @@ def _group_alive(group: int) -> bool:
 
 
 def test_models_are_listed(command: Command) -> None:
-    (row,) = json.loads(command("models", "list", "--json").out)
-    assert row["name"] == "smollm2-135m" and row["licence"] == "Apache-2.0"
+    row, *others = json.loads(command("models", "list", "--json").out)
+    assert (row["kind"], row["name"], row["licence"]) == ("model", "smollm2-135m", "Apache-2.0")
+    assert {other["kind"] for other in others} == {"pair"}
 
 
 def test_help_names_the_size_of_the_fetch(command: Command) -> None:

@@ -64,11 +64,11 @@ def killed_in_training(target: str, out: Path, options: tuple[str, ...]) -> None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "specbranch.cli.main", *arguments], env=environment, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
-    while not (out / "training" / "checkpoint.pt").exists() and time.monotonic() < until:
+    while not (out / "training" / "checkpoint.safetensors").exists() and time.monotonic() < until:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (out / "training" / "checkpoint.pt").exists() and not (out / "config.json").exists(), "it was not killed in the middle"
+    assert (out / "training" / "checkpoint.safetensors").exists() and not (out / "config.json").exists(), "it was not killed in the middle"
 
 
 def test_what_was_written_is_not_written_again(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
@@ -79,6 +79,14 @@ def test_what_was_written_is_not_written_again(command: Command, pair: tuple[str
     assert file.stat().st_mtime_ns == before
     other = distilled(command, pair[0], tmp_path / "two", *SHORT, "--material", str(file), "--json").answers()[0]
     assert other["tokens_written"] == first["tokens_written"] and weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
+def test_what_was_only_written_is_trained_on_later_by_its_folder(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    written = distilled(command, pair[0], tmp_path / "text", *SHORT, "--only-write", "--json").answers()[0]
+    assert not (tmp_path / "text" / "config.json").exists()
+    again = (*SHORT, "--material", written["material"], "--start", "1", "--json")
+    trained = distilled(command, pair[0], tmp_path / "draft", *again).answers()[0]
+    assert trained["tokens_written"] == written["tokens_written"] and trained["layers"] == [1]
 
 
 def test_a_smaller_head_and_int8_and_own_prompts_are_taken(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
@@ -97,6 +105,9 @@ def test_a_smaller_head_and_int8_and_own_prompts_are_taken(command: Command, pai
     [
         (("--layers", "3"), "expected 1 to 2"),
         (("--layers", "0"), "expected 1 to 2"),
+        (("--start", "one"), "expected numbers of layers"),
+        (("--start", "0,1"), "names 2 layers and --layers says 1"),
+        (("--start", "7"), "the target has 2"),
         (("--head-tokens", "421"), "expected 1 to 420"),
         (("--steps", "5", "--seconds-training", "9"), "exactly one"),
         (("--steps", "0"), "above 0"),
@@ -135,7 +146,7 @@ def test_a_models_own_folder_is_not_written_into(command: Command, pair: tuple[s
 
 def test_a_damaged_checkpoint_is_a_sentence(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     assert distilled(command, pair[0], tmp_path, *SHORT).code == 0
-    (tmp_path / "training" / "checkpoint.pt").write_bytes(b"damaged")
+    (tmp_path / "training" / "checkpoint.safetensors").write_bytes(b"damaged")
     done = distilled(command, pair[0], tmp_path, *SHORT, "--resume")
     assert done.code == 2 and "checkpoint" in done.err and "is damaged" in done.err
     (tmp_path / "training" / "run.json").write_text("[")

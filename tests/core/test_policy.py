@@ -94,7 +94,9 @@ def test_only_the_branch_that_presumed_the_very_outcome_matches() -> None:
 
 
 def test_an_unknown_method_is_a_sentence_with_the_nearest_name() -> None:
-    with pytest.raises(BadParameter, match=r"Unknown method 'specbranc'\. Did you mean 'specbranch'\? Known: adaptive, autoregressive"):
+    with pytest.raises(
+        BadParameter, match=r"Unknown method 'specbranc'\. Did you mean 'specbranch'\? Known: adaptive, auto, autoregressive"
+    ):
         find_method("specbranc", has_draft=True)
 
 

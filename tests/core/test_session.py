@@ -25,8 +25,7 @@ def chain(*tokens: int) -> Branch:
 def accept(made: Session, pending: Branch, count: int, token: int) -> None:
     made.stats.drafted += len(pending.tokens)
     verdict = Verdict(tuple(range(count)), token)
-    made.stats.judge(pending, verdict)
-    made.commit(pending, verdict)
+    made.stats.judge(pending, verdict, made.commit(pending, verdict))
 
 
 def test_a_commit_appends_the_accepted_tokens_and_the_targets_own() -> None:

@@ -19,8 +19,8 @@ def test_a_round_becomes_an_event_a_model() -> None:
     trace = Trace()
     trace.record(3, Orders(DRAFT, VERIFY), Reports(BRANCHES, Verdict((0, 1), 9), Span(0.0, 1.0, 6), Span(0.0, 2.0, 3)))
     assert trace.events == [
-        Event(3, 0, "draft", 0.0, 1.0, 6, 2, branches=(2, 1), kept=1),
-        Event(3, 0, "target", 0.0, 2.0, 3, 2, accepted=2),
+        Event(3, 0, "draft", 0.0, 1.0, 6, 2, branches=(2, 1), kept=1, tokens=(7, 9)),
+        Event(3, 0, "target", 0.0, 2.0, 3, 2, accepted=2, tokens=(4, 5, 9)),
     ]
 
 
@@ -41,7 +41,7 @@ def test_no_branch_is_kept_where_none_presumed_the_outcome() -> None:
     trace = Trace()
     trace.record(1, Orders(DRAFT, VERIFY), Reports(BRANCHES, Verdict((0,), 9), Span(0.0, 1.0), Span(0.0, 1.0)))
     assert [e.kept for e in trace.events] == [None, None]
-    assert trace.events[1].accepted == 1
+    assert (trace.events[1].accepted, trace.events[1].tokens, trace.events[1].refused) == (1, (4, 9), (5,))
 
 
 def run() -> tuple[Trace, int]:
@@ -64,16 +64,20 @@ def test_the_lines_file_holds_every_event(tmp_path: Path) -> None:
     trace, _ = run()
     trace.write_jsonl(tmp_path / "trace.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [Event(**{**line, "branches": tuple(line["branches"])}) for line in lines] == trace.events
+    many = ("branches", "tokens", "refused")
+    assert [Event(**{**line, **{name: tuple(line[name]) for name in many}}) for line in lines] == trace.events
 
 
 def test_the_chrome_file_holds_every_span_in_microseconds(tmp_path: Path) -> None:
     trace, _ = run()
     trace.write_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert len(events) == len(trace.events)
-    for shown, event in zip(events, trace.events, strict=True):
-        assert shown["ph"] == "X"
-        assert (shown["tid"], shown["pid"]) == (event.who, event.session)
-        assert shown["ts"] == event.start * 1e6
+    named = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(trace.events) and {event["ph"] for event in events} == {"M", "X"}
+    begin = min(event.start for event in trace.events)
+    for shown, event in zip(spans, trace.events, strict=True):
+        assert isinstance(shown["tid"], int) and shown["pid"] == event.session + 1
+        assert named[shown["pid"], shown["tid"]] == event.who
+        assert shown["ts"] == (event.start - begin) * 1e6 >= 0
         assert shown["dur"] == (event.end - event.start) * 1e6

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specbranch.core.runner import Feed
 from specbranch.distill.material import Batch
-from specbranch.distill.model import Rows, Stack, compare, counted, divergence, outer_layers
+from specbranch.distill.model import Rows, Stack, compare, counted, divergence, spread_layers
 from specbranch.errors import BadParameter
 from specbranch.models.architecture import Architecture
 from specbranch.models.locate import locate
@@ -32,14 +32,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Architecture, Weig
 
 def alone(tokens: list[int]) -> Batch:
     ids = torch.tensor([tokens])
-    return Batch(ids, torch.arange(len(tokens))[None], torch.zeros_like(ids), torch.ones(ids.shape))
+    return Batch(ids, torch.arange(len(tokens))[None], torch.zeros_like(ids), torch.ones(ids.shape), torch.zeros_like(ids))
 
 
 def packed(lines: list[list[int]]) -> Batch:
     tokens = torch.tensor([[token for line in lines for token in line]])
     positions = torch.cat([torch.arange(len(line)) for line in lines])[None]
     segments = torch.cat([torch.full((len(line),), index) for index, line in enumerate(lines)])[None]
-    return Batch(tokens, positions, segments, torch.ones(tokens.shape))
+    return Batch(tokens, positions, segments, torch.ones(tokens.shape), torch.arange(tokens.numel())[None])
 
 
 def some_rows(hidden: int, seed: int, count: int = 11) -> Rows:
@@ -149,14 +149,15 @@ def _share(p: Tensor, ids: Tensor) -> float:
     return torch.isin(p.argmax(-1), ids).double().mean().item()
 
 
-def test_a_draft_starts_from_the_first_and_last_layers() -> None:
-    assert outer_layers(2, 30) == (0, 29)
-    assert outer_layers(4, 30) == (0, 1, 28, 29)
-    assert outer_layers(3, 5) == (0, 1, 4)
-    assert outer_layers(5, 5) == (0, 1, 2, 3, 4)
+def test_a_draft_starts_from_layers_at_equal_distances() -> None:
+    assert spread_layers(2, 30) == (0, 29)
+    assert spread_layers(4, 30) == (0, 10, 19, 29)
+    assert spread_layers(3, 5) == (0, 2, 4)
+    assert spread_layers(1, 5) == (0,)
+    assert spread_layers(5, 5) == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("count", [0, 6])
 def test_more_layers_than_the_target_has_are_refused(count: int) -> None:
     with pytest.raises(BadParameter, match="expected 1 to 5"):
-        outer_layers(count, 5)
+        spread_layers(count, 5)

@@ -89,7 +89,7 @@ def test_the_config_says_what_the_draft_is(tmp_path: Path) -> None:
     }
     card = (folder / "README.md").read_text()
     assert "license: apache-2.0" in card and "| top1 | 0.5 |" in card
-    assert json.loads((folder / "provenance.json").read_text()) == {"seed": 7}
+    assert json.loads((folder / "provenance.json").read_text()) == {"seed": 7, "figures": {"top1": 0.5}}
 
 
 def test_a_draft_of_another_target_is_refused(tmp_path: Path) -> None:

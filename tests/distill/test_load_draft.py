@@ -14,6 +14,8 @@ from specbranch.core.slots import ROOT
 from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.load import load_draft
 from specbranch.errors import ModelError
+from specbranch.models.kernels import load_kernel
+from specbranch.models.linear import KernelLinear, PlainLinear
 from specbranch.models.native import load_native
 from specbranch.models.rows import collate
 from tiny_pair import make_pair
@@ -31,7 +33,7 @@ def one_thread() -> None:
 def drafts(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("drafts")
-    made = {"whole": [], "reduced": ["--head-tokens", "200"], "int8": ["--storage", "int8", "--layers", "2"]}
+    made = {"whole": [], "reduced": ["--head-tokens", "200"], "int8": ["--storage", "int8", "--layers", "2", "--head-tokens", "200"]}
     for name, more in made.items():
         layers = [] if "--layers" in more else ["--layers", "1"]
         assert run(["distill", "--target", pair[0], "--out", str(folder / name), *layers, *OPTIONS, "--steps", "60", *more]) == 0
@@ -53,6 +55,7 @@ def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(drafts: di
     target = load_native(pair[0], context_length=64)
     draft = load_draft(drafts["whole"], pair[0], beside=target, context_length=64)
     assert draft.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
+    assert draft.decoder.head_weight is not None and target.decoder.head_weight is not None
     assert draft.decoder.head_weight.data_ptr() == target.decoder.head_weight.data_ptr()
 
 
@@ -70,8 +73,37 @@ def test_a_reduced_head_scores_its_tokens_as_the_whole_head_would(drafts: dict[s
     scores = rows(reduced, (5, 6, 7))
     left_out = torch.ones(scores.shape[1], dtype=torch.bool).index_fill(0, ids, False)
     assert scores[:, left_out].eq(float("-inf")).all()
-    reduced.decoder.head = lambda x: x @ reduced.decoder.head_weight.T
+    assert reduced.decoder.head_weight is None, "a head that is not used is not held"
+    whole = load_native(pair[0], context_length=64, dtype=torch.float64).decoder.head
+    reduced.decoder.head, reduced.decoder.columns = whole, None
     assert torch.allclose(rows(reduced, (5, 6, 7))[:, ids], scores[:, ids])
+
+
+@pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
+def test_an_int8_draft_stays_in_int8_and_says_what_it_says_in_float32(
+    drafts: dict[str, str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
+    compact = load_draft(drafts["int8"], pair[0], context_length=64)
+    layer, stored = compact.decoder.layers[0].down, read_draft(drafts["int8"])
+    assert compact._fused is not None and isinstance(layer, KernelLinear) and layer.scale is not None
+    dense = stored.tensor("model.layers.0.mlp.down_proj.weight")
+    torch.testing.assert_close(layer.weight * layer.scale.unsqueeze(-1), dense, rtol=1e-6, atol=0)
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "torch")
+    plain = load_draft(drafts["int8"], pair[0], context_length=64)
+    expected = rows(plain, (5, 6, 7))
+    found = rows(compact, (5, 6, 7))
+    kept = compact.decoder.columns.ids
+    # Scores are those of a head in int8 too: 1/254 of each output's greatest weight is its largest error.
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert (found - expected)[:, kept].abs().max() < 0.02 * expected[:, kept].abs().max()
+    monkeypatch.setattr(plain.decoder, "head", compact.decoder.head)
+    torch.testing.assert_close(rows(plain, (5, 6, 7))[:, kept], found[:, kept], rtol=1e-4, atol=1e-4)
+
+
+def test_an_int8_draft_is_written_out_in_other_precisions(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+    draft = load_draft(drafts["int8"], pair[0], context_length=64, dtype=torch.float64)
+    assert isinstance(draft.decoder.layers[0].down, PlainLinear) and draft.decoder.layers[0].down.weight.dtype is torch.float64
 
 
 def test_a_draft_of_another_target_is_refused(drafts: dict[str, str], tmp_path: Path) -> None:

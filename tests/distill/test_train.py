@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specbranch.distill import train as training
 from specbranch.distill.material import Batch, Material
-from specbranch.distill.train import CHECKPOINT, METRICS, PICTURE, Trained, TrainSettings, frequent_tokens, learning_rate, picture, train
+from specbranch.distill.picture import picture
+from specbranch.distill.train import CHECKPOINT, METRICS, PICTURE, Trained, TrainSettings, frequent_tokens, learning_rate, train
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.architecture import Architecture
 from specbranch.models.locate import locate
@@ -211,7 +213,7 @@ def test_a_damaged_checkpoint_is_a_sentence(damage: str, target: Target, tmp_pat
     elif damage == "other bytes":
         file.write_bytes(b"no checkpoint at all")
     else:
-        torch.save([1, 2], file)
+        save_file({"other": torch.ones(2)}, file)
     with pytest.raises(ModelError, match="is damaged"):
         trained(target, tmp_path, resume=True)
 

@@ -11,14 +11,18 @@ import torch
 from small_tokenizers import byte_level, save
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.distill import writer
+from specbranch.distill import row_decoder, writer
 from specbranch.distill.material import Material
-from specbranch.distill.writer import LEAST_QUESTION, Desk, Script, Target, WriterSettings, Written, write
+from specbranch.distill.openings import LEAST_TEXT, Script
+from specbranch.distill.row_decoder import RowDecoder
+from specbranch.distill.writer import Desk, Target, Written, write
+from specbranch.distill.writer_settings import LEAST_QUESTION, WriterSettings
 from specbranch.errors import BadParameter, ModelError
+from specbranch.models.architecture import Architecture
 from specbranch.models.decoder import Decoder
 from specbranch.models.locate import Located
 from specbranch.models.native import NativeRunner, open_model
-from specbranch.models.weights import read_weights
+from specbranch.models.weights import Weights, read_weights
 from specbranch.text.tokenizer import Tokenizer
 from tiny_models import CONFIGS, saved, some_tokens, tiny
 
@@ -229,14 +233,14 @@ def test_writing_stops_when_the_time_is_over(target: Target, tokenizer: Tokenize
 def test_rows_that_do_not_fit_are_halved_and_told(
     target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = writer._Rows
+    real = writer.RowDecoder
 
-    def small(target: Target, rows: int, length: int) -> object:
+    def small(arch: Architecture, weights: Weights, rows: int, length: int) -> object:
         if rows > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(target, rows, length)
+        return real(arch, weights, rows, length)
 
-    monkeypatch.setattr(writer, "_Rows", small)
+    monkeypatch.setattr(writer, "RowDecoder", small)
     material = write(target, tokenizer, settings(rows=16))
     assert material.about["settings"]["rows"] == 4
     assert "16 rows of 120 tokens do not fit in memory; trying 8." in caplog.text
@@ -246,9 +250,16 @@ def test_memory_for_no_row_at_all_is_said(target: Target, tokenizer: Tokenizer, 
     def none(*given: object) -> object:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
-    monkeypatch.setattr(writer, "_Rows", none)
+    monkeypatch.setattr(writer, "RowDecoder", none)
     with pytest.raises(ModelError, match="no memory for even one row"):
         write(target, tokenizer, settings(rows=2))
+
+
+def test_a_text_that_is_handed_over_is_longer_than_a_question(target: Target, tokenizer: Tokenizer) -> None:
+    script = Script.of(tokenizer, target.arch, settings(length=512, question_tokens=40))
+    handed = [limits for opening, limits in zip(script.openings, script.limits, strict=True) if "Summarize:" in tokenizer.decode(opening)]
+    asked = [limits for opening, limits in zip(script.openings, script.limits, strict=True) if "A farmer" in tokenizer.decode(opening)]
+    assert set(handed) == {(LEAST_TEXT, 307)} and set(asked) == {(LEAST_QUESTION, 40)}
 
 
 def test_without_a_chat_template_the_text_is_plain_and_that_is_said_once(
@@ -304,7 +315,7 @@ def test_impossible_settings_are_refused(given: dict[str, object], sentence: str
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_a_restarted_row_scores_as_a_new_sequence_in_every_family(kind: str, tmp_path: Path) -> None:
     target = load(saved(tiny(kind), tmp_path), ends=())
-    rows = writer._Rows(target, 2, 24)
+    rows = RowDecoder(target.arch, target.weights, 2, 24)
     long, short = some_tokens(20), some_tokens(8, seed=2)
     expected = {"long": logits_of(target, long), "short": logits_of(target, short)}
     for at, token in enumerate(long):
@@ -317,8 +328,9 @@ def test_a_restarted_row_scores_as_a_new_sequence_in_every_family(kind: str, tmp
 @pytest.mark.gpu
 @torch.no_grad()
 def test_attention_over_filled_places_is_used_on_a_gpu(pair: tuple[str, str]) -> None:
-    rows = writer._Rows(load(pair[0], "cuda", torch.bfloat16), 64, 100)
-    assert rows._attend is writer.attend_filled
+    target = load(pair[0], "cuda", torch.bfloat16)
+    rows = RowDecoder(target.arch, target.weights, 64, 100)
+    assert rows._attend is row_decoder.attend_filled
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import pytest
 from specbranch.config import HeadKind, SpeculativeConfig
 from specbranch.core.loop import Executor
 from specbranch.core.orders import Branch, Context, Verdict
+from specbranch.core.pilot import Experience
 from specbranch.core.policy import Entropy, Policy
 from specbranch.core.session import Session, Watcher
 from specbranch.core.trace import Trace
@@ -26,10 +27,12 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.worker import Stale
 from specbranch.sim.toys import ToyRunner, ToySampler
 from toybench import (
+    PROFILE,
     VOCABULARY,
     Answer,
     Case,
     Ending,
+    Wandering,
     acceptance,
     answer,
     decode,
@@ -57,6 +60,7 @@ CONFIGS = {
     "pearl": SpeculativeConfig(method="pearl", num_speculative_tokens=4),
     "specbranch": SpeculativeConfig(method="specbranch", num_speculative_tokens=4, max_branches=24, stop_below=0.45),
     "lookup": SpeculativeConfig(method="lookup", num_speculative_tokens=2),
+    "auto": SpeculativeConfig(method="auto", ngram_max=2),
 }
 
 
@@ -124,13 +128,16 @@ class Cell(NamedTuple):
     def policy(self) -> Policy | None:
         return Strict(CONFIGS["adaptive"].num_speculative_tokens) if self.method == "adaptive" else None
 
+    def experience(self) -> Experience | None:
+        return Wandering(PROFILE) if self.method == "auto" else None
+
     @property
     def blocks(self) -> int:
         """How many blocks of cases may be tried: where lengths depend on the clock, one may not be hard enough."""
         return 5 if self.kind == "process until target" else 1
 
     def cases(self, block: int = 0) -> list[Case]:
-        count = 3 * SEEDS if self.method == "lookup" else SEEDS
+        count = {"lookup": 3, "auto": 2}.get(self.method, 1) * SEEDS
         return [case(block * count + seed, self.temperature, self.vocabulary) for seed in range(count)]
 
 
@@ -175,14 +182,19 @@ def run_cell(cell: Cell, executor_of: Callable[[str, float, int], Executor], tra
     """Run the cases of a cell with each draft; every answer is compared as it comes."""
     runs: dict[float, list[Session]] = {drift: [] for drift in cell.drafts}
     for drift, block in ((drift, block) for block in range(cell.blocks) for drift in cell.drafts):
-        if block and min(hardness(cell, runs).values()) >= ENOUGH:
+        if block and min(hardness(cell, runs).values()) >= enough(cell):
             break
-        executor = executor_of(cell.kind, drift, cell.vocabulary)
+        executor, experience = executor_of(cell.kind, drift, cell.vocabulary), cell.experience()
         for request in cell.cases(block):
-            session = decode(executor, request, cell.config(), trace, cell.policy())
+            session = decode(executor, request, cell.config(), trace, cell.policy(), experience)
             assert answer(session) == truth(request, cell.vocabulary), (cell, drift, request)
             runs[drift].append(session)
     return runs
+
+
+def enough(cell: Cell) -> int:
+    """How often each hard case must have come up; `auto` drafts only where that pays, so it meets fewer."""
+    return ENOUGH // 2 if cell.method == "auto" else ENOUGH
 
 
 def hardness(cell: Cell, runs: dict[float, list[Session]]) -> dict[str, int]:
@@ -202,8 +214,12 @@ def test_output_is_that_of_plain_decoding(cell: Cell, executor_of: Callable[[str
     if cell.method == "autoregressive":
         return
     counts = hardness(cell, runs)
-    assert min(counts.values()) >= ENOUGH, counts
+    assert min(counts.values()) >= enough(cell), counts
     assert sum(s.finished == "stop" and s.origins[-1] == "draft" for s in sessions) >= 2, "no end inside an accepted block"
+    if cell.method == "auto":
+        chosen = {method: sum(method in s.stats.by_method for s in sessions) for method in CONFIGS if method != "auto"}
+        assert min(chosen.values()) >= 20 and total(sessions, "branch_hits_other") >= 5, chosen
+        return
     if cell.method == "adaptive":
         assert Strict.ended_early >= ENOUGH
     if cell.until_target:

@@ -23,6 +23,7 @@ from specbranch.core.session import Session
 from specbranch.core.verify import Uniform
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToySampler
+from toybench import PROFILE, Wandering
 
 LENGTH = 5  # tokens of the joint window: several rounds of every method
 SEEDS = 3000
@@ -70,6 +71,8 @@ class Case:
 
     def start(self, session: Session) -> Rounds:
         method = METHODS[self.method]
+        if self.method == "auto":
+            return method.start(session, self.config, Wandering(PROFILE))
         return method.run(session, self.config, self.make()) if self.make else method.start(session, self.config)
 
     def draw(self, seeds: int | None = None, first: int = 0) -> Drawn:
@@ -107,6 +110,8 @@ CASES = {
     "specbranch-hot": Case("specbranch", (ALL, HIT, OTHER, TRIMMED), heads="top", temperature=1.5),
     "speculative-reduced": Case("speculative", CHAIN, pair=REDUCED),
     "specbranch-reduced": Case("specbranch", (INSIDE, ALL, HIT, TRIMMED), pair=REDUCED),
+    "auto": Case("auto", FORK, seeds=5000),
+    "auto-top": Case("auto", FORK, heads="top", seeds=10000),
 }
 
 

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from specbranch.models import kernels, linear
 from specbranch.models.kernels import Machine, load_kernel, outputs_at_a_time
 from specbranch.models.linear import MOST_ROWS, KernelLinear, PlainLinear, choose_linear
 from specbranch.models.machine_code import _clean_mappings, compile_text
+from specbranch.models.weights import Matrix
 
 SHAPES = [(576, 576), (960, 577), (1, 64), (7, 3), (5, 1), (130, 1000), (4099, 33)]  # outputs, inputs
 KINDS = ["torch", "onednn", "llvm"]
@@ -42,6 +43,17 @@ def kernel_linear(weight: Tensor, bias: Tensor | None = None, most_rows: int = M
     kernel = load_kernel()
     assert kernel is not None
     return KernelLinear(kernel, weight, bias, most_rows)
+
+
+def int8_linear(weight: Tensor, bias: Tensor | None = None) -> KernelLinear:
+    kernel, small = load_kernel("int8"), Matrix(weight).in_int8()
+    assert kernel is not None
+    return KernelLinear(kernel, small.weight, bias, MOST_ROWS, small.scale)
+
+
+def written_out(layer: KernelLinear) -> Tensor:
+    assert layer.scale is not None
+    return layer.weight.double() * layer.scale.double().unsqueeze(-1)
 
 
 def assert_close_to_float64(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -78,13 +90,90 @@ def test_a_row_has_the_same_bits_alone_as_among_others(shape: tuple[int, int]) -
 
 
 @needs_kernel
-def test_the_bits_do_not_depend_on_threads_or_on_the_run() -> None:
+@pytest.mark.parametrize("make", [kernel_linear, int8_linear])
+def test_the_bits_do_not_depend_on_threads_or_on_the_run(make: Callable[[Tensor], KernelLinear]) -> None:
     weight, x = numbers(1000, 577), numbers(6, 577, seed=1)
-    layer = kernel_linear(weight)
-    expected = layer(x)
+    expected = make(weight)(x)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert all(torch.equal(kernel_linear(weight)(x), expected) for _ in range(20))
+        assert all(torch.equal(make(weight)(x), expected) for _ in range(20))
+
+
+# --- weights in int8 ---
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int8_weights_agree_with_float64_at_1_to_20_rows(with_bias: bool, shape: tuple[int, int]) -> None:
+    bias = numbers(shape[0], seed=1) if with_bias else None
+    layer = int8_linear(numbers(*shape), bias)
+    for rows in range(1, 21):
+        x = numbers(rows, shape[1], seed=rows)
+        assert_close_to_float64(layer(x), x, written_out(layer), bias)
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(shape: tuple[int, int]) -> None:
+    layer = int8_linear(numbers(*shape), numbers(shape[0], seed=1))
+    x = numbers(MOST_ROWS, shape[1], seed=2)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for rows in range(2, MOST_ROWS + 1):
+        assert torch.equal(layer(x[:rows]), alone[:rows])
+        assert torch.equal(layer(x[-rows:]), alone[-rows:])
+
+
+@needs_kernel
+def test_nothing_is_read_or_written_outside_int8_matrices() -> None:
+    outs, ins, rows = 7, 13, 3
+    x, scale, y = (torch.full((n + 64,), float("nan")) for n in (rows * ins, outs, rows * outs))
+    weight = torch.full((outs * ins + 64,), 100, dtype=torch.int8)
+    weight[32:-32], x[32:-32], scale[32:-32] = 1, 1, 0.5
+    addresses = [part[32:].data_ptr() for part in (x, weight, y, scale)]
+    kernel = load_kernel("int8")
+    assert kernel is not None
+    kernel(addresses[0], addresses[1], 0, addresses[2], rows, ins, outs, outputs_at_a_time(ins, outs, "int8"), addresses[3])
+    assert (y[32:-32] == ins / 2).all()
+    assert y[:32].isnan().all() and y[-32:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_int8_weights_are_written_out_where_another_kind_is_forced(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind:
+        monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
+    small = Matrix(numbers(30, 40)).in_int8()
+    assert small.scale is not None
+    layer, x = choose_linear(small.weight, None, small.scale), numbers(3, 40, seed=1)
+    assert_close_to_float64(layer(x), x, small.weight * small.scale.unsqueeze(-1))
+    stays = kind in ("llvm", None) and load_kernel("int8") is not None
+    assert (isinstance(layer, KernelLinear) and layer.weight.dtype is torch.int8) == stays
+
+
+def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> None:
+    weight = numbers(200, 300) * numbers(200, 1, seed=1)
+    weight[7] = 0
+    once = Matrix(weight).in_int8()
+    assert once.scale is not None
+    dense = once.weight * once.scale.unsqueeze(-1)
+    again = Matrix(dense).in_int8()
+    assert torch.equal(again.weight, once.weight)
+    assert ((dense - weight).abs() <= weight.abs().amax(-1, keepdim=True) / 253).all()
+
+
+@needs_kernel
+def test_the_int8_kernel_for_narrower_vectors_is_right_too() -> None:
+    x = numbers(5, 37, seed=1)
+    for machine in (Machine(lanes=16, outs=1), Machine(lanes=8, outs=2)):
+        engine = compile_text(kernels.source(machine, "int8"), optimise=False)
+        work = engine.get_function_address("work")
+        layer = int8_linear(numbers(23, 37))
+        layer.kernel = kernels.Kernel(engine, work, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work), None)
+        assert_close_to_float64(layer(x), x, written_out(layer))
+        assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+
+
+# --- what the kernel takes ---
 
 
 @needs_kernel

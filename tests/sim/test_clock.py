@@ -105,6 +105,43 @@ def test_the_clock_changes_no_decision() -> None:
         assert on_clock.stats.losing == reference.stats.losing
 
 
+def test_without_overlap_a_round_costs_the_draft_and_then_the_target() -> None:
+    profile = CostProfile(target=((1, 10.0),), draft=((1, 2.0),), slow_down=5.0, draft_slow_down=5.0, overlap=False)
+    config = SpeculativeConfig(method="pearl", num_speculative_tokens=3)
+    session, events = traced(config, profile, Case((1, 2), 0.0, 0, LONG))
+    draft, target = (next(e for e in events if e.round == 1 and e.who == who) for who in ("draft", "target"))
+    assert (draft.end - draft.start, target.start - draft.end, target.end - target.start) == (6.0, 0.0, 10.0)
+    assert session.stats.draft_busy + session.stats.target_busy == pytest.approx(session.stats.decode_seconds)
+
+
+def test_without_overlap_a_draft_until_the_target_is_done_goes_on_to_its_length_as_the_serial_executor_has_it() -> None:
+    config = SpeculativeConfig(method="pearl", num_speculative_tokens=4, until_target=True)
+    for overlap, lengths in ((True, (1,)), (False, (4,))):
+        profile = CostProfile(target=((1, 1.0),), draft=((1, 2.0),), overlap=overlap)
+        _, events = traced(config, profile, Case((1, 2), 0.0, 0, LONG))
+        assert next(e for e in events if e.round == 1 and e.who == "draft").branches == lengths
+
+
+def test_a_draft_step_beside_the_target_may_be_slower_itself() -> None:
+    charge = Charge(CostProfile(target=((1, 4.0),), draft=((1, 3.0),), draft_slow_down=2.0))
+    charge.verified(1)
+    charge.stepped(1)
+    charge.stepped(1)
+    assert (charge.draft, charge.target, charge.seconds) == (8.0, 4.0, 8.0)
+
+
+def test_a_longer_context_is_charged_by_its_slope_and_a_shorter_one_never_below_half() -> None:
+    far = CostProfile(target=((1, 4.0), (3, 6.0)), draft=((1, 1.0),), context=10, target_per_context=((1, 0.5), (3, 1.5)))
+    assert [far.target_seconds(2, context) for context in (None, 10, 20, 0)] == [5.0, 5.0, 15.0, 2.5]
+    assert far.draft_seconds(1, 1000) == 1.0
+
+
+def test_the_clock_knows_how_much_text_there_is() -> None:
+    profile = CostProfile(target=((1, 1.0), (2, 1.0)), draft=((1, 1.0), (2, 1.0)), context=2, target_per_context=((1, 1.0),))
+    _, events = traced(SpeculativeConfig(method="autoregressive"), profile, Case((1, 2), 0.0, 0, Ending("four", max_tokens=4)))
+    assert [e.end - e.start for e in events] == [0.5, 1.0, 2.0, 3.0]  # the first reads the prompt, after nothing
+
+
 @pytest.mark.parametrize(("rows", "seconds"), [(0, 10.0), (1, 10.0), (4.5, 13.5), (8, 17.0), (10, 19.0)])
 def test_costs_are_interpolated_and_go_on_along_the_last_slope(rows: int, seconds: float) -> None:
     assert SLOPES.target_seconds(rows) == pytest.approx(seconds)
@@ -135,6 +172,10 @@ def test_a_profile_survives_a_file(tmp_path: Path) -> None:
         ('{"target": [[1, NaN]], "draft": [[1, 1]]}', "seconds > 0"),
         ('{"target": [[1, "x"]], "draft": [[1, 1]]}', "expected (rows, seconds > 0) pairs"),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "host": -1}', "host is -1; expected seconds ≥ 0"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "overlap": "no"}', "overlap is 'no'; expected true or false"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "context": -1}', "context is -1; expected a number of tokens"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "target_per_context": [[1, -1]]}', "target_per_context is [[1, -1]]; expected"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "provenance": 5}', "provenance is 5; expected an object"),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "slow_down": "much"}', "slow_down is 'much'; expected seconds ≥ 0"),
     ],
 )

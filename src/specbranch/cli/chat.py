@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import DRAFT, METHOD_TABLE, SAMPLING, SPECULATION, TARGET, load_llm, sampling_params, text, with_options
+from specbranch.cli.options import DRAFT, PAIR, SAMPLING, SPECULATION, TABLES, TARGET, load_llm, sampling_params, text, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
@@ -44,10 +44,10 @@ class Conversation:
         self._turns = [*self._turns[left_out:], (_message("user", question), _message("assistant", answer))]
 
 
-@click.command(cls=SectionedCommand, tables=METHOD_TABLE)
+@click.command(cls=SectionedCommand, tables=TABLES)
 @_option("--system", type=text, metavar="TEXT", help="What the model is told before the conversation.")
 @_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
-@with_options(TARGET, DRAFT, SPECULATION, SAMPLING)
+@with_options(PAIR, TARGET, DRAFT, SPECULATION, SAMPLING)
 def chat(system: str | None, colour: bool | None, **given: Any) -> None:
     """Talk with the model. An empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer.
 

@@ -6,7 +6,9 @@ Owns the order of the work and the folder of a run: DIR/training holds what is n
 from __future__ import annotations
 
 import json
+import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
     from specbranch.distill.material import Material
     from specbranch.distill.train import Trained, TrainSettings
-    from specbranch.distill.writer import Target, WriterSettings, Written
+    from specbranch.distill.writer import Target, Written
+    from specbranch.distill.writer_settings import WriterSettings
     from specbranch.models.architecture import Architecture
     from specbranch.models.tensor_file import TensorSource
 
@@ -38,7 +41,14 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 
 @click.command(cls=SectionedCommand)
 @_model("--target", required=True, metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id, or a known name.")
-@_model("--layers", type=int, required=True, metavar="N", help="Layers of the draft; it starts from the target's first and last ones.")
+@_model(
+    "--layers",
+    type=int,
+    required=True,
+    metavar="N",
+    help="Layers of the draft; it starts from as many of the target's, at equal distances.",
+)
+@_model("--start", metavar="I,J,…", help="Start from these of the target's layers instead, numbered from 0; as many as --layers.")
 @_model("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the draft.")
 @_model("--head-tokens", type=int, metavar="K", help="Let the draft propose only the K tokens the target writes most often [all].")
 @_model("--storage", type=click.Choice(["bfloat16", "int8"]), default="bfloat16", help="How its weights are stored [bfloat16].")
@@ -46,7 +56,13 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 @_writing("--seconds-writing", type=float, metavar="S", help="How long the target writes [120].")
 @_writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens.")
 @_writing("--data", type=click.Path(path_type=Path), metavar="FILE", help="Prompts for the target to answer too, as for generate --file.")
-@_writing("--material", type=click.Path(path_type=Path), metavar="FILE", help="Train on what an earlier run wrote; nothing is written.")
+@_writing(
+    "--material",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Train on what an earlier run wrote (a file, or a folder of them); nothing is written.",
+)
+@_writing("--only-write", is_flag=True, help="Stop when the material is written; train on it later with --resume or --material.")
 @_writing("--writing-rows", type=int, metavar="N", help="Conversations written at once [1024 on a GPU, else 16].")
 @_writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640].")
 @_training("--seconds-training", type=float, metavar="S", help="How long the draft is trained [300].")
@@ -73,9 +89,12 @@ def distill(as_json: bool, **given: Any) -> None:
     run = _Run.prepared(given)
     with _Bars() as bars:
         material = run.material(bars)
+        if given["only_write"]:
+            click.echo(_written(run.folder, material, as_json))
+            return
         learned, held_out = material.split(_share_held_out(len(material)), run.training.seed)
         arch, weights, resume = run.target.arch, run.target.weights, given["resume"]
-        done = train(arch, weights, learned, held_out, run.training, run.folder, resume=resume, report=bars.trained)
+        done = train(arch, weights, learned, held_out, run.training, run.folder, resume=resume, report=bars.trained, heard=bars.heard)
     record = run.save(done, material, given["storage"])
     click.echo(json.dumps(record) if as_json else _summary(record))
 
@@ -110,8 +129,10 @@ class _Run:
         fingerprint = fingerprint_of(arch, file)
         if out.is_dir():
             refuse_other_draft(out, fingerprint)
-        if given["material"] is not None and not given["material"].is_file():
-            raise BadParameter(f"There is no material at {given['material']}. Name a file that an earlier run left in DIR/training.")
+        if given["material"] is not None and not _material_files(given["material"]):
+            raise BadParameter(
+                f"There is no material at {given['material']}. Name a file that an earlier run left in DIR/training, or that folder."
+            )
         target = _load(arch, file, device)
         run = cls(out, *_title_and_licence(given["target"]), fingerprint, source, target, writing, training, given["material"])
         run.claim(given["resume"])
@@ -150,17 +171,15 @@ class _Run:
 
     def material(self, bars: _Bars) -> Material:
         """Return what the target wrote, having it written first where it is not there yet."""
-        from specbranch.distill.material import Material
-
         if self.given_material is not None:
-            found = Material.load(self.given_material)
+            found = material_in(self.given_material)
             if int(found.tokens.max()) >= self.target.arch.vocabulary:
                 raise BadParameter(f"{self.given_material} holds tokens that {self.name} does not have; it was written by another target.")
             return found
         slices = _slices(self.writing)
         shown = [bars.slice(settings, f"Writing {number} of {len(slices)}") for number, settings in enumerate(slices, 1)]
         parts = [self._part(number, *piece) for number, piece in enumerate(zip(slices, shown, strict=True))]
-        return parts[0] if len(parts) == 1 else Material.join(parts)
+        return _joined(parts)
 
     def _part(self, number: int, settings: WriterSettings, progress: Any) -> Material:
         from specbranch.assembly import ModelChoice, load_tokenizer
@@ -205,10 +224,42 @@ class _Run:
             "learning_rate": s.learning_rate,
             "batch": [s.rows, s.length],
             "specbranch": __version__,
+            "commit": _commit(),
             "torch": torch.__version__,
             "hardware": _hardware(self.target.weights.norm.device),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
         }
+
+
+def _material_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob("material-*.safetensors"), key=lambda file: (len(file.name), file.name))
+    return [path] if path.is_file() else []
+
+
+def material_in(path: Path) -> Material:
+    """Read a file of material, or all of a folder as one."""
+    from specbranch.distill.material import Material
+
+    return _joined([Material.load(file) for file in _material_files(path)])
+
+
+def _joined(parts: list[Material]) -> Material:
+    from specbranch.distill.material import Material
+
+    return parts[0] if len(parts) == 1 else Material.join(parts)
+
+
+def _written(folder: Path, material: Material, as_json: bool) -> str:
+    told = {
+        "material": str(folder),
+        "conversations": len(material),
+        "tokens_written": material.tokens.numel(),
+        "answer_tokens": material.answer_tokens,
+    }
+    if as_json:
+        return json.dumps(told)
+    return f"{len(material):,} conversations, {told['tokens_written']:,} tokens, are in {folder}. Train on them with --material {folder}."
 
 
 def _title_and_licence(name: str) -> tuple[str, str | None]:
@@ -233,7 +284,7 @@ def _load(arch: Architecture, file: TensorSource, device: str) -> Target:
 
 def _writer_settings(given: Mapping[str, Any], device: str) -> WriterSettings:
     from specbranch.cli.generate import read_prompts
-    from specbranch.distill.writer import WriterSettings
+    from specbranch.distill.writer_settings import WriterSettings
 
     seconds, tokens = given["seconds_writing"], given["tokens"]
     return WriterSettings(
@@ -248,14 +299,13 @@ def _writer_settings(given: Mapping[str, Any], device: str) -> WriterSettings:
 
 
 def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -> TrainSettings:
-    from specbranch.distill.model import outer_layers
     from specbranch.distill.train import TrainSettings
 
     steps, seconds, head = given["steps"], given["seconds_training"], given["head_tokens"]
     if head is not None and not 1 <= head < arch.vocabulary:
         raise BadParameter(f"--head-tokens is {head}; expected 1 to {arch.vocabulary - 1}, or leave it out for all {arch.vocabulary}.")
     return TrainSettings(
-        layers=outer_layers(given["layers"], arch.layers),
+        layers=_start_layers(given["start"], given["layers"], arch.layers),
         steps=steps,
         seconds=300.0 if steps is None and seconds is None else seconds,
         learning_rate=given["learning_rate"],
@@ -265,6 +315,21 @@ def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -
         head_tokens=head,
         checkpoint_seconds=given["checkpoint_seconds"],
     )
+
+
+def _start_layers(given: str | None, count: int, held: int) -> tuple[int, ...]:
+    from specbranch.distill.model import check_layers, spread_layers
+
+    if given is None:
+        return spread_layers(count, held)
+    try:
+        chosen = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        raise BadParameter(f"--start is {given!r}; expected numbers of layers with commas between them, such as 0,1,28,29.") from None
+    if len(chosen) != count:
+        raise BadParameter(f"--start names {len(chosen)} layers and --layers says {count}; expected the same number.")
+    check_layers(chosen, held)
+    return chosen
 
 
 def _slices(settings: WriterSettings) -> list[WriterSettings]:
@@ -290,6 +355,16 @@ def _hardware(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def _commit() -> str:
+    """Return the commit this code is of: of the checkout it lies in, or as the environment says where there is none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found = ""
+    return found or os.environ.get("SPECBRANCH_COMMIT", "unknown")
 
 
 def _summary(record: Mapping[str, Any]) -> str:
@@ -337,6 +412,10 @@ class _Bars:
             self._show(what, total, done, f"{written.tokens:,} tokens, {written.conversations:,} conversations, {speed:,.0f} tokens/s")
 
         return show
+
+    def heard(self, tokens: int, of: int) -> None:
+        """Show how far the target has gone over its material again."""
+        self._show("Listening", of, tokens, f"{tokens:,} tokens")
 
     def trained(self, record: Mapping[str, Any]) -> None:
         """Show how far the training has come."""

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import DRAFT, TARGET, with_options
+from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
 from specbranch.cli.sections import SectionedCommand
 from specbranch.errors import BadParameter
+from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
+    from specbranch.assembly import ModelChoice
     from specbranch.distill.agreement import Agreement, Text
     from specbranch.engine import LLM
 
 
-@click.command("draft-eval", cls=SectionedCommand)
-@with_options(TARGET, DRAFT)
+@click.command("draft-eval", cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
+@with_options(PAIR, TARGET, DRAFT)
 @click.option("--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Prompts, as for generate --file.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="Longest answer of the target [128].")
@@ -28,25 +30,32 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
     """Measure how well a draft agrees with a target on the target's own greedy answers, and what a draft step costs here.
 
     top1 is the share of tokens that are the draft's first choice, top3 that are among its first three; the expected accepted length tells
-    how many tokens of a draft of 1 to 10 would be accepted; c is the cost of a target forward over one token in draft steps.
+    how many tokens of a draft of 1 to 10 would be accepted; c is the cost of a target forward over one token in draft steps, each with the
+    choice of its token.
     """
-    from specbranch.assembly import ModelChoice, beside, common_vocabulary, make_drafter
+    from specbranch.assembly import common_vocabulary, make_drafter
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.options import load_llm
     from specbranch.distill.agreement import compare, step_seconds
 
-    if not given.get("draft"):
-        raise BadParameter("draft-eval needs a draft to look at. Give one with --draft.")
-    asked = read_prompts(None, prompts)[:limit]
+    asked, choice = read_prompts(None, prompts)[:limit], _draft_choice(given)
     with load_llm({**given, "draft": None, "method": "autoregressive"}) as target:
-        names: dict[str, Any] = {name: given.get(name) for name in ("runner", "dtype", "context_length") if given.get(name) is not None}
-        choice = ModelChoice(given["draft"], device=given.get("draft_device") or given.get("device"), shorten=True, **names)
-        choice = beside(choice, target.target)
-        drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice))
+        drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice), target.target_runner)
         texts = _answers(target, asked, max_tokens, raw)
         found = compare(drafter.runner, drafter.sampler, texts)
-        ratio = target.step_seconds(texts[0].prompt) / step_seconds(drafter.runner, texts[0].prompt)
+        ratio = target.step_seconds(texts[0].prompt) / step_seconds(drafter.runner, texts[0].prompt, sampler=drafter.sampler)
     click.echo(json.dumps(_record(found, ratio, len(texts))) if as_json else _table(found, ratio, len(texts)))
+
+
+def _draft_choice(given: dict[str, Any]) -> ModelChoice:
+    """Return the draft to look at: that of a pair, or the one named."""
+    from specbranch.assembly import ModelChoice, beside
+
+    target, draft = chosen_models(given["pair"], given["target"], given["draft"])
+    if draft is None:
+        raise BadParameter("draft-eval needs a draft to look at. Give one with --draft, or name a --pair.")
+    names: dict[str, Any] = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
+    return beside(ModelChoice(draft, device=given["draft_device"] or given["device"], shorten=True, **names), target)
 
 
 def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> list[Text]:

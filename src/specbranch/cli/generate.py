@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import DRAFT, METHOD_TABLE, SAMPLING, SPECULATION, TARGET, load_llm, sampling_params, text, with_options
+from specbranch.cli.options import DRAFT, PAIR, SAMPLING, SPECULATION, TABLES, TARGET, load_llm, sampling_params, text, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _option = options_of("Prompts and output")
 
 
-@click.command(cls=SectionedCommand, tables=METHOD_TABLE)
+@click.command(cls=SectionedCommand, tables=TABLES)
 @click.argument("prompt", type=text, required=False)
 @_option(
     "--file",
@@ -42,7 +42,7 @@ _option = options_of("Prompts and output")
     metavar="FILE",
     help="Write a timeline: .json for chrome://tracing, .jsonl for lines.",
 )
-@with_options(TARGET, DRAFT, SPECULATION, SAMPLING)
+@with_options(PAIR, TARGET, DRAFT, SPECULATION, SAMPLING)
 def generate(
     prompt: str | None, file: Path | None, as_chat: bool, as_json: bool, colour: bool | None, trace_file: Path | None, **given: Any
 ) -> None:
@@ -51,6 +51,7 @@ def generate(
     \b
     specbranch generate "The capital of France is" --max-tokens 20
     specbranch generate --chat "Why is the sky blue?" --temperature 0.7 --seed 1
+    specbranch generate --pair smollm2-strong --method specbranch "Once upon a time"
     specbranch generate --file prompts.txt --json > answers.jsonl
     specbranch verify answers.jsonl
 

@@ -19,8 +19,14 @@ COMMANDS = {
     "generate": "specbranch.cli.generate:generate",
     "chat": "specbranch.cli.chat:chat",
     "verify": "specbranch.cli.verify:verify",
+    "trace": "specbranch.cli.trace:trace",
     "distill": "specbranch.cli.distill:distill",
     "draft-eval": "specbranch.cli.draft_eval:draft_eval",
+    "analyze": "specbranch.cli.analyze:analyze",
+    "bench": "specbranch.cli.bench:bench",
+    "profile": "specbranch.cli.profile:profile",
+    "tune": "specbranch.cli.tune:tune",
+    "doctor": "specbranch.cli.doctor:doctor",
     "models": "specbranch.cli.models:models",
 }
 
@@ -58,8 +64,10 @@ def cli(debug: bool) -> None:
       specbranch generate "The three laws of robotics are"
       specbranch chat
       specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
+      specbranch models
 
-    Without --target the embedded default is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept in the cache folder.
+    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept in the cache folder,
+    and a draft for it that is part of the package.
     """
 
 

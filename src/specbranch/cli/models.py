@@ -1,48 +1,80 @@
-"""`specbranch models`: the models known by name, and fetching them."""
+"""`specbranch models`: the models and pairs known by name, and fetching them."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
+from specbranch.errors import ModelError, unknown
+from specbranch.pairs import DEFAULT_PAIR, PAIRS, Pair, card
 
-@click.group()
-def models() -> None:
-    """List the models known by name, and fetch them into the cache folder."""
+Row = dict[str, Any]
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def models(context: click.Context) -> None:
+    """List the models and pairs known by name, or fetch one into the cache folder. Alone it lists them."""
+    if context.invoked_subcommand is None:
+        context.invoke(list_models)
 
 
 @models.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON list.")
-def list_models(as_json: bool) -> None:
-    """Show each known model, its size and whether it is here."""
+@click.option("--json", "as_json", is_flag=True, help="One JSON list; `kind` tells models from pairs.")
+def list_models(as_json: bool = False) -> None:
+    """Show each known model and pair: size, licence, a draft's layers and how often it agrees with its target, and where it is."""
     from specbranch.models import store
 
-    rows = [
-        {
-            "name": name,
-            "megabytes": round(model.size / 1e6),
-            "licence": model.licence,
-            "path": str(path) if (path := store.installed(name)) else None,
-        }
-        for name, model in store.KNOWN.items()
-    ]
+    known = [_model_row(name, model.size, model.licence, store.installed(name)) for name, model in store.KNOWN.items()]
+    pairs = [_pair_row(pair) for pair in PAIRS.values()]
     if as_json:
-        click.echo(json.dumps(rows))
+        click.echo(json.dumps([*known, *pairs]))
         return
-    for row in rows:
-        click.echo(f"{row['name']:16} {row['megabytes']:5} MB  {row['licence']:12} {row['path'] or 'not fetched'}")
+    click.echo("Models (--target NAME)")
+    for row in known:
+        click.echo(f"  {row['name']:16} {row['megabytes']:4} MB  {row['licence']:12} {row['path'] or 'not fetched'}")
+    click.echo("Pairs (--pair NAME): a target, and a draft made for it")
+    for row in pairs:
+        click.echo(f"  {row['name']:16} {row['target']} and {_draft(row)}")
 
 
 @models.command()
-@click.argument("name", default="smollm2-135m")
+@click.argument("name", default=DEFAULT_PAIR)
 def pull(name: str) -> None:
-    """Fetch model NAME once [smollm2-135m]; afterwards it is used offline. An interrupted fetch goes on where it stopped."""
+    """Fetch a model, or the target of a pair, NAME once [smollm2-default]; afterwards it is used offline.
+
+    An interrupted fetch goes on where it stopped.
+    """
     from specbranch.cli.progress import pulled
     from specbranch.models import store
 
-    if name not in store.KNOWN:
-        from specbranch.errors import unknown
+    model = PAIRS[name].target if name in PAIRS else name
+    if model not in store.KNOWN:
+        raise unknown("model", name, (*store.KNOWN, *PAIRS))
+    click.echo(pulled(model))
 
-        raise unknown("model", name, store.KNOWN)
-    click.echo(pulled(name))
+
+def _model_row(name: str, size: int, licence: str, path: object) -> Row:
+    return {"kind": "model", "name": name, "megabytes": round(size / 1e6), "licence": licence, "path": path and str(path)}
+
+
+def _pair_row(pair: Pair) -> Row:
+    row = {"kind": "pair", "name": pair.name, "about": pair.about, "target": pair.target, "default": pair.name == DEFAULT_PAIR}
+    try:
+        draft = card(pair.name)
+    except ModelError as error:
+        return {**row, "path": None, "problem": str(error)}
+    if draft is None:
+        return {**row, "path": None, "problem": "it is in drafts/ of a checkout, or made by scripts/train_drafts.py"}
+    figures = {"layers": draft.layers, "top1": draft.top1, "top3": draft.top3}
+    return {**row, "megabytes": round(draft.megabytes, 1), **figures, "path": str(draft.path)}
+
+
+def _draft(row: Row) -> str:
+    if row["path"] is None:
+        return f"a draft that is not here: {row['problem']}"
+    told = ", ".join(f"{name} {row[key]:.2f}" for name, key in (("top-1", "top1"), ("top-3", "top3")) if row[key] is not None)
+    agreement = f", agreement on held-out text {told}" if told else ""
+    return f"a draft of {row['layers']} layers, {row['megabytes']:.0f} MB{agreement}, in {row['path']}"

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specbranch.cli.sections import F, options_of
-from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.config import TUNED_FOR, SamplingParams, SpeculativeConfig, read_settings
 from specbranch.core.methods import METHODS, find_method
 from specbranch.errors import BadParameter
+from specbranch.pairs import DEFAULT_PAIR, PAIRS, chosen_models, draft_path
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
-METHOD_TABLE = {"Methods": [(name, method.summary) for name, method in METHODS.items()]}
+TABLES = {
+    "Pairs": [(name, pair.about) for name, pair in PAIRS.items()],
+    "Methods": [(name, method.summary) for name, method in METHODS.items()],
+}
 
 
 def text(value: str) -> str:
@@ -42,27 +47,43 @@ def bias(value: str) -> tuple[int, float]:
         raise click.BadParameter(f"{value!r}; expected a token id and a number, such as 42:-1.5.") from None
 
 
-_model, _draft, _speculation, _sampling = (options_of(title) for title in ("Target", "Draft", "Speculation", "Sampling"))
+_pair, _model, _draft, _speculation, _sampling = (options_of(title) for title in ("Pair", "Target", "Draft", "Speculation", "Sampling"))
 
+PAIR = (_pair("--pair", metavar="NAME", help=f"Target and draft by one name; `specbranch models` lists them [{DEFAULT_PAIR}]."),)
 TARGET = (
-    _model("--target", metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id, or a known name [smollm2-135m]."),
+    _model("--target", metavar="MODEL", help="Target model, instead of a pair's: a folder, a .gguf file, a Hub id, or a known name."),
     _model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]"),
     _model("--dtype", metavar="TYPE", help="float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16]."),
     _model("--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."),
     _model("--context-length", type=int, metavar="N", help="Tokens that prompt and answer may have together."),
 )
 DRAFT = (
-    _draft("--draft", metavar="MODEL", help="Draft model, with the target's vocabulary; needed by the methods that draft."),
+    _draft("--draft", metavar="MODEL", help="Draft model, with the target's vocabulary, or the name of a pair for its draft."),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
 )
 SPECULATION = (
-    _speculation("--method", metavar="METHOD", help="Decoding method, see below [specbranch with a draft, else lookup]."),
+    _speculation(
+        "--method",
+        metavar="METHOD",
+        help="Decoding method, see below [lookup without a draft; adaptive with one, which takes turns with the target; specbranch where "
+        "--executor process lets both work at once].",
+    ),
     _speculation(
         "--rule", metavar="RULE", help="match: exactly what plain decoding gives with this seed; ratio: the same distribution [match]."
     ),
     _speculation("--num-speculative-tokens", type=int, metavar="N", help="Longest draft of a round [5]."),
     _speculation("--executor", metavar="NAME", help="serial, or process: the draft in a process of its own, beside the target [serial]."),
+    _speculation(
+        "--config",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Settings from a file, such as `specbranch tune` writes; options given besides win.",
+    ),
     _speculation("--speculative-config", metavar="JSON", help='Further settings, e.g. \'{"max_branches": 6, "stop_below": 0.4}\'.'),
+)
+CLOCK = (
+    _speculation("--clock", metavar="PROFILE", help="Model time by a cost profile, a name or a file, instead of measuring it."),
+    _speculation("--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same."),
 )
 SAMPLING = (
     _sampling("--temperature", type=float, metavar="T", help="0 is greedy [0]."),
@@ -106,8 +127,8 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Collect the speculative settings: the JSON, then the options of their own, which win."""
-    values = _parsed(given.get("speculative_config"))
+    """Collect the speculative settings: those of a file, then the JSON, then the options of their own, which win."""
+    values = _from_file(given.get("config")) | _parsed(given.get("speculative_config"))
     values |= {k: given[k] for k in ("method", "rule", "num_speculative_tokens") if given.get(k) is not None}
     SpeculativeConfig.from_dict(values)  # refuse mistakes before a model is loaded
     return values
@@ -115,27 +136,50 @@ def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
 
 def load_llm(given: dict[str, Any]) -> LLM:
     """Load the models that were asked for, with a progress bar where a fetch is needed."""
-    from specbranch.assembly import DEFAULT_TARGET
     from specbranch.cli.progress import pulled
 
     config = speculative_config(given)
-    names = ("target", "draft", "device", "draft_device", "dtype", "runner", "context_length", "executor")
-    chosen = _without_idle_draft({name: given[name] for name in names if given.get(name) is not None}, config.get("method"))
-    for name in (chosen.get("target", DEFAULT_TARGET), chosen.get("draft")):
-        if name is not None:
-            pulled(name)
+    names = ("pair", "target", "draft", "device", "draft_device", "dtype", "runner", "context_length", "executor", "clock", "force_profile")
+    chosen = {name: given[name] for name in names if given.get(name) is not None}
+    target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))
+    drafting = _used_draft(config.get("method"), draft, aloud="draft" in chosen)
+    if drafting is not None:
+        pulled(draft_path(drafting))  # before the target: a pair's draft may be missing, and a fetch takes long
+    pulled(target)
+    if given.get("config") is not None:
+        _warn_of_other_circumstances(given, target, draft)
     from specbranch.engine import LLM
 
     return LLM(**chosen, speculative=config)
 
 
-def _without_idle_draft(chosen: dict[str, Any], method: str | None) -> dict[str, Any]:
-    """Refuse a method without the draft it needs; leave out, aloud, a draft that it does not."""
-    if method is None or find_method(method, "draft" in chosen).needs_draft:
-        return chosen
-    if "draft" in chosen:
-        click.echo(f"The draft model {chosen['draft']} is not used: method {method!r} drafts without one.", err=True)
-    return {name: value for name, value in chosen.items() if name not in ("draft", "draft_device")}
+def _used_draft(method: str | None, draft: str | None, aloud: bool) -> str | None:
+    """Refuse a method without the draft it needs; leave out, aloud if it was asked for, a draft that it does not."""
+    if method is None or find_method(method, draft is not None).uses_draft:
+        return draft
+    if aloud:
+        click.echo(f"The draft model {draft} is not used: method {method!r} drafts without one.", err=True)
+    return None
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    return {} if file is None else {name: value for name, value in read_settings(file).items() if name != TUNED_FOR}
+
+
+def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str | None) -> None:
+    """Say in a line that settings were tuned for something else; they are used all the same."""
+    from specbranch.assembly import identity
+
+    file, settings = given["config"], read_settings(given["config"])
+    tuned = settings.get(TUNED_FOR)
+    if not isinstance(tuned, dict):
+        return
+    here = {"target_identity": identity(target), "draft_identity": None if draft is None else identity(draft)}
+    if any(tuned.get(name) != value for name, value in here.items()):
+        click.echo(f"{file} was tuned for another pair ({tuned.get('pair')}); it is used all the same.", err=True)
+    elif tuned.get("overlap") and given.get("clock") is None and given.get("executor") in (None, "serial"):
+        told = f"{file} was tuned for draft and target at work at once ({tuned.get('profile')}); here they take turns (see --executor)."
+        click.echo(told, err=True)
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn, track
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+    track,
+)
 
 T = TypeVar("T")
 
@@ -35,6 +46,22 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
     if len(items) < 2 or not sys.stderr.isatty() or sys.stdout.isatty():
         return items
     return track(items, what, console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function to tell what is done, how far it is and of how much; shown with an estimate where somebody looks."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            name = what.partition(" ")[0]  # one bar for each kind of work, whatever part of it is under way
+            task = tasks[name] if name in tasks else tasks.setdefault(name, bars.add_task(what, total=total))
+            bars.update(task, description=what, completed=done, total=total)
+
+        yield tell
 
 
 class _Bar:

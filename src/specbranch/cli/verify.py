@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import TARGET, load_llm, with_options
+from specbranch.cli.options import PAIR, TARGET, load_llm, with_options
 from specbranch.cli.sections import SectionedCommand
 from specbranch.errors import BadParameter
+from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
@@ -25,7 +26,7 @@ NOTED = ("target", "context_length", "dtype", "runner")  # how an answer was mad
 
 @click.command(cls=SectionedCommand)
 @click.argument("file", type=click.Path(path_type=Path))
-@with_options(TARGET)
+@with_options(PAIR, TARGET)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object an answer.")
 def verify(file: Path, as_json: bool, **given: Any) -> int:
     """Check that saved answers are what plain decoding gives.
@@ -34,12 +35,14 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     same; a first difference is named with both tokens and how close the target's choice was between them. Exit code 1 if an answer
     differs by more than a near-tie (1e-4 in logits).
 
-    Target, precision, runner and context length are those the answers were saved with, unless given.
+    Target, precision, runner and context length are those the answers were saved with, unless given; of a --pair its target is taken.
     """
     from specbranch.cli.progress import tracked
     from specbranch.recheck import recheck
 
-    answers = read_answers(file)
+    answers, pair = read_answers(file), given.pop("pair")
+    if pair is not None:
+        given["target"], _ = chosen_models(pair, given["target"], None)
     settings = {name: _agreed(name, answers) if given[name] is None else given[name] for name in NOTED}
     results: list[Recheck] = []
     with load_llm({**given, **settings, "method": "autoregressive"}) as plain:

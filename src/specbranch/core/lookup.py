@@ -20,12 +20,16 @@ class Ngrams:
 
     def propose(self, length: int) -> tuple[int, ...]:
         """Return up to `length` tokens that followed the longest known suffix; empty if none is known."""
+        return self.find(length)[1]
+
+    def find(self, length: int) -> tuple[int, tuple[int, ...]]:
+        """Return how long the longest known suffix is, and up to `length` tokens that followed it."""
         self._index()
         for size in self._sizes:
             start = self._next.get(tuple(self._tokens[-size:]))
             if start is not None:
-                return tuple(self._tokens[start : start + length])
-        return ()
+                return size, tuple(self._tokens[start : start + length])
+        return 0, ()
 
     def _index(self) -> None:
         for end in range(self._seen + 1, len(self._tokens)):

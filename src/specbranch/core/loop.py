@@ -50,6 +50,7 @@ class Loop:
     def __init__(self, executor: Executor, trace: Trace | None = None) -> None:
         self.executor = executor
         self.trace = trace
+        self.closed = False
         self._live: dict[int, tuple[Session, Rounds]] = {}
         self._orders: dict[int, Orders] = {}
 
@@ -88,6 +89,11 @@ class Loop:
             if session.finished in (None, "error") and orders.verify:
                 session.stats.unused += len(orders.verify.tokens)  # in flight: no verdict will come
             self.executor.leave(session.number)
+
+    def close(self) -> None:
+        """Stop the workers, for good."""
+        self.closed = True
+        self.executor.close()
 
     def _advance(self, number: int, reports: Reports) -> None:
         session, rounds = self._live[number]

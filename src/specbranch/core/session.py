@@ -62,8 +62,11 @@ class Session:
         """Order the pending chain to be judged."""
         return Verify(self._context("target"), pending.tokens, None, pending.q)
 
-    def commit(self, pending: Branch, verdict: Verdict, kept: Branch | None = None) -> None:
-        """Append the accepted tokens, then the target's own; `kept` is the branch that presumed this very outcome."""
+    def commit(self, pending: Branch, verdict: Verdict, kept: Branch | None = None) -> int:
+        """Append the accepted tokens, then the target's own, up to the request's end; returns how many were appended.
+
+        `kept` is the branch that presumed this very outcome.
+        """
         tokens = [*(pending.tokens[node] for node in verdict.path), verdict.token]
         origins: list[Origin] = ["draft"] * len(verdict.path)
         origins.append("branch" if kept else "target")
@@ -72,8 +75,8 @@ class Session:
             if verdict.logprobs:
                 self.logprobs.append(verdict.logprobs[index])
             if self.finished:
-                self._discount(origins[index + 1 :])
-                return
+                return index + 1
+        return len(tokens)
 
     def fail(self, error: SpecBranchError) -> None:
         """End the request with an error; what was emitted stays."""
@@ -96,8 +99,3 @@ class Session:
             self.finished = "stop"
         elif self.room <= 0:
             self.finished = "length"
-
-    def _discount(self, beyond: Sequence[Origin]) -> None:
-        lost = sum(origin != "target" for origin in beyond)
-        self.stats.accepted -= lost
-        self.stats.unused += lost

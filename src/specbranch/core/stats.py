@@ -6,6 +6,7 @@ Invariant (`check`): drafted = accepted + rejected + losing + dropped + unused.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from specbranch.core.orders import Branch, Reports, Span, Verdict
@@ -38,7 +39,16 @@ class Stats:
     finished: float = 0.0
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
+    choices: list[tuple[int, str]] = field(default_factory=list)  # what `auto` chose: tokens emitted before, method
     _lost: bool = False  # since the last target forward
+
+    @property
+    def by_method(self) -> dict[str, int]:
+        """Tokens emitted by each method that `auto` chose."""
+        counts: dict[str, int] = {}
+        for (at, method), (end, _) in pairwise([*self.choices, (self.emitted, "")]):
+            counts[method] = counts.get(method, 0) + end - at
+        return counts
 
     @property
     def ttft(self) -> float:
@@ -50,14 +60,22 @@ class Stats:
         """Seconds from the first token to the last."""
         return self.finished - self.first_token
 
+    def chose(self, method: str) -> None:
+        """Note that `auto` goes on with a method."""
+        if not self.choices or self.choices[-1][1] != method:
+            self.choices.append((self.emitted, method))
+
     def take(self, reports: Reports) -> None:
         """Count what was drafted, or that the worker was lost."""
         self.drafted += sum(len(branch.tokens) for branch in reports.branches)
         self._lost |= reports.draft_lost
 
-    def judge(self, pending: Branch, verdict: Verdict) -> None:
-        """Count what a verdict did to the pending chain."""
-        good, length = len(verdict.path), len(pending.tokens)
+    def judge(self, pending: Branch, verdict: Verdict, taken: int | None = None) -> None:
+        """Count what a verdict did to the pending chain. `taken` tokens of it were emitted; beyond the request's end they are unused."""
+        ended = taken is not None and taken <= len(verdict.path)
+        good = taken if ended and taken is not None else len(verdict.path)
+        length = good if ended else len(pending.tokens)
+        self.unused += len(pending.tokens) - length
         self.target_forwards += 1
         self.rounds_without_draft += self._lost
         self._lost = False
@@ -72,9 +90,15 @@ class Stats:
             self.tested_at[at] += 1
             self.accepted_at[at] += at < good
 
-    def settle(self, branches: tuple[Branch, ...], kept: Branch | None, accepted: int) -> None:
-        """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the others lost."""
+    def settle(self, branches: tuple[Branch, ...], kept: Branch | None, accepted: int, ended: bool = False) -> None:
+        """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the others lost.
+
+        Where the request `ended` inside the chain, no branch was ever decided.
+        """
         if not branches:
+            return
+        if ended:
+            self.unused += sum(len(branch.tokens) for branch in branches)
             return
         survivor = kept if kept is not None else branches[0]
         self.losing += sum(len(b.tokens) for b in branches if b is not survivor)
@@ -117,6 +141,7 @@ class Stats:
             "rollback": {"rejected": self.rejected, "losing_branches": self.losing, "dropped_by_length": self.dropped},
             "unused": self.unused,
             "acceptance_by_position": [_over(a, t) for a, t in zip(self.accepted_at, self.tested_at, strict=True)],
+            "tested_by_position": list(self.tested_at),
             "branch_points": self.branch_points,
             "branch_hits": self.branch_hits,
             "branch_hits_other_head": self.branch_hits_other,
@@ -126,6 +151,7 @@ class Stats:
             "target_idle_seconds": max(self.decode_seconds - self.target_busy, 0.0),
             "rounds_without_draft": self.rounds_without_draft,
             "draft_restarts": self.draft_restarts,
+            "tokens_by_method": self.by_method,
         }
 
 

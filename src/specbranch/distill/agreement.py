@@ -48,21 +48,23 @@ def compare(runner: Runner, sampler: Sampler, texts: Sequence[Text]) -> Agreemen
     return Agreement(len(every), _share(every, 1), _share(every, 3), lengths)
 
 
-def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20) -> float:
-    """Measure one forward over one token after a prompt, median."""
+def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20, sampler: Sampler | None = None) -> float:
+    """Measure one forward over one token after a prompt, median; with a sampler, choosing the next one to propose is part of it."""
     runner.open(ROOT)
     try:
         runner.extend(ROOT, prompt)
-        runner.feed([Feed(ROOT, (prompt[0],), (ROOT,))])  # the first one may have something to set up
-        return statistics.median(_timed_step(runner, prompt[0]) for _ in range(times))
+        _timed_step(runner, prompt, sampler)  # the first one may have something to set up
+        return statistics.median(_timed_step(runner, prompt, sampler) for _ in range(times))
     finally:
         runner.close(ROOT)
 
 
-def _timed_step(runner: Runner, token: int) -> float:
+def _timed_step(runner: Runner, prompt: Sequence[int], sampler: Sampler | None) -> float:
     runner.keep(ROOT, (), 0)
     start = time.perf_counter()
-    runner.feed([Feed(ROOT, (token,), (ROOT,))])
+    rows = runner.feed([Feed(ROOT, (prompt[0],), (ROOT,))])[0]
+    if sampler:
+        sampler.propose(rows, [Spot(GREEDY, len(prompt) + 1, tuple)], [Ask()])
     return time.perf_counter() - start
 
 

@@ -153,7 +153,8 @@ def save_draft(
     place = Path(folder)
     refuse_other_draft(place, info.target_fingerprint)
     config = {**config_of(arch), "num_hidden_layers": len(weights.layers), KEY: asdict(info)}
-    texts = {"README.md": _card(info, licence, figures or {}, provenance or {}), "provenance.json": _json(provenance or {})}
+    told, made = dict(figures or {}), dict(provenance or {})
+    texts = {"README.md": _card(info, licence, told, made), "provenance.json": _json({**made, "figures": told})}
     with spoken(place):
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.json").unlink(missing_ok=True)

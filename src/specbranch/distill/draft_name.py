@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 KEY = "specbranch_draft"  # of its config.json
 
 
 def is_draft_folder(name: str) -> bool:
     """Whether a name is a folder that `specbranch distill` made."""
+    return draft_config(name) is not None
+
+
+def draft_config(folder: str | Path) -> dict[str, Any] | None:
+    """Return the draft's part of a folder's config.json; nothing if the folder is no draft, or not whole: config.json is written last."""
     try:
-        return KEY in json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+        found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))[KEY]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, dict) else {}

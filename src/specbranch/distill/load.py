@@ -1,6 +1,7 @@
 """Running a draft folder beside its target: the layers are the draft's, embedding and output head the target's.
 
-Owns how the two are put together. Invariant: nothing of the target is stored twice in one process; a draft of another target is refused.
+Owns how the two are put together. Invariant: nothing of the target is stored twice in one process but the rows of a reduced head, and those
+in int8 where the draft is; a draft of another target is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.distill.draft_folder import DraftFile, fingerprint_of, read_draft
 from specbranch.models.architecture import Architecture
+from specbranch.models.columns import Columns
 from specbranch.models.decoder import Decoder
-from specbranch.models.linear import Linear, choose_linear
+from specbranch.models.linear import takes_int8
 from specbranch.models.locate import locate
 from specbranch.models.native import NativeRunner, open_model
 from specbranch.models.tensor_file import TensorSource
-from specbranch.models.weights import HUGGING_FACE, LayerWeights, Matrix, Weights, read_weights
+from specbranch.models.weights import HUGGING_FACE, LayerWeights, Matrix, ReducedHead, Weights, read_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Shared:
         """Take it from a target that runs in this process, on the same device and in the same precision."""
         if not isinstance(runner, NativeRunner) or (runner.device, runner.dtype) != (device, dtype):
             return None
-        return cls(runner.decoder.embedding, runner.decoder.head_weight)
+        head = runner.decoder.head_weight
+        return None if head is None else cls(runner.decoder.embedding, head)
 
 
 def load_draft(
@@ -56,25 +59,8 @@ def load_draft(
     arch = Architecture.from_config(draft.config, draft.name)
     shared = Shared.of(beside, place, precision) or _read_shared(target_arch, source, place, precision)
     context = arch.choose_context(context_length, shorten=True)
-    decoder = Decoder(arch, _weights(arch, draft, shared, place, precision), context + tail)
-    if draft.head_ids is not None:
-        decoder.head = ReducedHead(shared.head, draft.head_ids.to(place))
-    return NativeRunner(decoder, context, tail)
-
-
-class ReducedHead:
-    """Scores some tokens only; the others can never be said."""
-
-    def __init__(self, head: Tensor, ids: Tensor) -> None:
-        self.ids = ids
-        self.vocabulary = head.shape[0]
-        self.weight = head.index_select(0, ids)
-        self._score: Linear = choose_linear(self.weight, None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return logits [rows, vocabulary], −inf for the tokens left out."""
-        scores = self._score(x)
-        return scores.new_full((x.shape[0], self.vocabulary), float("-inf")).index_copy_(1, self.ids, scores)
+    weights = _Builder(arch, draft, place, precision).weights(shared)
+    return NativeRunner(Decoder(arch, weights, context + tail), context, tail)
 
 
 def _read_shared(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype) -> Shared:
@@ -83,25 +69,46 @@ def _read_shared(arch: Architecture, source: TensorSource, device: torch.device,
     return Shared(whole.embedding, whole.head)
 
 
-def _weights(arch: Architecture, draft: DraftFile, shared: Shared, device: torch.device, dtype: torch.dtype) -> Weights:
-    def tensor(part: str, index: int = 0, suffix: str = "weight") -> Tensor:
-        return draft.tensor(f"{HUGGING_FACE[part].format(index)}.{suffix}").to(device, dtype)
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Puts a draft's weights together; what is stored in int8 stays so wherever there is a kernel for it, the head's rows included."""
 
-    def matrix(parts: tuple[str, ...], index: int, bias: bool) -> Matrix:
-        weight = torch.cat([tensor(part, index) for part in parts])
-        return Matrix(weight, torch.cat([tensor(part, index, "bias") for part in parts]) if bias else None)
+    arch: Architecture
+    draft: DraftFile
+    device: torch.device
+    dtype: torch.dtype
 
-    layers = tuple(
-        LayerWeights(
-            attention_norm=tensor("attention_norm", index),
-            qkv=matrix(("q", "k", "v"), index, arch.qkv_bias),
-            q_norm=tensor("q_norm", index) if arch.qk_norm else None,
-            k_norm=tensor("k_norm", index) if arch.qk_norm else None,
-            out=matrix(("out",), index, arch.out_bias),
-            mlp_norm=tensor("mlp_norm", index),
-            gate_up=matrix(("gate", "up"), index, arch.mlp_bias),
-            down=matrix(("down",), index, arch.mlp_bias),
+    def weights(self, shared: Shared) -> Weights:
+        layers = tuple(self._layer(index) for index in range(self.arch.layers))
+        return Weights(shared.embedding, layers, self._tensor("norm"), shared.head, self._reduced(shared.head))
+
+    def _layer(self, index: int) -> LayerWeights:
+        a = self.arch
+        return LayerWeights(
+            attention_norm=self._tensor("attention_norm", index),
+            qkv=self._matrix(("q", "k", "v"), index, a.qkv_bias),
+            q_norm=self._tensor("q_norm", index) if a.qk_norm else None,
+            k_norm=self._tensor("k_norm", index) if a.qk_norm else None,
+            out=self._matrix(("out",), index, a.out_bias),
+            mlp_norm=self._tensor("mlp_norm", index),
+            gate_up=self._matrix(("gate", "up"), index, a.mlp_bias),
+            down=self._matrix(("down",), index, a.mlp_bias),
         )
-        for index in range(arch.layers)
-    )
-    return Weights(shared.embedding, layers, tensor("norm"), shared.head)
+
+    def _reduced(self, head: Tensor) -> ReducedHead | None:
+        """Copy a reduced head's rows: scattered among the target's, they could not be read at the memory's pace."""
+        ids = self.draft.head_ids
+        if ids is None:
+            return None
+        columns = Columns(ids.to(self.device), head.shape[0])
+        return ReducedHead(self._held(Matrix(head.index_select(0, columns.ids))), columns)
+
+    def _matrix(self, parts: tuple[str, ...], index: int, bias: bool) -> Matrix:
+        weight = torch.cat([self._tensor(part, index) for part in parts])
+        return self._held(Matrix(weight, torch.cat([self._tensor(part, index, "bias") for part in parts]) if bias else None))
+
+    def _tensor(self, part: str, index: int = 0, suffix: str = "weight") -> Tensor:
+        return self.draft.tensor(f"{HUGGING_FACE[part].format(index)}.{suffix}").to(self.device, self.dtype)
+
+    def _held(self, matrix: Matrix) -> Matrix:
+        return matrix.in_int8() if self.draft.info.storage == "int8" and takes_int8(self.device, self.dtype) else matrix

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,21 @@ class Batch:
     positions: Tensor  # int64 [rows, length], from 0 in each conversation
     segments: Tensor  # int64 [rows, length], numbered from 0 in each row; PADDING where nothing is
     weight: Tensor  # float32 [rows, length], 0 at the last token of a conversation and in padding
+    source: Tensor  # int64 [rows, length], where the token stands in the material; 0 in padding
+    edges: Tensor | None = None  # int32 [stretches + 1], where each stretch of one segment begins in the flattened batch; see `with_edges`
+
+    def parts(self, rows: int) -> Iterator[Batch]:
+        """Cut into batches of at most so many rows."""
+        pieces = (torch.split(getattr(self, name), rows) for name in ("tokens", "positions", "segments", "weight", "source"))
+        return (Batch(*piece) for piece in zip(*pieces, strict=True))
+
+    def with_edges(self) -> Batch:
+        """Note where segments begin and end; padding is a stretch like any other."""
+        row = torch.arange(self.segments.shape[0]).unsqueeze(1) * (int(self.segments.max()) + 2)
+        owner = (self.segments - PADDING + row).flatten()
+        inner = owner.diff().nonzero().view(-1) + 1
+        ends = torch.tensor([0]), inner, torch.tensor([owner.numel()])
+        return replace(self, edges=torch.cat(ends).to(torch.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +178,11 @@ class Material:
         weight = torch.where(answering, answer_weight, question_weight).masked_fill(last, 0.0).to(torch.float32)
         place = _first_places(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
         segment = torch.cat([torch.arange(len(row)) for row in rows])[owner]
-        tokens = self.tokens[self.starts[chosen][owner] + within].long()
-        filled = (_scatter(place, values, size * length) for values in (tokens, within, segment - PADDING, weight))
-        tokens, positions, segments, weight = (whole.view(size, length) for whole in filled)
-        return Batch(tokens, positions, segments + PADDING, weight)
+        source = self.starts[chosen][owner] + within
+        tokens = self.tokens[source].long()
+        filled = (_scatter(place, values, size * length) for values in (tokens, within, segment - PADDING, weight, source))
+        tokens, positions, segments, weight, source = (whole.view(size, length) for whole in filled)
+        return Batch(tokens, positions, segments + PADDING, weight, source)
 
 
 def _fault(tokens: Tensor, starts: Tensor, answers: Tensor) -> str | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from specbranch.distill.attention import Attend, attention
 from specbranch.distill.material import Batch
 from specbranch.errors import BadParameter
 from specbranch.models import rope
@@ -79,10 +80,10 @@ class Stack(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the normed hidden states [batch, length, hidden], ready for the head; a token sees its own segment up to itself."""
         x = embedding(batch.tokens, self.embedding)
-        turns, mask = self._turns(batch.positions), _mask(batch.segments, x.dtype)
+        turns, attend = self._turns(batch.positions), attention(batch, x.dtype)
         for block in self.blocks:
             assert isinstance(block, Block)
-            x = x + self._attention(block, self._normed(x, block.attention_norm), turns, mask)
+            x = x + self._attention(block, self._normed(x, block.attention_norm), turns, attend)
             x = x + _mlp(block, self._normed(x, block.mlp_norm))
         return self._normed(x, self.norm)
 
@@ -90,7 +91,7 @@ class Stack(nn.Module):
         """Score the tokens of the head."""
         return linear(hidden, self.head)
 
-    def _attention(self, block: Block, h: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+    def _attention(self, block: Block, h: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         a = self.arch
         qkv = block.apply_matrix("qkv", h).view(*h.shape[:-1], -1, a.head_dim)  # [batch, length, heads, head_dim]
         queries, keys, values = torch.split(qkv, [a.heads, a.kv_heads, a.kv_heads], dim=-2)
@@ -99,8 +100,7 @@ class Stack(nn.Module):
         queries, keys = rope.turn(queries, *turns), rope.turn(keys, *turns)
         # Keys are repeated by hand: on GPUs the masked kernels know no head groups and would fall back to the slowest one.
         keys, values = (x.repeat_interleave(a.heads // a.kv_heads, dim=-2) for x in (keys, values))
-        out = scaled_dot_product_attention(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
-        return block.apply_matrix("out", out.transpose(1, 2).flatten(-2))
+        return block.apply_matrix("out", attend(queries, keys, values).flatten(-2))
 
     def _scaled(self, heads: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(heads, (self.arch.head_dim,), weight.to(heads.dtype), self.arch.rms_eps)
@@ -122,12 +122,11 @@ def check_layers(chosen: Sequence[int], held: int) -> None:
         raise BadParameter(f"A draft of the layers {list(chosen)} was asked for; the target has {held}, numbered 0 to {held - 1}.")
 
 
-def outer_layers(count: int, held: int) -> tuple[int, ...]:
-    """Choose the target's first and last layers, one more of the first if the count is odd."""
+def spread_layers(count: int, held: int) -> tuple[int, ...]:
+    """Choose layers at equal distances, the target's first and last among them; a better start than the outer ones alone."""
     if not 1 <= count <= held:
         raise BadParameter(f"A draft of {count} layers was asked for; expected 1 to {held}, as many as the target has.")
-    first = (count + 1) // 2
-    return (*range(first), *range(held - count + first, held))
+    return tuple((2 * index * (held - 1) + count - 1) // (2 * max(count - 1, 1)) for index in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +252,3 @@ def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
 def _mlp(block: Block, h: Tensor) -> Tensor:
     gate, up = block.apply_matrix("gate_up", h).chunk(2, -1)
     return block.apply_matrix("down", silu(gate) * up)
-
-
-def _mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a token sees another, -inf elsewhere [batch, 1, length, length]; made once for all layers and heads."""
-    seen = (segments.unsqueeze(2) == segments.unsqueeze(1)).tril()
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)

@@ -1,19 +1,17 @@
-"""Training a draft to give its target's distribution: steps, measurements, checkpoints, and the picture of how it went.
+"""Training a draft to give its target's distribution: steps, measurements, and when to keep what there is.
 
-Owns the schedule and the files of a run (metrics.jsonl, checkpoint.pt, training.svg). Invariant: what a step does depends on the settings,
-the material and the step's number alone, so a run that was killed and resumed ends with the weights of one that was not.
+Owns the schedule and the files of a run (metrics.jsonl, checkpoint.safetensors, training.svg). Invariant: what a step does depends on the
+settings, the material and the step's number alone, so a run that was killed and resumed ends with the weights of one that was not.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
-import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -22,17 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specbranch.distill.checkpoint import Checkpoint, write_checkpoint
 from specbranch.distill.draft_folder import spoken, write_whole
 from specbranch.distill.material import PADDING, Batch, Material
-from specbranch.distill.model import NOTHING, Stack, compare, counted, divergence, sent
-from specbranch.errors import BadParameter, ModelError
+from specbranch.distill.model import NOTHING, Stack, compare, counted, divergence
+from specbranch.distill.picture import picture
+from specbranch.distill.teacher import Heard, Teacher, moved
+from specbranch.errors import BadParameter
 from specbranch.models.architecture import Architecture
 from specbranch.models.weights import Weights
 
 log = logging.getLogger("specbranch")
 
-CHECKPOINT, METRICS, PICTURE = "checkpoint.pt", "metrics.jsonl", "training.svg"
-FORMAT = 1
+CHECKPOINT, METRICS, PICTURE = "checkpoint.safetensors", "metrics.jsonl", "training.svg"
 CALIBRATION = 20  # steps after which a time budget becomes a number of steps
 WARM = 5  # the first of them are slower and are not counted
 SPARE = 0.95  # share of a time budget that steps may fill; the rest is measuring and saving
@@ -89,6 +89,10 @@ def unheard(record: Mapping[str, Any]) -> None:
     """Show no progress."""
 
 
+def unwatched(tokens: int, of: int) -> None:
+    """Show no progress of the target either."""
+
+
 def frequent_tokens(material: Material, vocabulary: int, count: int) -> Tensor:
     """Return the `count` ids the target wrote most often, ascending."""
     if not 1 <= count < vocabulary:
@@ -107,6 +111,7 @@ def train(
     *,
     resume: bool = False,
     report: Report = unheard,
+    heard: Heard = unwatched,
 ) -> Trained:
     """Train a draft; with `resume`, go on from the folder's checkpoint if it has one."""
     if not len(material) or not len(held_out):
@@ -120,6 +125,7 @@ def train(
         run.restore()
     else:
         run.metrics.unlink(missing_ok=True)
+    run.listen(heard)
     run.go_on()
     figures = run.finish()
     return Trained(run.student, run.step, run.tokens, run.seconds, figures)
@@ -142,7 +148,8 @@ class _Run:
         self.checkpoint, self.metrics, self.picture = (folder / name for name in (CHECKPOINT, METRICS, PICTURE))
         ids = frequent_tokens(material, arch.vocabulary, settings.head_tokens) if settings.head_tokens else None
         self.device = weights.norm.device
-        self.teacher = Stack(arch, weights)
+        self.teacher = Teacher(Stack(arch, weights))
+        self.remembering = self.teacher.has_room(material)
         self.student = Stack(arch, weights, settings.layers, trained=True, head_ids=None if ids is None else ids.to(self.device))
         self.optimiser = _optimiser(self.student, settings)
         self.identity = _identity(settings, material, weights)
@@ -152,6 +159,11 @@ class _Run:
         self._losses: list[Tensor] = []
         self._warm = 0, 0.0  # step and seconds from which on steps take their usual time
         self._saved_at = time.monotonic()
+
+    def listen(self, heard: Heard) -> None:
+        """Let the target go over the material once, if what it says there can be remembered."""
+        if self.remembering and self.step != self.total:
+            self.teacher.remember(self.material, self.settings.length, self.settings.rows, heard)
 
     def go_on(self) -> None:
         """Train up to the last step."""
@@ -208,15 +220,13 @@ class _Run:
     def _gradients(self, batch: Batch) -> Tensor:
         self.optimiser.zero_grad(set_to_none=True)
         total = max(batch.weight.sum().item(), 1e-9)
-        losses = [self._part(part, total) for part in _parts(batch, self.micro) if part.weight.any()]
+        losses = [self._part(part, total) for part in batch.parts(self.micro) if part.weight.any()]
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def _part(self, part: Batch, total: float) -> Tensor:
         """Add the gradient of some rows to what is there."""
-        moved = _moved(part, self.device)
-        with torch.no_grad():
-            said = self.teacher(moved)
-        loss = divergence(counted(said, self.student(moved), part.weight), self.student.head) / total
+        here = moved(part, self.student)
+        loss = divergence(counted(self.teacher(here), self.student(here), part.weight), self.student.head) / total
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -234,10 +244,10 @@ class _Run:
         """Compare with the target on held-out answers, always the same ones."""
         s, scores = self.settings, NOTHING
         for batch in islice(self.held_out.batches(s.length, s.rows, s.seed, 0), s.evaluate_batches):
-            for part in _parts(batch, self.micro):
-                moved = _moved(part, self.device)
-                rows = counted(self.teacher(moved), self.student(moved), part.weight)
-                scores += compare(rows, self.student, self.teacher.head)
+            for part in batch.parts(self.micro):
+                here = moved(part, self.student)
+                rows = counted(self.teacher.stack(here), self.student(here), part.weight)
+                scores += compare(rows, self.student, self.teacher.stack.head)
         return {**scores.means(), "compared": scores.rows}
 
     def _at_a_mark(self) -> bool:
@@ -276,30 +286,22 @@ class _Run:
 
     def save(self) -> None:
         """Keep everything the next step needs."""
-        buffer = io.BytesIO()
         where = {name: getattr(self, name) for name in _WHERE}
-        state = {"student": self.student.state_dict(), "optimiser": self.optimiser.state_dict(), "random": _random_state(self.device)}
-        torch.save({"format": FORMAT, "identity": self.identity, "where": where, **state}, buffer)
-        write_whole(self.checkpoint, buffer.getbuffer())
+        write_checkpoint(self.checkpoint, self.student, self.optimiser, {"identity": self.identity, "where": where})
         self._saved_at = time.monotonic()
 
     def restore(self) -> None:
         """Go back to the checkpoint, forgetting what was measured after it."""
-        state = read_checkpoint(self.checkpoint)
-        _refuse_other_run(state["identity"], self.identity, self.checkpoint)
-        try:
-            self.student.load_state_dict(state["student"])
-            self.optimiser.load_state_dict(state["optimiser"])
-            _set_random_state(state["random"], self.device)
-            for name in _WHERE:
-                setattr(self, name, state["where"][name])
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
-            raise _damaged(self.checkpoint, error) from None
+        held = Checkpoint.read(self.checkpoint)
+        _refuse_other_run(held.notes["identity"], self.identity, self.checkpoint)
+        held.load(self.student, self.optimiser)
+        for name in _WHERE:
+            setattr(self, name, held.notes["where"][name])
         kept = [record for record in _records(self.metrics) if record["step"] <= self.step and not record.get("final")]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
-_WHERE = ("step", "tokens", "seconds", "epoch", "index", "micro", "total")
+_WHERE = ("step", "tokens", "seconds", "epoch", "index", "micro", "total", "remembering")
 
 
 class _Clock:
@@ -334,22 +336,6 @@ def learning_rate(settings: TrainSettings, step: int, total: int | None) -> floa
     return settings.learning_rate * (settings.last_rate + (1 - settings.last_rate) * (1 + math.cos(math.pi * gone)) / 2)
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, or say that it is damaged."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format"] != FORMAT:
-            raise ValueError(f"its format is {state['format']!r}, expected {FORMAT}")
-        return {name: state[name] for name in ("identity", "where", "student", "optimiser", "random")}
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: Path, error: Exception) -> ModelError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return ModelError(f"The checkpoint {path} is damaged ({reason}). Delete it and run again to begin the training anew.")
-
-
 def _identity(settings: TrainSettings, material: Material, weights: Weights) -> dict[str, Any]:
     """Say what a checkpoint belongs to; how often a run saves and measures does not change its weights."""
     aside = {"record_every", "evaluate_every", "evaluate_batches", "checkpoint_seconds"}
@@ -378,27 +364,6 @@ def _optimiser(student: Stack, settings: TrainSettings) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].device.type == "cuda")
 
 
-def _parts(batch: Batch, rows: int) -> Iterator[Batch]:
-    pieces = (torch.split(getattr(batch, field.name), rows) for field in fields(batch))
-    return (Batch(*piece) for piece in zip(*pieces, strict=True))
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    """Bring what the stacks read to the device; the weights stay, see `counted`."""
-    return Batch(sent(batch.tokens, device), sent(batch.positions, device), sent(batch.segments, device), batch.weight)
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
-
-
-def _set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 def _records(path: Path) -> list[dict[str, Any]]:
     """Read the metrics; a line cut short by a kill is no line."""
     found: list[dict[str, Any]] = []
@@ -408,35 +373,3 @@ def _records(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             log.warning("A line of %s was cut short and is left out.", path)
     return found
-
-
-WIDTH, HEIGHT, LEFT, TOP = 640, 180, 64, 28  # of one panel, and the room around it
-
-
-def picture(records: Sequence[Mapping[str, Any]]) -> str:
-    """Draw loss and agreement over the steps, as SVG."""
-    panels = (("loss (KL, nats a token)", "loss", "#c2410c"), ("top-1 agreement on held-out text", "top1", "#1d4ed8"))
-    drawn = "".join(
-        _panel([(r["step"], r[key]) for r in records if key in r], title, colour, number * (HEIGHT + 60) + TOP)
-        for number, (title, key, colour) in enumerate(panels)
-    )
-    width, height = LEFT + WIDTH + 16, 2 * (HEIGHT + 60)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
-        f'<rect width="{width}" height="{height}" fill="white"/>{drawn}</svg>\n'
-    )
-
-
-def _panel(points: Sequence[tuple[float, float]], title: str, colour: str, top: int) -> str:
-    frame = f'<text x="{LEFT}" y="{top - 8}">{title}</text>'
-    frame += f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>'
-    if not points:
-        return frame
-    steps, values = [step for step, _ in points], [value for _, value in points]
-    low, high, last = min(values), max(values), max(max(steps), 1)
-    span = (high - low) or 1.0
-    line = " ".join(f"{LEFT + WIDTH * step / last:.1f},{top + HEIGHT * (1 - (value - low) / span):.1f}" for step, value in points)
-    marks = f'<text x="{LEFT - 6}" y="{top + 10}" text-anchor="end">{high:.3f}</text>'
-    marks += f'<text x="{LEFT - 6}" y="{top + HEIGHT}" text-anchor="end">{low:.3f}</text>'
-    marks += f'<text x="{LEFT + WIDTH}" y="{top + HEIGHT + 16}" text-anchor="end">step {last:,.0f}, now {values[-1]:.3f}</text>'
-    return f'{frame}{marks}<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'

@@ -92,8 +92,9 @@ class Decoder:
         self.embedding = weights.embedding
         self.layers = tuple(_layer(arch, layer) for layer in weights.layers)
         self.norm = weights.norm
-        self.head_weight = weights.head
-        self.head = _linear(Matrix(weights.head))
+        self.head_weight = None if weights.reduced else weights.head
+        self.columns = weights.reduced.columns if weights.reduced else None
+        self.head = _linear(weights.reduced.matrix if weights.reduced else Matrix(weights.head))
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
 
     def forward(self, step: Step) -> Tensor:
@@ -106,7 +107,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Score the vocabulary for hidden states [rows, hidden]."""
+        """Score the vocabulary, or `columns` of it, for hidden states [rows, hidden]."""
         return self.head(self._normed(hidden, self.norm))
 
     def _attention(self, index: int, layer: Layer, h: Tensor, parts: Sequence[Part], cos: Tensor, sin: Tensor) -> Tensor:
@@ -175,4 +176,4 @@ def _joined_norm(arch: Architecture, q_norm: Tensor | None, k_norm: Tensor | Non
 
 
 def _linear(matrix: Matrix) -> Linear:
-    return choose_linear(matrix.weight, matrix.bias)
+    return choose_linear(matrix.weight, matrix.bias, matrix.scale)

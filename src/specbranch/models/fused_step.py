@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specbranch.models.decoder import Decoder, Layer, Part, Step
-from specbranch.models.kernels import load_kernel, outputs_at_a_time
 from specbranch.models.linear import MOST_ROWS, KernelLinear, Linear
 from specbranch.models.row_kernel_text import FIELDS, Shape
 from specbranch.models.row_kernels import RowKernels, float_bits, load_row_kernels
@@ -50,14 +49,15 @@ class Operations:
 class FusedStep:
     """Runs steps of at most MOST_ROWS rows."""
 
-    def __init__(self, decoder: Decoder, kernels: RowKernels, linear_code: int) -> None:
-        self.decoder, self.kernels, self.linear_code = decoder, kernels, linear_code
+    def __init__(self, decoder: Decoder, kernels: RowKernels) -> None:
+        self.decoder, self.kernels = decoder, kernels
         arch = decoder.arch
         sizes = {"x": arch.hidden, "h": arch.hidden, "change": arch.hidden, "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_dim}
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
         sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
         self.buffers = {name: torch.zeros(MOST_ROWS, size) for name, size in sizes.items()}
         self._lists: dict[tuple[int, ...], Operations] = {}
+        self.scored = arch.vocabulary if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(4, dtype=np.int64)
 
     def store(self, step: Step) -> None:
@@ -66,9 +66,9 @@ class FusedStep:
         self._run(operations, operations.written)
 
     def logits(self, step: Step) -> Tensor:
-        """Write the keys and values of a step's rows and score the vocabulary for each."""
+        """Write the keys and values of a step's rows and score the vocabulary, or `columns` of it, for each."""
         operations = self._prepare(step)
-        out = torch.empty(step.tokens.shape[0], self.decoder.arch.vocabulary)
+        out = torch.empty(step.tokens.shape[0], self.scored)
         operations.table[-1, 5] = out.data_ptr()
         self._run(operations, len(operations.table))
         return out
@@ -115,10 +115,8 @@ class FusedStep:
 
     def _add_linear(self, operations: Operations, layer: Linear, source: str, target: str | None, rows: int) -> None:
         assert isinstance(layer, KernelLinear)
-        outs, ins = layer.weight.shape
-        bias = 0 if layer.bias is None else layer.bias.data_ptr()
-        to, part = self._at(target) if target else 0, outputs_at_a_time(ins, outs)
-        operations.add(self.linear_code, self._at(source), layer.weight.data_ptr(), bias, to, rows, ins, outs, part)
+        to = self._at(target) if target else 0
+        operations.add(layer.kernel.work, *layer.arguments(self._at(source), to, rows))
 
     def _add_attention(self, operations: Operations, layer: Layer, counts: Sequence[int]) -> None:
         self._add_linear(operations, layer.qkv, "h", "qkv", sum(counts))
@@ -165,7 +163,8 @@ def _point(table: np.ndarray, part: Part, turns: list[int], attends: list[int]) 
 def fuse(decoder: Decoder) -> FusedStep | None:
     """Return the fused step of a decoder on a CPU whose matrices all use the small-row kernel; None for others."""
     matrices = [decoder.head, *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down))]
-    kernel = load_kernel() if all(isinstance(matrix, KernelLinear) for matrix in matrices) else None
+    if not all(isinstance(matrix, KernelLinear) for matrix in matrices):
+        return None
     arch = decoder.arch
-    kernels = load_row_kernels(Shape(arch.heads, arch.kv_heads, arch.head_dim)) if kernel else None
-    return FusedStep(decoder, kernels, kernel.work) if kernel and kernels else None
+    kernels = load_row_kernels(Shape(arch.heads, arch.kv_heads, arch.head_dim))
+    return FusedStep(decoder, kernels) if kernels else None

@@ -1,7 +1,8 @@
 """A matrix product for few rows on CPUs, as machine code: its source, and its launch on torch's own threads.
 
 BLAS repacks the weights whenever there is more than one row; a decoder at 2 to 16 rows then waits for that instead of for memory. Here
-each weight is fetched once for all rows. Owns no weights and chooses nothing (see `linear`).
+each weight is fetched once for all rows. Weights are float32, or int8 with a scale for each output, which are a quarter of the bytes and
+become float32 in the registers. Owns no weights and chooses nothing (see `linear`).
 
 Invariant: an element of the result is one chain of fused multiply-adds in a fixed order, whatever the number of rows or threads. Row i of
 a call with many rows therefore equals, bit for bit, the call with that row alone.
@@ -14,16 +15,19 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from specbranch.models.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
 
+Stored = Literal["float32", "int8"]
+BYTES: dict[Stored, int] = {"float32": 4, "int8": 1}  # of a weight
+
 PART = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
 TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
 
-_Arguments = ctypes.c_int64 * 9
+_Arguments = ctypes.c_int64 * 10
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -37,17 +41,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Compiled code for y = x·Wᵀ + b on contiguous float32, called with addresses."""
+    """Compiled code for y = x·Wᵀ + b on contiguous float32 (the weights as they are stored), called with addresses."""
 
     engine: Any  # owns the code
     work: int
     alone: Callable[[Any], None]  # runs `work` on the calling thread
     team: Team | None  # runs `work` on every thread of torch's pool
 
-    def __call__(self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int, part: int) -> None:
-        """Write the product of the rows at `x` to `y`; a bias of 0 means none; `part` is from `outputs_at_a_time`."""
+    def __call__(self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int, part: int, scale: int = 0) -> None:
+        """Write the product of the rows at `x` to `y`; a bias of 0 means none; `part` is from `outputs_at_a_time`; int8 has a scale."""
         # The first number counts the outputs taken so far: threads help themselves, so a slow one holds nobody up.
-        arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, part)
+        arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, part, scale)
         threads = torch.get_num_threads()
         if self.team is None or threads == 1:
             self.alone(arguments)
@@ -55,42 +59,49 @@ class Kernel:
             self.team(self.work, arguments, threads, 0)
 
 
-def outputs_at_a_time(ins: int, outs: int) -> int:
+def outputs_at_a_time(ins: int, outs: int, stored: Stored = "float32") -> int:
     """How many outputs a thread should take at once: whole tiles, and several turns for every thread."""
-    return max(4, min(PART // (4 * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
+    return max(4, min(PART // (BYTES[stored] * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
 
 
 @cache
-def load_kernel() -> Kernel | None:
+def load_kernel(stored: Stored = "float32") -> Kernel | None:
     """Compile the kernel for this machine, once a process; None where that cannot be done.
 
     Best called before weights are loaded: the compiler's pages are given back at the end, and so do not add to the peak.
     """
     try:
-        machine = _machine(host_features())
+        machine = _machine(host_features(), stored)
         if machine is None:
             return None
         # No optimisation passes: the source is already what they would aim at, and without them compiling takes 0.05 s.
-        engine = compile_text(source(machine), optimise=False)
+        engine = compile_text(source(machine, stored), optimise=False)
     except CannotCompile:
         return None
     work = engine.get_function_address("work")
     return Kernel(engine, work, _Work(work), torch_team())
 
 
-def _machine(features: dict[str, bool]) -> Machine | None:
+def _machine(features: dict[str, bool], stored: Stored = "float32") -> Machine | None:
+    small = stored == "int8"  # 16 of them make one load everywhere, and then several vectors
     if platform.machine() in ("aarch64", "arm64"):
-        return Machine(lanes=4, outs=4)
+        return Machine(lanes=16, outs=1) if small else Machine(lanes=4, outs=4)
     if not features.get("fma"):
         return None  # a fused multiply-add would be a library call for each number
-    return Machine(lanes=16, outs=4) if features.get("avx512f") else Machine(lanes=8, outs=2)
+    if features.get("avx512f"):
+        return Machine(lanes=16, outs=4)
+    return Machine(lanes=16, outs=1) if small else Machine(lanes=8, outs=2)
 
 
-def source(machine: Machine) -> str:
+def source(machine: Machine, stored: Stored = "float32") -> str:
     """Write the kernel in LLVM's language: tiles of every size, a walk over the rows, and the work of one thread."""
     lanes, wide = machine.lanes, machine.outs
-    tiles = [_Tile(outs, rows, lanes).source() for outs in (wide, 1) for rows in range(1, TILE_ROWS + 1)]
-    return "\n".join([_DECLARATIONS.format(L=lanes), *tiles, _all_rows(wide), _all_rows(1), _work(wide)])
+    sizes = dict.fromkeys((wide, 1))
+    tiles = [_Tile(outs, rows, lanes, stored).source() for outs in sizes for rows in range(1, TILE_ROWS + 1)]
+    return "\n".join([_DECLARATIONS.format(L=lanes), *tiles, *map(_all_rows, sizes), _work(wide, stored)])
+
+
+_KINDS: dict[Stored, str] = {"float32": "float", "int8": "i8"}  # in LLVM's language
 
 
 _DECLARATIONS = """
@@ -99,6 +110,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare <{L} x float> @llvm.fma.v{L}f32(<{L} x float>, <{L} x float>, <{L} x float>)
 declare <{L} x i1> @llvm.get.active.lane.mask.v{L}i1.i64(i64, i64)
 declare <{L} x float> @llvm.masked.load.v{L}f32.p0(ptr, i32, <{L} x i1>, <{L} x float>)
+declare <{L} x i8> @llvm.masked.load.v{L}i8.p0(ptr, i32, <{L} x i1>, <{L} x i8>)
 """
 
 
@@ -113,9 +125,11 @@ class _Tile:
     outs: int
     rows: int
     lanes: int
+    stored: Stored
 
     def source(self) -> str:
-        head = f"define internal void @tile{self.outs}x{self.rows}(ptr %x, ptr %w, ptr %bias, ptr %y, i64 %n, i64 %stride) {{"
+        arguments = "ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %n, i64 %stride"
+        head = f"define internal void @tile{self.outs}x{self.rows}({arguments}) {{"
         return "\n".join([head, self._begin(), self._loop(), self._ragged_end(), self._fold(), self._store(), "}"])
 
     def _each_out(self, template: str) -> str:
@@ -132,7 +146,7 @@ class _Tile:
   %whole = and i64 %n, {-self.lanes}
   %ahead = mul i64 %n, {self.outs}
 {self._each_out("  %w.at{o} = mul i64 %n, {o}")}
-{self._each_out("  %w{o} = getelementptr float, ptr %w, i64 %w.at{o}")}
+{self._each_out(f"  %w{{o}} = getelementptr {_KINDS[self.stored]}, ptr %w, i64 %w.at{{o}}")}
 {self._each_row("  %x.at{r} = mul i64 %n, {r}")}
 {self._each_row("  %x{r} = getelementptr float, ptr %x, i64 %x.at{r}")}
   %any = icmp sgt i64 %whole, 0
@@ -144,9 +158,9 @@ class _Tile:
         return f"""loop:
   %k = phi i64 [0, %begin], [%k.next, %loop]
 {self._each("  %old{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
-{self._each_out("  %wp{o} = getelementptr float, ptr %w{o}, i64 %k")}
-{self._each_out("  %wv{o} = load <{L} x float>, ptr %wp{o}, align 4")}
-{self._each_out("  %wn{o} = getelementptr float, ptr %wp{o}, i64 %ahead")}
+{self._each_out(f"  %wp{{o}} = getelementptr {_KINDS[self.stored]}, ptr %w{{o}}, i64 %k")}
+{self._weights("load {kind}, ptr %wp{o}, align {bytes}", "wv")}
+{self._each_out(f"  %wn{{o}} = getelementptr {_KINDS[self.stored]}, ptr %wp{{o}}, i64 %ahead")}
 {self._each_out("  call void @llvm.prefetch.p0(ptr %wn{o}, i32 0, i32 2, i32 1)")}
 {self._each_row("  %xp{r} = getelementptr float, ptr %x{r}, i64 %k")}
 {self._each_row("  %xv{r} = load <{L} x float>, ptr %xp{r}, align 4")}
@@ -158,18 +172,32 @@ class _Tile:
     def _ragged_end(self) -> str:
         load = "call <{L} x float> @llvm.masked.load.v{L}f32.p0"
         masked = "i32 4, <{L} x i1> %mask, <{L} x float> zeroinitializer)"
+        name = "f32" if self.stored == "float32" else "i8"
+        load_weights = (
+            "call {kind} @llvm.masked.load.v{L}" + name + ".p0(ptr %wr{o}, i32 {bytes}, <{L} x i1> %mask, {kind} zeroinitializer)"
+        )
         return f"""looped:
 {self._each("  %sum{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
   %ragged = icmp slt i64 %whole, %n
   br i1 %ragged, label %rest, label %fold
 rest:
   %mask = call <{self.lanes} x i1> @llvm.get.active.lane.mask.v{self.lanes}i1.i64(i64 %whole, i64 %n)
-{self._each_out("  %wr{o} = getelementptr float, ptr %w{o}, i64 %whole")}
-{self._each_out("  %wm{o} = " + load + "(ptr %wr{o}, " + masked)}
+{self._each_out(f"  %wr{{o}} = getelementptr {_KINDS[self.stored]}, ptr %w{{o}}, i64 %whole")}
+{self._weights(load_weights, "wm")}
 {self._each_row("  %xr{r} = getelementptr float, ptr %x{r}, i64 %whole")}
 {self._each_row("  %xm{r} = " + load + "(ptr %xr{r}, " + masked)}
 {self._each("  %end{o}.{r} = call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %wm{o}, <{L} x float> %xm{r}, <{L} x float> %sum{o}.{r})")}
   br label %fold"""
+
+    def _weights(self, load: str, name: str) -> str:
+        """Write the loading of each output's next weights as floats; `load` has fields for their kind and size as stored."""
+        kind = f"<{self.lanes} x {_KINDS[self.stored]}>"
+        loaded = load.replace("{kind}", kind).replace("{bytes}", str(BYTES[self.stored]))
+        if self.stored == "float32":
+            return self._each_out(f"  %{name}{{o}} = {loaded}")
+        return self._each_out(f"""  %{name}.small{{o}} = {loaded}
+  %{name}.whole{{o}} = sext {kind} %{name}.small{{o}} to <{{L}} x i32>
+  %{name}{{o}} = sitofp <{{L}} x i32> %{name}.whole{{o}} to <{{L}} x float>""")
 
     def _fold(self) -> str:
         width = self.lanes
@@ -177,7 +205,16 @@ rest:
         while width > 1:
             width //= 2
             lines += [self._halve(width)]
-        return "\n".join([*lines, self._each("  %dot{o}.{r} = extractelement <1 x float> %fold{o}.{r}.1, i32 0")])
+        return "\n".join([*lines, self._dots()])
+
+    def _dots(self) -> str:
+        only = "extractelement <1 x float> %fold{o}.{r}.1, i32 0"
+        if self.stored == "float32":
+            return self._each("  %dot{o}.{r} = " + only)
+        return f"""{self._each("  %steps{o}.{r} = " + only)}
+{self._each_out("  %scale.p{o} = getelementptr float, ptr %scale, i64 {o}")}
+{self._each_out("  %scale{o} = load float, ptr %scale.p{o}, align 4")}
+{self._each("  %dot{o}.{r} = fmul float %steps{o}.{r}, %scale{o}")}"""
 
     def _halve(self, half: int) -> str:
         whole = half * 2
@@ -212,9 +249,9 @@ def _all_rows(outs: int) -> str:
     """Write a function that takes a tile's outputs through all rows, a few rows at a time."""
     sizes = range(1, TILE_ROWS + 1)
     targets = " ".join(f"i64 {rows}, label %take{rows}" for rows in sizes)
-    call = "(ptr %xr, ptr %w, ptr %bias, ptr %yr, i64 %n, i64 %stride)"
+    call = "(ptr %xr, ptr %w, ptr %scale, ptr %bias, ptr %yr, i64 %n, i64 %stride)"
     takes = "\n".join(f"take{rows}:\n  call void @tile{outs}x{rows}{call}\n  br label %taken" for rows in sizes)
-    return f"""define internal void @rows{outs}(ptr %x, ptr %w, ptr %bias, ptr %y, i64 %n, i64 %stride, i64 %rows) {{
+    return f"""define internal void @rows{outs}(ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %n, i64 %stride, i64 %rows) {{
 begin:
   br label %next
 next:
@@ -235,10 +272,10 @@ end:
 }}"""
 
 
-def _work(outs: int) -> str:
+def _work(outs: int, stored: Stored) -> str:
     """Write what a thread does: take a part of the outputs, go through it in wide tiles and then in single outputs, until none is left."""
     pointers, numbers = ("x", "w", "bias", "y"), ("rows", "n", "outs", "part")
-    fields = [("ptr", name) for name in pointers] + [("i64", name) for name in numbers]
+    fields = [*(("ptr", name) for name in pointers), *(("i64", name) for name in numbers), ("ptr", "scale")]
     loads = "\n".join(
         f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
         for at, (kind, name) in enumerate(fields, start=1)
@@ -256,14 +293,14 @@ take:
   %full = add i64 %start, %part
   %stop = call i64 @llvm.smin.i64(i64 %full, i64 %outs)
   br label %wide
-{_stretch("wide", outs, "%start", "take", then="single")}
-{_stretch("single", 1, "%wide.o", "wide", then="next")}
+{_stretch("wide", outs, stored, "%start", "take", then="single")}
+{_stretch("single", 1, stored, "%wide.o", "wide", then="next")}
 end:
   ret void
 }}"""
 
 
-def _stretch(name: str, step: int, start: str, before: str, then: str) -> str:
+def _stretch(name: str, step: int, stored: Stored, start: str, before: str, then: str) -> str:
     """Write a loop over outputs from `start` to %stop in whole steps."""
     return f"""{name}:
   %{name}.o = phi i64 [{start}, %{before}], [%{name}.next, %{name}.go]
@@ -272,9 +309,10 @@ def _stretch(name: str, step: int, start: str, before: str, then: str) -> str:
   br i1 %{name}.fits, label %{name}.go, label %{then}
 {name}.go:
   %{name}.at = mul i64 %{name}.o, %n
-  %{name}.w = getelementptr float, ptr %w, i64 %{name}.at
+  %{name}.w = getelementptr {_KINDS[stored]}, ptr %w, i64 %{name}.at
+  %{name}.scale = getelementptr float, ptr %scale, i64 %{name}.o
   %{name}.shift = getelementptr float, ptr %bias, i64 %{name}.o
   %{name}.b = select i1 %plain, ptr null, ptr %{name}.shift
   %{name}.y = getelementptr float, ptr %y, i64 %{name}.o
-  call void @rows{step}(ptr %x, ptr %{name}.w, ptr %{name}.b, ptr %{name}.y, i64 %n, i64 %outs, i64 %rows)
+  call void @rows{step}(ptr %x, ptr %{name}.w, ptr %{name}.scale, ptr %{name}.b, ptr %{name}.y, i64 %n, i64 %outs, i64 %rows)
   br label %{name}"""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.errors import unknown
-from specbranch.models.kernels import Kernel, load_kernel, outputs_at_a_time
+from specbranch.models.kernels import Kernel, Stored, load_kernel, outputs_at_a_time
 
 Kind = Literal["torch", "onednn", "llvm"]
 Linear = Callable[[Tensor], Tensor]
@@ -40,12 +40,16 @@ TRIALS = 3  # that the kernel must lose before torch is preferred
 SECONDS = 0.03  # to spend on one trial of one shape
 
 
-def choose_linear(weight: Tensor, bias: Tensor | None = None, *, most_rows: int = MOST_ROWS) -> Linear:
+def choose_linear(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, most_rows: int = MOST_ROWS) -> Linear:
     """Return x ↦ x·Wᵀ + b in the kind that is best here for this shape; measures when a shape is new.
 
     The weight is used in place: it must not be moved or replaced afterwards, while new values written into it are seen. Only
-    "onednn", which is never chosen unasked, holds a second, packed copy.
+    "onednn", which is never chosen unasked, holds a second, packed copy. An int8 weight comes with a scale for each output; where the
+    kernel does not run it is written out in float32.
     """
+    if scale is not None:
+        small = load_kernel("int8") if takes_int8(weight.device, scale.dtype) else None
+        return KernelLinear(small, weight, bias, most_rows, scale) if small else choose_linear(weight * scale.unsqueeze(-1), bias)
     forced = forced_kind()
     if not _suits(weight, bias):
         return PlainLinear(weight, bias)
@@ -54,6 +58,15 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None, *, most_rows: int 
         return PackedLinear(weight, bias)
     kernel = load_kernel() if kind == "llvm" else None
     return KernelLinear(kernel, weight, bias, most_rows) if kernel else PlainLinear(weight, bias)
+
+
+def takes_int8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether int8 weights are worth having for products in this precision: a quarter of the memory to read, and no copy in float32.
+
+    Nothing is measured: with few rows memory decides, which a trial on one cached matrix would not show.
+    """
+    runs = device.type == "cpu" and dtype is torch.float32 and forced_kind() in (None, "llvm")
+    return runs and load_kernel("int8") is not None
 
 
 def forced_kind() -> Kind | None:
@@ -95,27 +108,39 @@ class PackedLinear:
 
 
 class KernelLinear:
-    """The small-row kernel; a row's result does not depend on the rows beside it."""
+    """The small-row kernel; a row's result does not depend on the rows beside it. A weight in int8 has a scale for each output."""
 
     kind: Kind = "llvm"
 
-    def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None, most_rows: int) -> None:
-        self.weight, self.bias = weight, bias
-        self._kernel, self._most_rows = kernel, most_rows
+    def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None, most_rows: int, scale: Tensor | None = None) -> None:
+        self.kernel, self.weight, self.bias, self.scale = kernel, weight, bias, scale
+        self._most_rows = most_rows
         self._outs, self._ins = weight.shape
-        self._part = outputs_at_a_time(self._ins, self._outs)
-        self._address, self._bias_address = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        stored: Stored = "float32" if scale is None else "int8"
+        self._sizes = (self._ins, self._outs, outputs_at_a_time(self._ins, self._outs, stored))
+        self._addresses = [0 if part is None else part.data_ptr() for part in (weight, bias, scale)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer; calls the kernel is not made for go to torch, errors included."""
         *outer, ins = x.shape
         rows = outer[0] if len(outer) == 1 else x.numel() // self._ins
         if not 0 < rows <= self._most_rows or ins != self._ins or x.dtype is not torch.float32 or not x.is_cpu or _tracked(x):
-            return F.linear(x, self.weight, self.bias)
+            return self._plain(x)
         x = x.contiguous()
         y = x.new_empty(*outer, self._outs)
-        self._kernel(x.data_ptr(), self._address, self._bias_address, y.data_ptr(), rows, ins, self._outs, self._part)
+        self.kernel(*self.arguments(x.data_ptr(), y.data_ptr(), rows))
         return y
+
+    def arguments(self, x: int, y: int, rows: int) -> tuple[int, ...]:
+        """What the kernel is to be called with for rows at the address `x`, their results at `y`."""
+        weight, bias, scale = self._addresses
+        return (x, weight, bias, y, rows, *self._sizes, scale)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight.to(x.dtype)) * self.scale  # one matrix is written out at a time, and forgotten
+        return y if self.bias is None else y + self.bias
 
 
 def _tracked(x: Tensor) -> bool:

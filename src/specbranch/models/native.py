@@ -102,7 +102,7 @@ class NativeRunner:
             self._shrink(sizes)
             raise
         rows = iter(range(block.shape[0]))
-        return [[TensorRow(block, next(rows)) for _ in feed.tokens] for feed in work]
+        return [[TensorRow(block, next(rows), self.decoder.columns) for _ in feed.tokens] for feed in work]
 
     def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
         """Keep one line of the tail, its first `commit` nodes as prefix."""

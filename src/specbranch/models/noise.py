@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from specbranch.core.noise import SCALE, keys, mix
+from specbranch.models.columns import Columns
 
 Place = tuple[int, int, int]  # seed, sample, position
+Key = tuple[Place, torch.device, Columns | None]
 ROWS = 256  # twice the tail of a cache
 BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
 
@@ -31,8 +33,9 @@ class Noise:
     def __init__(self, rows: int = ROWS, most_bytes: int = BYTES) -> None:
         self._rows = rows
         self._bytes = most_bytes
-        self._width = 0
-        self._kept: OrderedDict[tuple[Place, torch.device], Tensor] = OrderedDict()
+        self._width = 0  # of whole rows
+        self._ids: dict[torch.device, Tensor] = {}  # where whole rows are asked for
+        self._kept: OrderedDict[Key, Tensor] = OrderedDict()
 
     def row(self, place: Place, vocabulary: int, device: torch.device) -> Tensor:
         """Return −log E of the first `vocabulary` token ids at a place [vocabulary], float32."""
@@ -41,22 +44,39 @@ class Noise:
     def rows(self, places: Sequence[Place], vocabulary: int, device: torch.device) -> list[Tensor]:
         """Return the rows of several places, making together those that are missing."""
         self._widen(vocabulary)
-        found = {place: self._kept[place, device] for place in places if (place, device) in self._kept}
-        missing = [place for place in dict.fromkeys(places) if place not in found]
-        found.update(zip(missing, _make(missing, self._width, device), strict=True))
-        for place in dict.fromkeys(places):
-            self._remember((place, device), found[place])
-        return [found[place][:vocabulary] for place in places]
+        if device not in self._ids:
+            self._ids[device] = torch.arange(self._width, device=device)
+        return [row[:vocabulary] for row in self._found(places, device, self._ids[device], None)]
+
+    def rows_of(self, places: Sequence[Place], columns: Columns) -> list[Tensor]:
+        """Return the rows of several places for some tokens only [columns].
+
+        Where whole rows are asked for too, as by a target beside the draft, these are taken from them, and no row is made twice.
+        """
+        device = columns.ids.device
+        if device in self._ids:
+            return [row.index_select(0, columns.ids) for row in self.rows(places, columns.vocabulary, device)]
+        return self._found(places, device, columns.ids, columns)
+
+    def _found(self, places: Sequence[Place], device: torch.device, ids: Tensor, columns: Columns | None) -> list[Tensor]:
+        distinct = tuple(dict.fromkeys(places))
+        found = {place: self._kept[place, device, columns] for place in distinct if (place, device, columns) in self._kept}
+        missing = [place for place in distinct if place not in found]
+        found.update(zip(missing, _make(missing, ids), strict=True))
+        for place in distinct:
+            self._remember((place, device, columns), found[place])
+        return [found[place] for place in places]
 
     def _widen(self, vocabulary: int) -> None:
         if vocabulary > self._width:
             self._width = vocabulary
+            self._ids.clear()
             self._kept.clear()
 
-    def _remember(self, key: tuple[Place, torch.device], row: Tensor) -> None:
+    def _remember(self, key: Key, row: Tensor) -> None:
         self._kept[key] = row
         self._kept.move_to_end(key)
-        while len(self._kept) > max(1, min(self._rows, self._bytes // (4 * self._width))):
+        while len(self._kept) > max(1, min(self._rows, self._bytes // (4 * max(self._width, len(row))))):
             self._kept.popitem(last=False)
 
 
@@ -66,21 +86,20 @@ def shared_noise() -> Noise:
     return Noise()
 
 
-def _make(places: Sequence[Place], width: int, device: torch.device) -> list[Tensor]:
+def _make(places: Sequence[Place], ids: Tensor) -> list[Tensor]:
     if not places:
         return []
-    if device.type == "cpu":
-        return [gumbel(hashed(place, width)) for place in places]
-    ids = torch.arange(width, device=device)
-    first, second = torch.tensor([keys(*place) for place in places], device=device).T.unsqueeze(-1)  # each [rows, 1]
+    if ids.device.type == "cpu":
+        return [gumbel(hashed(place, ids)) for place in places]
+    first, second = torch.tensor([keys(*place) for place in places], device=ids.device).T.unsqueeze(-1)  # each [rows, 1]
     # a row of its own each: views would keep the whole block alive as long as one of them is kept
     return [row.clone() for row in gumbel(mix(ids, (first, second)).int())]
 
 
-def hashed(place: Place, width: int) -> Tensor:
+def hashed(place: Place, ids: Tensor) -> Tensor:
     """Return the 32 bits of each token id at a place as int32: `core.noise.mix` in wrapping 32-bit arithmetic, 4 times as fast."""
     first, second = keys(*place)
-    bits = np.arange(width, dtype=np.uint32)
+    bits = ids.numpy().astype(np.uint32)
     bits ^= np.uint32(first)
     _permute(bits)
     bits ^= np.uint32(second)

@@ -24,19 +24,34 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def leading(x: Tensor, count: int) -> Tensor:
-    """Return the indices of each row's `count` greatest entries, in any order, surely with its argmax (so one may occur twice)."""
+    """Return the indices of each row's `count` greatest entries, in any order, surely with its argmax (so one may occur twice).
+
+    On a CPU those left out among equals are the highest indices.
+    """
     count = min(count, x.shape[-1])
     if x.device.type != "cpu":
         return torch.cat([argmax(x).unsqueeze(-1), x.topk(count, dim=-1).indices], dim=-1)
     if count > FEW:
-        most = np.argpartition(x.numpy(), x.shape[-1] - count, axis=-1)[:, -count:]
-        return torch.cat([argmax(x).unsqueeze(-1), torch.from_numpy(most)], dim=-1)
+        return torch.cat([argmax(x).unsqueeze(-1), torch.from_numpy(_most(x.numpy(), count))], dim=-1)
     return _peel(x, count)
+
+
+def _most(x: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of each row's `count` greatest entries; of those equal to the last one taken, the lowest."""
+    most = np.argpartition(x, x.shape[-1] - count, axis=-1)[:, -count:]
+    least = np.take_along_axis(x, most, axis=-1).min(axis=-1, keepdims=True)
+    crowded = ((x >= least).sum(axis=-1) > count) & np.isfinite(least[:, 0])  # what is −∞ is as good as not there
+    for row in np.flatnonzero(crowded):
+        above, equal = np.flatnonzero(x[row] > least[row]), np.flatnonzero(x[row] == least[row])
+        most[row] = np.concatenate([above, equal[: count - len(above)]])
+    return most
 
 
 def _peel(x: Tensor, count: int) -> Tensor:
     found = [argmax(x).unsqueeze(-1)]
-    rest = x.clone() if count > 1 else x
+    if count == 1:
+        return found[0]
+    rest = x.clone()
     while len(found) < count:
         rest.scatter_(-1, found[-1], -torch.inf)
         found.append(argmax(rest).unsqueeze(-1))

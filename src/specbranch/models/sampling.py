@@ -17,9 +17,10 @@ from specbranch.core.noise import uniform
 from specbranch.core.orders import Sparse, TokenLogprobs
 from specbranch.core.request import Spot
 from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask, Proposal
+from specbranch.models.columns import Columns
 from specbranch.models.noise import Noise
 from specbranch.models.reductions import argmax, entropy, leading, peak
-from specbranch.models.rows import TensorRow, collate
+from specbranch.models.rows import TensorRow, collate, scored
 from specbranch.models.shaping import shape
 
 FINE = 2.0**60  # units of probability in a draw: integers sum exactly, in any order
@@ -46,13 +47,18 @@ class TorchSampler:
         return chosen
 
     def propose(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
-        """Return candidates for each row: by the shared noise, or under the ratio rule by the draft's own law."""
+        """Return candidates for each row: by the shared noise, or under the ratio rule by the draft's own law.
+
+        Rows of a reduced head are worked on as they are; what they give is what they would give over the whole vocabulary.
+        """
         if not rows:
             return []
-        shaped = shape(self._logits(rows), spots)
-        scores = self._perturb(shaped, spots, [not (spot.request.greedy or spot.request.by_ratio) for spot in spots])
-        ids = leading(scores, max(_entries(spot, ask) for spot, ask in zip(spots, asks, strict=True)))
-        packed = torch.cat([_confidence(shaped, scores, asks), ids.double(), scores.gather(-1, ids).double()], dim=-1).tolist()
+        logits, columns = self._scored(rows)
+        shaped = shape(logits, spots, columns)
+        scores = self._perturb(shaped, spots, [not (spot.request.greedy or spot.request.by_ratio) for spot in spots], columns)
+        best = leading(scores, max(_entries(spot, ask) for spot, ask in zip(spots, asks, strict=True)))
+        ids = best if columns is None else columns.ids[best]
+        packed = torch.cat([_confidence(shaped, scores, asks), ids.double(), scores.gather(-1, best).double()], dim=-1).tolist()
         return [_proposal(spot, ask, line) for spot, ask, line in zip(spots, asks, packed, strict=True)]
 
     def law(self, row: TensorRow, spot: Spot) -> TensorLaw:
@@ -78,13 +84,22 @@ class TorchSampler:
     def _logits(self, rows: Sequence[TensorRow]) -> Tensor:
         return collate(rows)[:, : self.vocabulary]
 
-    def _perturb(self, shaped: Tensor, spots: Sequence[Spot], noisy: Sequence[bool]) -> Tensor:
+    def _scored(self, rows: Sequence[TensorRow]) -> tuple[Tensor, Columns | None]:
+        logits, columns = scored(rows)
+        return logits[:, : self.vocabulary if columns is None else columns.below(self.vocabulary)], columns
+
+    def _perturb(self, shaped: Tensor, spots: Sequence[Spot], noisy: Sequence[bool], columns: Columns | None = None) -> Tensor:
         """Add the noise of its position to each noisy row."""
         chosen = [row for row, is_noisy in enumerate(noisy) if is_noisy]
         if not chosen:
             return shaped
         places = [(spots[row].request.seed, spots[row].request.sample, spots[row].position) for row in chosen]
-        noise = self._noise.rows(places, shaped.shape[-1], shaped.device)
+        width = shaped.shape[-1]
+        noise = (
+            self._noise.rows(places, width, shaped.device)
+            if columns is None
+            else [row[:width] for row in self._noise.rows_of(places, columns)]
+        )
         added = noise[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(noise)
         if len(chosen) == len(noisy):
             return shaped + added

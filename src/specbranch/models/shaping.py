@@ -10,38 +10,40 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from specbranch.config import SamplingParams
 from specbranch.core.request import Spot
+from specbranch.models.columns import Columns, Find, finder
 from specbranch.models.reductions import descending, weights
 
 COLDEST = 1e-6  # below this no noise can turn a difference that float32 logits can express, and a division would overflow
 EVERYTHING = 2.0  # a top_p that cuts nothing, not even what rounds to probability 0
 
 
-def shape(logits: Tensor, spots: Sequence[Spot]) -> Tensor:
+def shape(logits: Tensor, spots: Sequence[Spot], columns: Columns | None = None) -> Tensor:
     """Return shaped logits [rows, vocabulary], float32, −∞ where nothing may be drawn; to be read only, it may be `logits` itself.
 
+    With `columns` the logits are those of the first of them, and nothing else may be drawn.
     A greedy row is edited by bias, min_tokens and penalties, and then left at temperature 1: no filter moves its maximum.
     """
-    edited = _edit(logits, spots)
+    edited = _edit(logits, spots, finder(columns, logits.shape[-1]))
     scaled = _scale(edited, [1.0 if spot.request.greedy else spot.request.params.temperature for spot in spots])
     return _cut(scaled, [None if spot.request.greedy else spot.request.params for spot in spots])
 
 
-def _edit(logits: Tensor, spots: Sequence[Spot]) -> Tensor:
+def _edit(logits: Tensor, spots: Sequence[Spot], find: Find) -> Tensor:
     touched = [row for row, spot in enumerate(spots) if _is_edited(spot)]
     if not touched:
         return logits.float()
     edited = logits.to(torch.float32, copy=True)
     for row in touched:
-        _bias(edited[row], spots[row].request.params)
-        _forbid_ending(edited[row], spots[row])
-        _penalise(edited[row], spots[row])
+        _bias(edited[row], spots[row].request.params, find)
+        _forbid_ending(edited[row], spots[row], find)
+        _penalise(edited[row], spots[row], find)
     return edited
 
 
@@ -57,38 +59,43 @@ def _is_penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def _bias(row: Tensor, params: SamplingParams) -> None:
-    known = {token: bias for token, bias in params.logit_bias.items() if token < len(row)}
+def _bias(row: Tensor, params: SamplingParams, find: Find) -> None:
+    known = {place: bias for token, bias in params.logit_bias.items() if (place := find(token)) is not None}
     if known:
-        row[_ids(row, list(known))] += torch.tensor(list(known.values()), device=row.device)
+        row[_places(row, known)] += torch.tensor(list(known.values()), device=row.device)
 
 
-def _forbid_ending(row: Tensor, spot: Spot) -> None:
+def _forbid_ending(row: Tensor, spot: Spot, find: Find) -> None:
     if _too_early_to_end(spot):
-        row[_ids(row, [token for token in spot.request.ending_ids if token < len(row)])] = -torch.inf
+        row[_places(row, _found(spot.request.ending_ids, find))] = -torch.inf
 
 
-def _penalise(row: Tensor, spot: Spot) -> None:
+def _penalise(row: Tensor, spot: Spot, find: Find) -> None:
     params = spot.request.params
     if not _is_penalised(params):
         return
     history = spot.history()
     if params.repetition_penalty != 1.0:
-        _penalise_repetition(row, {token for token in history if token < len(row)}, params.repetition_penalty)
-    counts = Counter(token for token in history[spot.request.prompt_length :] if token < len(row))
+        _penalise_repetition(row, set(_found(history, find)), params.repetition_penalty)
+    counts = Counter(_found(history[spot.request.prompt_length :], find))
     if counts and (params.presence_penalty or params.frequency_penalty):
         penalties = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
-        row[_ids(row, list(counts))] -= torch.tensor(penalties, device=row.device)
+        row[_places(row, counts)] -= torch.tensor(penalties, device=row.device)
 
 
 def _penalise_repetition(row: Tensor, seen: set[int], penalty: float) -> None:
     """Divide what is positive and multiply what is negative (Keskar et al. 2019): both make a seen token less likely."""
-    ids = _ids(row, list(seen))
-    row[ids] = torch.where(row[ids] < 0, row[ids] * penalty, row[ids] / penalty)
+    places = _places(row, seen)
+    row[places] = torch.where(row[places] < 0, row[places] * penalty, row[places] / penalty)
 
 
-def _ids(row: Tensor, tokens: list[int]) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.long, device=row.device)
+def _found(tokens: Iterable[int], find: Find) -> list[int]:
+    """Return the places in a row of the tokens that have one."""
+    return [place for token in tokens if (place := find(token)) is not None]
+
+
+def _places(row: Tensor, places: Iterable[int]) -> Tensor:
+    return torch.tensor(list(places), dtype=torch.long, device=row.device)
 
 
 def _scale(logits: Tensor, temperatures: list[float]) -> Tensor:

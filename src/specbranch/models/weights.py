@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specbranch.models.architecture import Architecture
+from specbranch.models.columns import Columns
 from specbranch.models.gguf_file import GgufFile
 from specbranch.models.tensor_file import TensorSource
 
@@ -51,10 +52,16 @@ GGUF = {
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The weight [out, in] of a linear map and its bias [out]."""
+    """The weight [out, in] of a linear map and its bias [out]; a weight in int8 has a scale [out] to be multiplied by."""
 
     weight: Tensor
     bias: Tensor | None = None
+    scale: Tensor | None = None
+
+    def in_int8(self) -> Matrix:
+        """Return the nearest matrix in int8. One that was stored so before comes out with the same whole numbers."""
+        scale = self.weight.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        return Matrix((self.weight / scale.unsqueeze(-1)).round_().to(torch.int8), self.bias, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,14 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ReducedHead:
+    """An output head that scores some tokens only; the others can never be said."""
+
+    matrix: Matrix  # [columns, hidden]
+    columns: Columns
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """All of a model's weights."""
 
@@ -79,6 +94,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
+    reduced: ReducedHead | None = None  # takes the place of `head`
 
 
 def read_weights(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype) -> Weights:

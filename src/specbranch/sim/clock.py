@@ -6,6 +6,7 @@ on the profile.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from specbranch.core.orders import Branch, Draft, Orders, Reports, Span
@@ -18,26 +19,37 @@ from specbranch.sim.profile import CostProfile
 
 
 class Charge:
-    """The two models' time within one round, as they would run side by side."""
+    """The two models' time within one round: side by side, or the draft and then the target where the profile knows no overlap."""
 
     def __init__(self, profile: CostProfile) -> None:
         self.profile = profile
         self.draft = 0.0
         self.target = 0.0
 
-    def verified(self, rows: int) -> None:
-        """Charge a target forward."""
-        self.target += self.profile.target_seconds(rows) if rows else 0.0
+    @property
+    def seconds(self) -> float:
+        """What the round takes, the host's part left out."""
+        return max(self.draft, self.target) if self.profile.overlap else self.draft + self.target
 
-    def stepped(self, rows: int) -> None:
-        """Charge a draft forward; if the target is still at work, it slows down."""
-        if self.draft < self.target:
+    @property
+    def target_start(self) -> float:
+        """When the target begins, after the round's beginning."""
+        return 0.0 if self.profile.overlap else self.draft
+
+    def verified(self, rows: int, context: float | None = None) -> None:
+        """Charge a target forward."""
+        self.target += self.profile.target_seconds(rows, context) if rows else 0.0
+
+    def stepped(self, rows: int, context: float | None = None) -> None:
+        """Charge a draft forward; if the target is still at work, both slow down."""
+        if self.profile.overlap and self.draft < self.target:
             self.target += self.profile.slow_down
-        self.draft += self.profile.draft_seconds(rows)
+            self.draft += self.profile.draft_slow_down
+        self.draft += self.profile.draft_seconds(rows, context)
 
     def target_done(self) -> bool:
-        """Whether the target would have finished by now."""
-        return self.draft >= self.target
+        """Whether the target would have finished by now; where the two take turns it has not begun."""
+        return self.profile.overlap and self.draft >= self.target
 
 
 class MeteredDrafter(Drafter):
@@ -47,19 +59,20 @@ class MeteredDrafter(Drafter):
 
     def feed(self, work: Sequence[Feed]) -> list[list[int]]:
         """Feed, and charge one step of that width."""
-        self.charge.stepped(sum(len(item.tokens) for item in work))
+        context = statistics.fmean(len(self.slots(item.seq).prefix) + len(self.slots(item.seq).tokens) for item in work)
+        self.charge.stepped(sum(len(item.tokens) for item in work), context)
         return super().feed(work)
 
     def _prefill(self, session: int, rest: list[int], committed: int) -> list[int]:
-        before = self.rows_fed
+        before, held = self.rows_fed, len(self.slots(session).prefix)
         left = super()._prefill(session, rest, committed)
         if self.rows_fed > before:
-            self.charge.stepped(self.rows_fed - before)
+            self.charge.stepped(self.rows_fed - before, held)
         return left
 
 
 class VirtualClock:
-    """Both models side by side on a virtual clock."""
+    """Both models on a virtual clock."""
 
     restarts = 0
 
@@ -82,19 +95,20 @@ class VirtualClock:
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round and charge it."""
         charge, heads = Charge(self.profile), dict[int, Branch]()
-        fed = self.target.rows_fed
+        fed, held = self.target.rows_fed, self._held(orders)
         scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
         verified = self.target.rows_fed - fed
-        charge.verified(verified)
+        charge.verified(verified, held)
         branches, drafted = self._drafts({session: o.draft for session, o in orders.items() if o.draft}, charge, heads)
         verdicts = self.target.judge(scored, heads)
-        start, self._now = self._now, self._now + max(charge.draft, charge.target) + self.profile.host
+        start, self._now = self._now, self._now + charge.seconds + self.profile.host
+        begun = start + charge.target_start
         return {
             session: Reports(
                 branches=branches.get(session, ()),
                 verdict=verdicts.get(session),
                 drafting=Span(start, start + charge.draft, drafted) if order.draft else None,
-                verifying=Span(start, start + charge.target, verified) if order.verify else None,
+                verifying=Span(begun, begun + charge.target, verified) if order.verify else None,
                 error=failed.get(session),
             )
             for session, order in orders.items()
@@ -108,6 +122,11 @@ class VirtualClock:
 
     def close(self) -> None:
         """Nothing to stop."""
+
+    def _held(self, orders: Mapping[int, Orders]) -> float:
+        """How many tokens the target holds of a sequence it is about to verify, on average."""
+        lengths = [len(self.target.slots(session).prefix) for session, order in orders.items() if order.verify]
+        return statistics.fmean(lengths) if lengths else 0.0
 
     def _drafts(self, orders: dict[int, Draft], charge: Charge, heads: dict[int, Branch]) -> tuple[dict[int, tuple[Branch, ...]], int]:
         if not orders or not self.draft:

@@ -1,6 +1,7 @@
 """What a pair of models costs on some hardware: seconds by rows fed, measured or assumed.
 
-Owns the numbers and their interpolation; knows nothing of methods.
+Owns the numbers, their interpolation and their file; knows nothing of methods. A file is one JSON object with the fields of `CostProfile`;
+what it does not say is as the defaults have it, so that an older file stays valid.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,36 +18,74 @@ from typing import Any
 from specbranch.errors import BadParameter, unknown
 
 Points = tuple[tuple[float, float], ...]  # (rows, seconds), by rows
+CURVES = ("target", "draft")
+SLOPES = ("target_per_context", "draft_per_context")
+SECONDS = ("slow_down", "draft_slow_down", "host")
+TEXTS = ("pair", "hardware", "note", "target_identity", "draft_identity")
 
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """Seconds of a target forward by its tokens, of a draft step by its width, and what overlap adds to the target."""
+    """Seconds of a target forward by its tokens, of a draft step by its width, and what each adds to the other beside it."""
 
     target: Points
     draft: Points
     slow_down: float = 0.0  # seconds added to the target for each draft step run beside it
     host: float = 0.0  # seconds a round costs outside both models
+    pair: str = ""  # the models it was measured with
+    hardware: str = ""
+    note: str = ""  # how it was measured, and what was assumed
+    overlap: bool = True  # whether both models work at once; if not, a round costs the draft's time and then the target's
+    draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
+    context: int = 0  # tokens before the rows where `target` and `draft` were measured
+    target_per_context: Points = ()  # (rows, seconds) added for each token of context beyond that
+    draft_per_context: Points = ()
+    target_identity: str = ""  # digests of the models' files; empty: it holds for any pair
+    draft_identity: str = ""
+    provenance: Mapping[str, Any] = field(default_factory=dict, hash=False)  # date, versions, threads, spread …
 
     def __post_init__(self) -> None:
-        for name in ("target", "draft"):
-            object.__setattr__(self, name, _points(name, getattr(self, name)))
-        for name in ("slow_down", "host"):
+        for name in (*CURVES, *SLOPES):
+            object.__setattr__(self, name, _points(name, getattr(self, name), name in SLOPES))
+        for name in SECONDS:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise BadParameter(f"Cost profile: {name} is {value!r}; expected seconds ≥ 0.")
+        for name in TEXTS:
+            if not isinstance(getattr(self, name), str):
+                raise BadParameter(f"Cost profile: {name} is {getattr(self, name)!r}; expected a text.")
+        self._check_rest()
 
-    def target_seconds(self, tokens: int) -> float:
-        """Seconds of one target forward over `tokens` rows."""
-        return _between(self.target, tokens)
+    def target_seconds(self, tokens: int, context: float | None = None) -> float:
+        """Seconds of one target forward over `tokens` rows, after so many tokens; nothing: after as many as were there when measured."""
+        return self._at(self.target, self.target_per_context, tokens, context)
 
-    def draft_seconds(self, width: int) -> float:
-        """Seconds of one draft forward over `width` rows."""
-        return _between(self.draft, width)
+    def draft_seconds(self, width: int, context: float | None = None) -> float:
+        """Seconds of one draft forward over `width` rows, likewise."""
+        return self._at(self.draft, self.draft_per_context, width, context)
+
+    def check_pair(self, target: str, draft: str | None) -> None:
+        """Refuse models other than those it was measured with; a profile that names none holds for any, and no draft fits every one."""
+        wrong = [
+            which
+            for which, measured, given in (("target", self.target_identity, target), ("draft", self.draft_identity, draft))
+            if measured and given is not None and measured != given
+        ]
+        if wrong:
+            raise BadParameter(
+                f"This cost profile was measured with {self.pair or 'another pair'}, whose {' and '.join(wrong)} differ"
+                f"{'s' if len(wrong) == 1 else ''} from the one asked for, so its times would be wrong. Measure this pair with "
+                "`specbranch profile`, or take the profile all the same with --force-profile (force_profile=True)."
+            )
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Write as JSON, leaving out what is as the defaults have it."""
+        path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, without what is as the defaults have it."""
+        always = (*CURVES, "slow_down", "host")
+        return {name: value for name, value in asdict(self).items() if name in always or value != _DEFAULTS[name]}
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:
@@ -62,14 +102,37 @@ class CostProfile:
                 raise unknown("cost profile key", key, names)
         return cls(**values)
 
+    def _check_rest(self) -> None:
+        if not isinstance(self.overlap, bool):
+            raise BadParameter(f"Cost profile: overlap is {self.overlap!r}; expected true or false.")
+        if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 0:
+            raise BadParameter(f"Cost profile: context is {self.context!r}; expected a number of tokens ≥ 0.")
+        if not isinstance(self.provenance, Mapping):
+            raise BadParameter(f"Cost profile: provenance is {self.provenance!r}; expected an object.")
 
-def _points(name: str, given: Any) -> Points:
-    """Check the points of one curve."""
+    def _at(self, curve: Points, slope: Points, rows: int, context: float | None) -> float:
+        seconds = _between(curve, rows)
+        if context is None or not slope:
+            return seconds
+        # A slope is measured between two contexts; below the shorter one it must not eat up the forward itself.
+        return max(seconds + max(_between(slope, rows), 0.0) * (context - self.context), seconds / 2)
+
+
+_DEFAULTS: dict[str, Any] = {
+    f.name: f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else None
+    for f in fields(CostProfile)
+}
+
+
+def _points(name: str, given: Any, may_be_empty: bool = False) -> Points:
+    """Check the points of one curve; a slope may be missing, and may be 0."""
     try:
         points = tuple((float(x), float(y)) for x, y in given)
     except (TypeError, ValueError):
-        points = ()
-    if not points or not all(a[0] < b[0] for a, b in pairwise(points)) or not all(0 < y < math.inf for _, y in points):
+        points, may_be_empty = (), False
+    rising = all(a[0] < b[0] for a, b in pairwise(points))
+    good = rising and all((y > 0 or (y == 0 and name in SLOPES)) and y < math.inf for _, y in points)
+    if not good or not (points or may_be_empty):
         raise BadParameter(f"Cost profile: {name} is {given!r}; expected (rows, seconds > 0) pairs by rising rows.")
     return points
 

@@ -1,0 +1,1 @@
+"""The lab: suites, records and replays, paired runs, reports, tuning."""

@@ -1,0 +1,235 @@
+"""From prompt-runs to rows: pooled counters, paired speedups with their noise, and whether every run gave the same tokens.
+
+Owns the statistics over runs; what a single request did, and every rate, is defined in core.stats alone, which is asked for the summary of
+the counters added up. Invariant: a speedup holds a method against autoregressive decoding of the same prompts in the same repeats only.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from statistics import median, quantiles
+from typing import Any
+
+from specbranch.bench.measurement import Measurement
+from specbranch.bench.results import WALL, Row
+from specbranch.bench.suites import prompt_set
+from specbranch.core.stats import Stats
+
+DRAWS, SEED = 1000, 20260301  # of the bootstrap: fixed, so that equal runs give equal intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Decoded tokens and the seconds they took."""
+
+    decoded: float
+    seconds: float
+
+
+Slot = tuple[str, int]  # prompt, repeat
+
+
+def rows_of(measurements: Iterable[Measurement]) -> tuple[Row, ...]:
+    """Return a row for each method and setting on each suite, pair, temperature and clock, in the order they first appear."""
+    cells: dict[tuple[Any, ...], list[Measurement]] = defaultdict(list)
+    baselines: dict[tuple[Any, ...], dict[Slot, Measurement]] = defaultdict(dict)
+    for one in measurements:
+        cells[one.key[:6]].append(one)
+        if one.is_baseline:
+            baselines[_scene(one)].setdefault((one.prompt, one.repeat), one)
+    return tuple(_row(runs, baselines[_scene(runs[0])]) for runs in cells.values())
+
+
+def pooled(turns: Iterable[Mapping[str, Any]]) -> Stats:
+    """Add up what summaries of requests say, as one request whose first tokens are all left out of decoding."""
+    total = Stats()
+    total.emitted = 1
+    for turn in turns:
+        _add(total, turn)
+    return total
+
+
+def accepted_lengths(stats: Stats) -> tuple[int, ...]:
+    """Return how many verifications of a chain accepted 0, 1, 2 … of its tokens.
+
+    accepted_at[n] counts the chains of which more than n tokens were accepted, so neighbours differ by those that ended there.
+    """
+    more = [*stats.tested_at[:1], *stats.accepted_at, 0]
+    return tuple(longer - longest for longer, longest in pairwise(more)) if stats.tested_at else ()
+
+
+def interval(mine: Sequence[Timing], base: Sequence[Timing], draws: int = DRAWS, seed: int = SEED) -> tuple[float, float] | None:
+    """Return the 95 % interval of the speedup when prompts are drawn anew, each with its own pair of timings; None for fewer than two."""
+    if len(mine) < 2:
+        return None
+    generator, places = random.Random(seed), range(len(mine))
+    columns = [[getattr(timing, name) for timing in timings] for timings in (mine, base) for name in ("decoded", "seconds")]
+    found = []
+    for _ in range(draws):
+        drawn = generator.choices(places, k=len(mine))
+        decoded, seconds, base_decoded, base_seconds = (sum(map(column.__getitem__, drawn)) for column in columns)
+        found.append(decoded / seconds * base_seconds / base_decoded)
+    found.sort()
+    return found[math.floor(0.025 * (draws - 1))], found[math.ceil(0.975 * (draws - 1))]
+
+
+def half_width(values: Sequence[float], clock: str) -> float | None:
+    """Return half of the width of the middle 50 % over the median: the spread of repeats, as results defines it."""
+    if len(values) < 2:
+        return None if clock == WALL or not values else 0.0
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
+def _scene(one: Measurement) -> tuple[Any, ...]:
+    """What runs must share to be held against one another."""
+    return one.pair, one.suite, one.clock, one.temperature
+
+
+def _row(runs: list[Measurement], base: dict[Slot, Measurement]) -> Row:
+    first = runs[0]
+    return Row(
+        pair=first.pair,
+        suite=first.suite,
+        method=first.method,
+        temperature=first.temperature,
+        clock=first.clock,
+        setting=first.setting,
+        rule=first.rule,
+        prompts=len({run.prompt for run in runs}),
+        repeats=max(map(len, _by_prompt(runs).values())),
+        tokens=round(sum(median(map(_tokens, same)) for same in _by_prompt(runs).values())),
+        prompt_set=prompt_set({(run.prompt, run.digest) for run in runs}),
+        peak_memory=max((run.peak_memory for run in runs if run.peak_memory is not None), default=None),
+        **_counted(runs),
+        **_timed(runs),
+        **_paired(runs, base),
+        **_checked(runs, base),
+    )
+
+
+def _counted(runs: list[Measurement]) -> dict[str, Any]:
+    """What depends on counters alone, and the shares of decode time."""
+    turns = [turn for run in runs for turn in run.turns]
+    stats, emitted = pooled(turns), sum(turn["tokens"] for turn in turns)
+    told = stats.summary()
+    drafted = stats.drafted > 0
+    return {
+        "tokens_per_forward": told["tokens_per_forward"],
+        "rollback_rate": told["rollback_rate"] if drafted else None,
+        "rollback": {reason: count / emitted for reason, count in told["rollback"].items()} if drafted and emitted else {},
+        "accepted_lengths": accepted_lengths(stats),
+        "acceptance_by_position": tuple(told["acceptance_by_position"]),
+        "tested_by_position": tuple(stats.tested_at),
+        "branch_hit_rate": told["branch_hit_rate"],
+        "draft_idle": _share(told["draft_idle_seconds"], stats.decode_seconds),
+        "target_idle": _share(told["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
+    }
+
+
+def _timed(runs: list[Measurement]) -> dict[str, Any]:
+    turns = [turn for run in runs for turn in run.turns]
+    whole = sum(turn["ttft_seconds"] + turn["decode_seconds"] for turn in turns)
+    slots = {(run.prompt, run.repeat): _timing(run) for run in runs}
+    return {
+        "tokens_per_second": _rate(list(_typical(slots).values())),
+        "spread": half_width(_by_repeat(slots, lambda chosen: _rate([slots[slot] for slot in chosen])), runs[0].clock),
+        "end_to_end_tokens_per_second": sum(turn["tokens"] for turn in turns) / whole if whole else None,
+        "ttft_seconds": median(turn["ttft_seconds"] for turn in turns),
+    }
+
+
+def _paired(runs: list[Measurement], base: dict[Slot, Measurement]) -> dict[str, Any]:
+    """The speedup over the prompts and repeats that both finished, its interval and its spread."""
+    slots = {(run.prompt, run.repeat): _timing(run) for run in runs if (run.prompt, run.repeat) in base}
+    others = {slot: _timing(base[slot]) for slot in slots}
+    slots = {slot: timing for slot, timing in slots.items() if timing.decoded and others[slot].decoded}
+    if not slots:
+        return {"speedup": None}
+    mine, theirs = _typical(slots), _typical({slot: others[slot] for slot in slots})
+    low, high = interval(list(mine.values()), [theirs[prompt] for prompt in mine]) or (None, None)
+    spread = half_width(_by_repeat(slots, lambda chosen: _ratio([slots[s] for s in chosen], [others[s] for s in chosen])), runs[0].clock)
+    speedup = _ratio(list(mine.values()), list(theirs.values()))
+    return {"speedup": speedup, "speedup_low": low, "speedup_high": high, "speedup_spread": spread}
+
+
+def _checked(runs: list[Measurement], base: dict[Slot, Measurement]) -> dict[str, Any]:
+    """Whether all runs gave the tokens of autoregressive decoding, and how many did not; not asked where the rule only keeps the law."""
+    pairs = [(run, base[run.prompt, run.repeat]) for run in runs if (run.prompt, run.repeat) in base]
+    if runs[0].rule != "match" or not pairs:
+        return {"lossless": None}
+    texts = {other.prompt: other.output for other in reversed(base.values())}  # of the first repeat: the baseline must agree with itself
+    differing = sum(run.output != other.output or run.output != texts[run.prompt] for run, other in pairs)
+    return {"lossless": differing == 0, "differing": differing}
+
+
+def _add(total: Stats, turn: Mapping[str, Any]) -> None:
+    rollback, decode = turn.get("rollback", {}), turn["decode_seconds"]
+    total.emitted += max(turn["tokens"] - 1, 0)
+    total.first_token += turn["ttft_seconds"]
+    total.finished += turn["ttft_seconds"] + decode
+    total.rejected += rollback.get("rejected", 0)
+    total.losing += rollback.get("losing_branches", 0)
+    total.dropped += rollback.get("dropped_by_length", 0)
+    for name in ("target_forwards", "drafted", "accepted", "unused", "branch_points", "branch_points_reached", "branch_hits"):
+        setattr(total, name, getattr(total, name) + (turn.get(name) or 0))
+    for name in ("draft", "target"):
+        idle = turn.get(f"{name}_idle_seconds")
+        setattr(total, f"{name}_busy", getattr(total, f"{name}_busy") + (decode - idle if idle is not None else 0.0))
+    tested = turn.get("tested_by_position", ())
+    good = [round((rate or 0.0) * count) for rate, count in zip(turn.get("acceptance_by_position", ()), tested, strict=False)]
+    total.tested_at = [a + b for a, b in zip_longest(total.tested_at, tested, fillvalue=0)]
+    total.accepted_at = [a + b for a, b in zip_longest(total.accepted_at, good, fillvalue=0)]
+
+
+def _tokens(run: Measurement) -> int:
+    return sum(turn["tokens"] for turn in run.turns)
+
+
+def _timing(run: Measurement) -> Timing:
+    stats = pooled(run.turns)
+    return Timing(stats.emitted - 1, stats.decode_seconds)
+
+
+def _by_prompt(runs: list[Measurement]) -> dict[str, list[Measurement]]:
+    found: dict[str, list[Measurement]] = defaultdict(list)
+    for run in runs:
+        found[run.prompt].append(run)
+    return found
+
+
+def _typical(slots: Mapping[Slot, Timing]) -> dict[str, Timing]:
+    """Return each prompt's median over repeats."""
+    found: dict[str, list[Timing]] = defaultdict(list)
+    for (prompt, _), timing in slots.items():
+        found[prompt].append(timing)
+    return {prompt: Timing(median(t.decoded for t in same), median(t.seconds for t in same)) for prompt, same in found.items()}
+
+
+def _by_repeat(slots: Mapping[Slot, Timing], value: Callable[[list[Slot]], float | None]) -> list[float]:
+    """Return a figure for each repeat that has all prompts: one that was broken off has others, which is no noise."""
+    prompts = {prompt for prompt, _ in slots}
+    repeats: dict[int, list[Slot]] = defaultdict(list)
+    for slot in slots:
+        repeats[slot[1]].append(slot)
+    found = [value(chosen) for chosen in repeats.values() if len(chosen) == len(prompts)]
+    return [one for one in found if one]
+
+
+def _rate(timings: Sequence[Timing]) -> float | None:
+    seconds = sum(timing.seconds for timing in timings)
+    return sum(timing.decoded for timing in timings) / seconds if seconds > 0 else None
+
+
+def _ratio(mine: Sequence[Timing], base: Sequence[Timing]) -> float:
+    """How much faster: decoded tokens a second of one over the other. Callers pass timings of something decoded only."""
+    return (_rate(mine) or math.nan) / (_rate(base) or math.nan)
+
+
+def _share(part: float | None, whole: float) -> float | None:
+    return part / whole if part is not None and whole > 0 else None

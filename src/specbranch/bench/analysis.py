@@ -1,0 +1,91 @@
+"""Latency of a token by formula: the paper's theorem, and a model of what the methods really do.
+
+Owns the formulas; a draft step is the unit of time, a target forward takes c of them. `alpha` is the chance that a drafted token is
+accepted, independently at each place, and `hit` that the target's token after a whole chain is among the heads of its branches. Pure
+arithmetic: what the real methods are charged is measured in `bench.charged`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from specbranch.errors import BadParameter
+
+LONGEST = 64
+
+
+def accepted_length(alpha: float, length: int) -> float:
+    """Return how many tokens of a chain are accepted on average: α + α² + … + α^length."""
+    _check_alpha(alpha)
+    return float(length) if alpha == 1.0 else alpha * (1.0 - alpha**length) / (1.0 - alpha)
+
+
+def accepted_chances(alpha: float, length: int) -> list[float]:
+    """Return the chances that 0, 1 … `length` tokens of a chain are accepted: a geometric law, cut at the end."""
+    _check_alpha(alpha)
+    return [*((1.0 - alpha) * alpha**count for count in range(length)), alpha**length]
+
+
+def ideal_latency(c: float, gamma: int) -> float:
+    """Return the paper's latency of a parallel method that never rolls back."""
+    _check(0.0, c, gamma)
+    return max(gamma, c) / gamma
+
+
+def theorem_latency(alpha: float, c: float, gamma: int) -> float:
+    """Return the latency of Theorem 1 of the paper (arXiv 2506.01979), which counts no correction token."""
+    _check(alpha, c, gamma)
+    tokens = (1.0 + alpha**gamma) * accepted_length(alpha, gamma)
+    return 2.0 * max(gamma, c) / tokens if tokens else math.inf
+
+
+def serial_latency(alpha: float, c: float, gamma: int) -> float:
+    """Return the latency of serial speculative decoding: γ draft steps, a forward, the accepted tokens and one more."""
+    _check(alpha, c, gamma)
+    return (c + gamma) / (accepted_length(alpha, gamma) + 1.0)
+
+
+def pearl_latency(alpha: float, c: float, gamma: int, hit: float | None = None) -> float:
+    """Return the latency of PEARL, which drafts γ tokens beside each forward; `hit` is α unless it has several branches.
+
+    One of the γ is the head, so γ − 1 become pending. After a rollback nothing is: the target says one token a forward until a hit.
+    """
+    hit = alpha if hit is None else hit
+    _check(alpha, c, gamma, hit)
+    if hit == 0.0:
+        return max(c, gamma)  # nothing drafted is ever used
+    whole = alpha ** (gamma - 1) * hit
+    empty = (1.0 - whole) / hit  # forwards with nothing pending, for each with a chain
+    return max(c, gamma) * (1.0 + empty) / (accepted_length(alpha, gamma - 1) + 1.0 + empty)
+
+
+def two_stage_latency(alpha: float, c: float, length: int, hit: float | None = None) -> float:
+    """Return the latency of the paper's SpecBranch: beside each forward it drafts a head and `length` tokens, which become the next chain.
+
+    After a rollback a serial stage drafts the chain first.
+    """
+    hit = alpha if hit is None else hit
+    _check(alpha, c, length, hit)
+    serial = (1.0 - alpha**length * hit) * length
+    return (max(c, length + 1) + serial) / (accepted_length(alpha, length) + 1.0)
+
+
+def best_length(latency: Callable[[int], float], longest: int = LONGEST) -> int:
+    """Return the length at which a latency is least, the shortest of several."""
+    return min(range(1, longest + 1), key=latency)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0.0 <= alpha <= 1.0:
+        raise BadParameter(f"α is {alpha!r}; expected a chance from 0 to 1: the share of drafted tokens that are accepted.")
+
+
+def _check(alpha: float, c: float, length: int, hit: float = 0.0) -> None:
+    _check_alpha(alpha)
+    if not 0.0 <= hit <= 1.0:
+        raise BadParameter(f"The hit rate is {hit!r}; expected a chance from 0 to 1.")
+    if not 0.0 < c < math.inf:
+        raise BadParameter(f"c is {c!r}; expected a number above 0: the cost of a target forward in draft steps.")
+    if length < 1:
+        raise BadParameter(f"The draft length is {length!r}; expected at least 1 token.")

@@ -1,0 +1,114 @@
+"""What the real methods are charged on toys with known agreement, beside what the formulas predict.
+
+Owns the comparison behind "the model is within 10 %". Invariant: nothing here is a formula's own arithmetic; tokens come from
+`core.methods` on a pair of toys, time from the virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from specbranch.bench import analysis
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.orders import Branch, Plan
+from specbranch.core.policy import Fixed
+from specbranch.core.request import Request
+from specbranch.core.session import Session
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.profile import CostProfile
+from specbranch.sim.ranked import ranked_pair
+from specbranch.sim.toys import ToyRunner, ToySampler
+
+MethodName = Literal["speculative", "pearl", "specbranch"]
+TOKENS = 1000
+PROMPT = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A method with fixed lengths on a pair with known agreement: `gamma` as the formulas count it, `rates` by the draft's choice."""
+
+    method: MethodName
+    rates: tuple[float, ...]
+    c: float
+    gamma: int
+    width: int = 1
+
+    @property
+    def alpha(self) -> float:
+        """The chance that a drafted token is accepted."""
+        return self.rates[0]
+
+    @property
+    def hit(self) -> float:
+        """The chance that the target's token is among the heads."""
+        return sum(self.rates[: self.width])
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Draft steps a token: predicted and charged."""
+
+    case: Case
+    predicted: float
+    charged: float
+
+    @property
+    def off(self) -> float:
+        """How far the prediction lies above what was charged, as a share of it."""
+        return self.predicted / self.charged - 1.0
+
+
+class FixedLengths(Fixed):
+    """Chains of one length and branches of another, always with as many heads: what the formulas presume."""
+
+    def __init__(self, chain: int, branch: int, width: int) -> None:
+        super().__init__(chain)
+        self.branch = branch
+        self.width = width
+
+    def fork(self, pending: Branch) -> Plan:
+        """Plan branches after the whole of the pending chain."""
+        return Plan(self.branch, ((len(pending.tokens), self.width),))
+
+
+def plain_ratio(c: float) -> CostProfile:
+    """Return the costs the formulas presume: two devices, a draft step of 1, a target forward of c for up to 16 tokens."""
+    return CostProfile(target=((1, c), (16, c), (32, 2 * c)), draft=((1, 1.0), (4, 1.0), (14, 2.0)), note="a plain ratio of costs")
+
+
+def predict(case: Case) -> float:
+    """Return draft steps a token by the model of the mechanism."""
+    formulas: dict[MethodName, Callable[[], float]] = {
+        "speculative": lambda: analysis.serial_latency(case.alpha, case.c, case.gamma),
+        "pearl": lambda: analysis.pearl_latency(case.alpha, case.c, case.gamma, case.hit),
+        "specbranch": lambda: analysis.two_stage_latency(case.alpha, case.c, case.gamma, case.hit),
+    }
+    return formulas[case.method]()
+
+
+def charge(case: Case, tokens: int = TOKENS, seed: int = 0) -> float:
+    """Return draft steps a token of the real method on the virtual clock."""
+    target, draft = (ToyRunner(law, context_length=tokens + 128) for law in ranked_pair(case.rates, seed))
+    clock = VirtualClock(Verifier(target, ToySampler()), MeteredDrafter(draft, ToySampler()), plain_ratio(case.c))
+    loop = Loop(clock)
+    request = Request(SamplingParams(max_tokens=tokens), seed, len(PROMPT))
+    session = Session(0, PROMPT, request, tokens + 64)
+    # A branch of the two-stage method is a head and a chain; PEARL counts its head among the γ.
+    branch = case.gamma + 1 if case.method == "specbranch" else case.gamma
+    policy = FixedLengths(case.gamma, branch, case.width)
+    loop.join(session, METHODS[case.method].run(session, SpeculativeConfig(method=case.method), policy))
+    while loop.live:
+        loop.step()
+    session.stats.check()
+    return session.stats.decode_seconds / (session.stats.emitted - 1)
+
+
+def compare(case: Case, tokens: int = TOKENS, seed: int = 0) -> Comparison:
+    """Predict and charge one case."""
+    return Comparison(case, predict(case), charge(case, tokens, seed))

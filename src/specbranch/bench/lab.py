@@ -1,0 +1,116 @@
+"""A pair at the bench: its target answers each prompt once, its draft is asked only what it was never asked before.
+
+Owns the loaded pair and the folder of what it said. Invariant: every method is given the same prompts, those of plain decoding: where a
+conversation goes on, the answers before are the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from specbranch.assembly import identity
+from specbranch.bench.play import Draft, Player
+from specbranch.bench.record import Record, Records, Task
+from specbranch.bench.replay import Memory
+from specbranch.bench.suites import Prompt
+from specbranch.config import SamplingParams
+from specbranch.engine import LLM
+from specbranch.models.store import cache_folder
+from specbranch.pairs import chosen_models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What decides a text besides the prompt and the target."""
+
+    temperature: float = 0.0
+    max_tokens: int = 128
+    seed: int = 0
+
+    def params(self) -> SamplingParams:
+        """Return how tokens are drawn."""
+        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+
+    def seed_of(self, prompt: Prompt, turn: int) -> int:
+        """Return a seed of the prompt's own, the same every time."""
+        return int.from_bytes(sha256(f"{self.seed} {prompt.digest} {turn}".encode()).digest()[:7], "little")
+
+
+def default_folder() -> Path:
+    """Return where records and memories are kept unless told otherwise."""
+    return cache_folder() / "lab"
+
+
+class Lab:
+    """A loaded pair, its records and its draft's memory; to be closed."""
+
+    def __init__(self, pair: str | None = None, target: str | None = None, draft: str | None = None, folder: Path | None = None) -> None:
+        target, draft = chosen_models(pair, target, draft)
+        self.pair = pair or (target if draft is None else f"{Path(draft).name}+{Path(target).name}")
+        self.llm = LLM(target, draft)
+        self.identity = {"target": target, "target_identity": identity(target)}
+        place = folder or default_folder()
+        self._records = Records(place / "records", self.identity["target_identity"])
+        self.draft = self._remembering(draft, place)
+
+    def records(self, prompt: Prompt, workload: Workload) -> list[Record]:
+        """Return what the target says, turn by turn; what is not there yet is recorded now."""
+        messages: list[dict[str, Any]] = []
+        found: list[Record] = []
+        for turn, words in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": words})
+            task = self._task(messages, workload, workload.seed_of(prompt, turn))
+            found.append(self._records.find(task) or self._records.make(task, self.llm))
+            messages.append({"role": "assistant", "content": self.llm.tokenizer.decode(self._said(found[-1]))})
+        return found
+
+    def is_recorded(self, prompt: Prompt, workload: Workload) -> bool:
+        """Whether the first turn was recorded already."""
+        task = self._task([{"role": "user", "content": prompt.turns[0]}], workload, workload.seed_of(prompt, 0))
+        return self._records.find(task) is not None
+
+    @contextmanager
+    def player(self, record: Record) -> Iterator[Player]:
+        """Play one record; the draft's cache is freed at the end."""
+        player = Player(record, self.draft)
+        try:
+            yield player
+        finally:
+            player.close()
+            if self.draft:
+                self.draft.memory.forget()
+
+    def close(self) -> None:
+        """Let go of models and files."""
+        if self.draft:
+            self.draft.memory.close()
+        self.llm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+    def _remembering(self, name: str | None, place: Path) -> Draft | None:
+        worker = self.llm.drafter
+        if name is None or worker is None:
+            return None
+        known = identity(name)
+        self.identity |= {"draft": name, "draft_identity": known}
+        memory = Memory(place / "drafts" / f"{known}.sqlite")
+        return Draft(f"{known} {self.identity['target_identity']}", memory, worker.runner, worker.sampler)
+
+    def _task(self, messages: list[dict[str, Any]], workload: Workload, seed: int) -> Task:
+        tokenizer = self.llm.tokenizer
+        return Task(tuple(tokenizer.chat(messages)), workload.params(), seed, tuple(tokenizer.eos_ids))
+
+    def _said(self, record: Record) -> list[int]:
+        """The answer without the token that ended it."""
+        return [token for token in record.tokens if token not in record.task.eos_ids]

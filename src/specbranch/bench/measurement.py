@@ -1,0 +1,166 @@
+"""One prompt answered once by one method, and the file in which such runs are kept as soon as they are done.
+
+Owns `Measurement` and its line of JSON. Invariant: a run that was appended is there after a kill; a last line that was cut off is dropped
+when the file is opened again, and any other damage is an error that names the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any, Self
+
+from specbranch.bench.results import BASELINE, WALL, setting_text
+from specbranch.core.stats import Stats
+from specbranch.errors import BadParameter
+
+FORMAT, VERSION = "specbranch-bench-runs", 1
+
+RunKey = tuple[str, str, str, str, float, str, str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A prompt-run. `turns` holds what `told` says of each turn; a method from outside gives at least tokens, ttft_ and decode_seconds."""
+
+    pair: str
+    suite: str
+    method: str
+    temperature: float
+    prompt: str  # its id
+    digest: str  # of its words: Prompt.digest
+    repeat: int
+    turns: tuple[Mapping[str, Any], ...]
+    output: str  # output_digest of the tokens
+    clock: str = WALL
+    rule: str = "match"
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    peak_memory: int | None = None
+
+    @property
+    def key(self) -> RunKey:
+        """What tells this run from every other one."""
+        setting = setting_text(self.setting)
+        return (self.pair, self.suite, self.clock, self.method, self.temperature, setting, self.prompt, self.repeat)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is plain decoding in this engine, which the others are held against."""
+        return self.method == BASELINE
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from plain values."""
+        names = {f.name for f in fields(cls)}
+        if not values.keys() <= names:
+            raise ValueError(f"unknown {', '.join(sorted(values.keys() - names))}")
+        return cls(**{**values, "turns": tuple(values["turns"])})
+
+
+def told(stats: Stats) -> dict[str, Any]:
+    """Return what a request did, for `turns`: its summary, and how often each position was tested, to add rates up by."""
+    return {**stats.summary(), "tested_by_position": list(stats.tested_at)}
+
+
+def output_digest(turns: Iterable[Sequence[int]]) -> str:
+    """Return a short name of token ids, turn by turn: equal for equal tokens."""
+    return hashlib.sha256(json.dumps([list(turn) for turn in turns]).encode()).hexdigest()[:16]
+
+
+class RunStore:
+    """The runs of one bench in a file of JSON lines, under a header that says what was asked for."""
+
+    def __init__(self, path: Path, plan: Mapping[str, Any]) -> None:
+        """Open or make the file; one that was made for another plan is refused."""
+        self.path = path
+        self.plan = json.loads(json.dumps(plan))  # as it will be read back
+        self.measurements: list[Measurement] = []
+        try:
+            self._file = self._open()
+        except OSError as error:
+            raise BadParameter(f"The runs cannot be kept in {path} ({error}). Name another folder with --out.") from error
+        if self._file.tell() == 0:
+            self._write({"format": FORMAT, "version": VERSION, "plan": self.plan})
+
+    @property
+    def done(self) -> set[RunKey]:
+        """The runs that need not be repeated."""
+        return {one.key for one in self.measurements}
+
+    def append(self, measurement: Measurement) -> None:
+        """Keep a finished run, at once."""
+        self._write(asdict(measurement))
+        self.measurements.append(measurement)
+
+    def close(self) -> None:
+        """Close the file; what was appended is in it already."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()  # the system holds it then, so that a killed process loses nothing
+
+    def _open(self) -> IO[str]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._take_up()
+        return self.path.open("a", encoding="utf-8")
+
+    def _take_up(self) -> None:
+        whole = _without_torn_end(self.path)
+        if not whole:
+            return
+        _check_header(_object(whole[0], 1, self.path), self.plan, self.path)
+        for number, line in enumerate(whole[1:], 2):
+            self.measurements.append(_measurement(line, number, self.path))
+
+
+def _without_torn_end(path: Path) -> list[bytes]:
+    """Return the lines that were written to their end, and cut off what came after them."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return whole.split(b"\n")[:-1]
+
+
+def _object(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+        if isinstance(value, dict):
+            return value
+        problem = "no object"
+    except ValueError as error:
+        problem = str(error)
+    raise BadParameter(f"{path}, line {number} is damaged ({problem}). Remove that line, or begin afresh in another folder.")
+
+
+def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
+    if header.get("format") != FORMAT:
+        raise BadParameter(f"{path} is no file of bench runs. Give another folder with --out.")
+    if header.get("version") != VERSION:
+        raise BadParameter(
+            f"{path} has version {header.get('version')!r}; this specbranch goes on with version {VERSION}. Use a new --out."
+        )
+    before = header.get("plan", {})
+    other = [name for name in sorted(before.keys() | plan.keys()) if before.get(name) != plan.get(name)]
+    if other:
+        told = "; ".join(f"{name} was {before.get(name)!r}, now {plan.get(name)!r}" for name in other)
+        raise BadParameter(f"{path} was begun with other settings ({told}). Use the same to go on with it, or a new --out to begin afresh.")
+
+
+def _measurement(line: bytes, number: int, path: Path) -> Measurement:
+    try:
+        return Measurement.from_dict(_object(line, number, path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadParameter(f"{path}, line {number} is no run ({error}). Remove that line, or begin afresh in another folder.") from None

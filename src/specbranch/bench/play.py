@@ -1,0 +1,84 @@
+"""One request decoded from a record: real orders and verdicts, time charged by a profile.
+
+Owns the assembly of a replay. Invariant: what is emitted is the record's text; a play that ends otherwise is an error, not a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specbranch.bench.record import Record
+from specbranch.bench.replay import MemoRunner, Memory, MemoSampler, Reader, RecordedRunner, RecordedSampler
+from specbranch.config import SpeculativeConfig
+from specbranch.core.loop import Loop
+from specbranch.core.methods import find_method
+from specbranch.core.pilot import Experience
+from specbranch.core.runner import Runner, Sampler
+from specbranch.core.session import Session
+from specbranch.core.stats import Stats
+from specbranch.core.trace import Trace
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.profile import CostProfile
+
+
+class Diverged(AssertionError):
+    """A replay did not give the record's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The draft of a replay: who it is, what it said before, and the model for what it was never asked."""
+
+    identity: str
+    memory: Memory
+    runner: Runner
+    sampler: Sampler
+
+    def reader(self, record: Record) -> Reader:
+        """Return the model, ready to read a record's text."""
+        return Reader(self.runner, self.sampler, record.text)
+
+    def worker(self, record: Record, reader: Reader) -> MeteredDrafter:
+        """Return a draft worker that remembers."""
+        runner = MemoRunner(self.identity, record.task, self.runner.vocabulary, self.runner.context_length)
+        return MeteredDrafter(runner, MemoSampler(self.memory, reader))
+
+
+class Player:
+    """Plays one record again and again, with other methods, settings and profiles; to be closed."""
+
+    def __init__(self, record: Record, draft: Draft | None) -> None:
+        self.record, self.draft = record, draft
+        self._reader = draft.reader(record) if draft else None
+
+    def play(
+        self, config: SpeculativeConfig, profile: CostProfile, trace: Trace | None = None, experience: Experience | None = None
+    ) -> Stats:
+        """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto` goes by, and adds to."""
+        loop, session = Loop(self._executor(profile), trace), self._session()
+        method = find_method(config.method or "autoregressive", self.draft is not None)
+        known = experience or Experience(profile, self.draft is not None)
+        loop.join(session, method.start(session, config, known))
+        while loop.live:
+            loop.step()
+        if session.error is not None:
+            raise session.error
+        if tuple(session.output) != self.record.tokens:
+            raise Diverged(f"{config.method} emitted {session.output}, which is not the record: {list(self.record.tokens)}")
+        return session.stats
+
+    def close(self) -> None:
+        """Free the draft's cache."""
+        if self._reader:
+            self._reader.close()
+
+    def _executor(self, profile: CostProfile) -> VirtualClock:
+        capacity = len(self.record.text) + 256  # room for what is drafted beyond the end
+        target = Verifier(RecordedRunner(self.record, 1 << 31, capacity), RecordedSampler(self.record))
+        draft = self.draft.worker(self.record, self._reader) if self.draft and self._reader else None
+        return VirtualClock(target, draft, profile)
+
+    def _session(self) -> Session:
+        task = self.record.task
+        return Session(0, task.prompt, task.request, len(task.prompt) + task.params.max_tokens)

@@ -1,0 +1,334 @@
+"""Small charts as SVG text: lines with points, bars side by side or stacked, histograms; no dependencies.
+
+Owns how a chart looks: colours for light and dark, round ticks, legends. Invariant: a chart is one `<svg>` element, valid XML whatever the
+names in it say, and can stand in a file or inside a page; values that are missing or not finite are left out. `svg`, `text`, `rect`, `line`
+and `legend` are there for other drawings, so that those look alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, NamedTuple
+from xml.sax.saxutils import escape, quoteattr
+
+WIDTH, HEIGHT = 680, 320  # of the area inside the axes and what stands around it; the legend comes on top
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 60, 46
+LETTER = 7.0  # pixels of an average letter at the size of the text
+LEGEND_ROW = 20
+LIGHT = ("#1f6fb4", "#d1620f", "#2c8a3f", "#b5302f", "#7a55b8", "#8a6a00", "#0b8a8f", "#c0408a")
+DARK = ("#6cb2f0", "#f5a05a", "#74cf86", "#f08580", "#b9a0ee", "#dcbc4a", "#5cd0d4", "#f094c8")
+ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)  # steps between ticks, times a power of ten
+
+Anchor = Literal["start", "middle", "end"]
+Value = float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a chart; without `drawn` its points alone. Without a name it is left out of the legend."""
+
+    name: str
+    points: Sequence[tuple[float, Value]]
+    dashed: bool = False
+    drawn: bool = True
+    marks: bool = False
+    colour: int | None = None  # a hue of the palette; the line's place among the lines, unless told
+
+
+class Key(NamedTuple):
+    """An entry of a legend: a name and a hue of the palette, shown the way it is drawn."""
+
+    name: str
+    colour: int
+    kind: Literal["box", "line", "dashed", "mark"] = "box"
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """One value for each group of a bar chart; `spread` is a half-width drawn around each."""
+
+    name: str
+    values: Sequence[Value]
+    spread: Sequence[Value] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return where a value lies."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def line_chart(title: str, lines: Sequence[Line], x_label: str = "", y_label: str = "", *, y_from_zero: bool = False) -> str:
+    """Draw lines and clouds of points over a common axis."""
+    points = [(x, y) for a_line in lines for x, y in _finite(a_line.points)]
+    if not points:
+        return _empty(title)
+    keys = [_key(a_line, number) for number, a_line in enumerate(lines)]
+    top = TOP + _legend_height(keys)
+    x_values = [x for x, _ in points]
+    x_ticks = round_ticks(*_ends(x_values), whole=all(x == math.floor(x) for x in x_values))
+    y_ticks = round_ticks(*_ends((y for _, y in points), y_from_zero))
+    across, up = _scales(x_ticks, y_ticks, top)
+    body = [_grid(y_ticks, up), _x_ticks(x_ticks, across, top), _labels(x_label, y_label, top)]
+    body += [_line(a_line, _hue(a_line, number), across, up) for number, a_line in enumerate(lines)]
+    return svg(WIDTH, top + HEIGHT, _title(title) + legend(keys, LEFT, TOP - 22) + "".join(body), title)
+
+
+def bar_chart(
+    title: str, groups: Sequence[str], bars: Sequence[Bars], x_label: str = "", y_label: str = "", *, stacked: bool = False
+) -> str:
+    """Draw a group of bars for each name of `groups`, beside one another or on top of one another."""
+    told = [value for a_bar in bars for value in a_bar.values if _is_finite(value)]
+    if not told or not groups:
+        return _empty(title)
+    keys = [Key(a_bar.name, number) for number, a_bar in enumerate(bars)]
+    top = TOP + _legend_height(keys)
+    ticks = round_ticks(*_ends(_heights(bars, len(groups), stacked), from_zero=True))
+    up = Scale(ticks[0], ticks[-1], top + HEIGHT - BOTTOM, top)
+    slot = (WIDTH - LEFT - RIGHT) / len(groups)
+    draw = _stack if stacked else _side_by_side
+    names, more = _group_names(groups, slot, top + HEIGHT - BOTTOM)
+    body = [_grid(ticks, up), names, _labels(x_label, y_label, top, more)]
+    body += [draw(bars, number, LEFT + slot * number, slot, up) for number in range(len(groups))]
+    return svg(WIDTH, top + HEIGHT + more, _title(title) + legend(keys, LEFT, TOP - 22) + "".join(body), title)
+
+
+def histogram(title: str, counts: Sequence[float], x_label: str = "", y_label: str = "share") -> str:
+    """Draw how often each of 0, 1, 2 … came, as shares of all."""
+    total = sum(counts)
+    if not total > 0:
+        return _empty(title)
+    shares = Bars("", [count / total for count in counts])
+    return bar_chart(title, [str(number) for number in range(len(counts))], [shares], x_label, y_label)
+
+
+def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
+    """Return rising round numbers, about so many, that enclose the range; `whole` numbers only, where others mean nothing."""
+    if not high > low:
+        low, high = (low - 1.0, low + 1.0) if low else (0.0, 1.0)
+    power = 10.0 ** math.floor(math.log10((high - low) / about))
+    steps = (power * r for r in (*ROUND, 20.0, 100.0))
+    step = next(step for step in steps if step * about >= (high - low) * (1 - 1e-9) and (not whole or step == math.floor(step)))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def number_text(value: float) -> str:
+    """Write a number as short as it can be read."""
+    return f"{value:,.6g}".replace("-", "−")
+
+
+def svg(width: float, height: float, body: str, title: str) -> str:
+    """Return a whole drawing with our style; `title` is read out by screen readers."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="sb" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">'
+    return f'{head}<title>{escape(title)}</title><style>{STYLE}</style><rect class="sheet" width="100%" height="100%"/>{body}</svg>\n'
+
+
+def text(x: float, y: float, words: str, *, anchor: Anchor = "start", kind: str = "", turn: float = 0.0) -> str:
+    """Return a text; `kind` is "bold", "small" or "light" (on a coloured ground)."""
+    turned = f' transform="rotate({turn:.0f} {x:.1f} {y:.1f})"' if turn else ""
+    called = f" class={quoteattr(kind)}" if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{called}{turned}>{escape(words)}</text>' if words else ""
+
+
+def rect(x: float, y: float, width: float, height: float, colour: int, *, tip: str = "", faint: bool = False) -> str:
+    """Return a filled rectangle in a hue of the palette; `tip` is shown under the pointer."""
+    told = f"<title>{escape(tip)}</title>" if tip else ""
+    shade = f"f{colour % len(LIGHT)}{' faint' if faint else ''}"
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" class="{shade}">{told}</rect>'
+
+
+def line(x0: float, y0: float, x1: float, y1: float, kind: str = "rule") -> str:
+    """Return a straight line: "rule" (thin, grey) or "axis"."""
+    return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" class={quoteattr(kind)}/>'
+
+
+def legend(keys: Sequence[Key], x: float, y: float, width: float = WIDTH) -> str:
+    """Return names beside their colours, in as many rows as they need; names that are empty are left out."""
+    named = [key for key in keys if key.name]
+    places = zip(named, _places(named, width), strict=True)
+    return "".join(_entry(key, x + offset, y + row * LEGEND_ROW) for key, (row, offset) in places)
+
+
+def _entry(key: Key, x: float, y: float) -> str:
+    shade, words = key.colour % len(LIGHT), text(x + 22, y, key.name)
+    if key.kind == "box":
+        return rect(x + 3, y - 9, 11, 11, key.colour) + words
+    if key.kind == "mark":
+        return _mark(x + 9, y - 4, shade, key.name) + words
+    return f'<polyline points="{x:.1f},{y - 4:.1f} {x + 17:.1f},{y - 4:.1f}" class="s{shade}{" dashed" * (key.kind == "dashed")}"/>{words}'
+
+
+def _places(keys: Sequence[Key], width: float) -> list[tuple[int, float]]:
+    """Where each entry of a legend goes: its row, and how far from the left."""
+    row, offset, places = 0, 0.0, []
+    for key in keys:
+        wide = 36 + LETTER * len(key.name)
+        if offset and offset + wide > width - LEFT:
+            row, offset = row + 1, 0.0
+        places.append((row, offset))
+        offset += wide
+    return places
+
+
+def _legend_height(keys: Sequence[Key]) -> float:
+    named = [key for key in keys if key.name]
+    return LEGEND_ROW * (_places(named, WIDTH)[-1][0] + 1) if named else 0.0
+
+
+def _key(a_line: Line, number: int) -> Key:
+    hue = _hue(a_line, number)
+    if not a_line.drawn:
+        return Key(a_line.name, hue, "mark")
+    return Key(a_line.name, hue, "dashed" if a_line.dashed else "line")
+
+
+def _hue(a_line: Line, number: int) -> int:
+    return number if a_line.colour is None else a_line.colour
+
+
+def _is_finite(value: Value) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _finite(points: Iterable[tuple[float, Value]]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y)]
+
+
+def _ends(values: Iterable[float], from_zero: bool = False) -> tuple[float, float]:
+    told = [*values, *([0.0] if from_zero else [])]
+    return min(told), max(told)
+
+
+def _scales(x_ticks: Sequence[float], y_ticks: Sequence[float], top: float) -> tuple[Scale, Scale]:
+    across = Scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT)
+    return across, Scale(y_ticks[0], y_ticks[-1], top + HEIGHT - BOTTOM, top)
+
+
+def _title(title: str) -> str:
+    return text(12, 20, title, kind="bold")
+
+
+def _labels(x_label: str, y_label: str, top: float, more: float = 0.0) -> str:
+    below = text((LEFT + WIDTH - RIGHT) / 2, top + HEIGHT + more - 8, x_label, anchor="middle", kind="small")
+    return below + text(12, top - 10, y_label, kind="small")
+
+
+def _grid(ticks: Sequence[float], up: Scale) -> str:
+    return "".join(
+        line(LEFT, up.at(tick), WIDTH - RIGHT, up.at(tick), "axis" if tick == ticks[0] else "rule")
+        + text(LEFT - 7, up.at(tick) + 4, number_text(tick), anchor="end", kind="small")
+        for tick in ticks
+    )
+
+
+def _x_ticks(ticks: Sequence[float], across: Scale, top: float) -> str:
+    foot = top + HEIGHT - BOTTOM
+    return "".join(
+        line(across.at(tick), foot, across.at(tick), foot + 4, "axis")
+        + text(across.at(tick), foot + 18, number_text(tick), anchor="middle", kind="small")
+        for tick in ticks
+    )
+
+
+def _line(a_line: Line, hue: int, across: Scale, up: Scale) -> str:
+    shade, parts = hue % len(LIGHT), []
+    if a_line.drawn:
+        for told, run in groupby(a_line.points, key=lambda point: _is_finite(point[1])):
+            if told:  # a gap in the values is a gap in the line
+                path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in _finite(run))
+                parts.append(f'<polyline points="{path}" class="s{shade}{" dashed" if a_line.dashed else ""}"/>')
+    if a_line.marks or not a_line.drawn:
+        parts += [_mark(across.at(x), up.at(y), shade, f"{a_line.name}: {number_text(y)}") for x, y in _finite(a_line.points)]
+    return "".join(parts)
+
+
+def _mark(x: float, y: float, shade: int, tip: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{shade} mark"><title>{escape(tip)}</title></circle>'
+
+
+def _heights(bars: Sequence[Bars], groups: int, stacked: bool) -> list[float]:
+    """How far the bars reach, their spread included."""
+    if stacked:
+        return [sum(_value(a_bar.values, group) for a_bar in bars) for group in range(groups)]
+    return [_value(a_bar.values, group) + _value(a_bar.spread, group) for a_bar in bars for group in range(groups)]
+
+
+def _value(values: Sequence[Value], at: int) -> float:
+    value = values[at] if at < len(values) else None
+    return value if value is not None and math.isfinite(value) else 0.0
+
+
+def _side_by_side(bars: Sequence[Bars], group: int, x: float, slot: float, up: Scale) -> str:
+    wide = slot * 0.8 / len(bars)
+    return "".join(_bar(a_bar, hue, group, x + slot * 0.1 + wide * hue, wide, up) for hue, a_bar in enumerate(bars))
+
+
+def _bar(a_bar: Bars, hue: int, group: int, x: float, wide: float, up: Scale) -> str:
+    value, around = _value(a_bar.values, group), _value(a_bar.spread, group)
+    if not value:
+        return ""
+    low, high = sorted((up.at(value), up.at(0.0)))
+    drawn = rect(x, low, wide - min(1.0, wide / 4), high - low, hue, tip=f"{a_bar.name}: {number_text(value)}")
+    middle = x + wide / 2
+    return drawn + (line(middle, up.at(value - around), middle, up.at(value + around), "axis") if around else "")
+
+
+def _stack(bars: Sequence[Bars], group: int, x: float, slot: float, up: Scale) -> str:
+    foot, parts = 0.0, []
+    for hue, a_bar in enumerate(bars):
+        value = _value(a_bar.values, group)
+        if value > 0:
+            y = up.at(foot + value)
+            parts.append(rect(x + slot * 0.15, y, slot * 0.7, up.at(foot) - y, hue, tip=f"{a_bar.name}: {number_text(value)}"))
+            foot += value
+    return "".join(parts)
+
+
+def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, float]:
+    """Write the groups' names below them, slanting where they are too long; returns also how much more room that takes."""
+    longest = max(len(name) for name in groups) * LETTER
+    middles = [LEFT + slot * (number + 0.5) for number in range(len(groups))]
+    if longest <= slot:
+        return "".join(text(x, foot + 18, name, anchor="middle", kind="small") for x, name in zip(middles, groups, strict=True)), 0.0
+    slanted = "".join(text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35) for x, name in zip(middles, groups, strict=True))
+    return slanted, max(longest * 0.58 - 20, 0.0)
+
+
+def _empty(title: str) -> str:
+    said = text(WIDTH / 2, TOP + 20, "nothing to show", anchor="middle", kind="small")
+    return svg(WIDTH, TOP + 50, _title(title) + said, title)
+
+
+def _style() -> str:
+    """Everything is named under .sb, because a style inside a page holds for the whole page; no variables, which some viewers lack."""
+    dark = _colours(DARK, sheet="#0d1117", ink="#e6edf3", soft="#9aa4af", rule="#30363d")
+    return (
+        ".sb{max-width:100%;height:auto;font:12px system-ui,sans-serif}.sb .bold{font-weight:600;font-size:14px}"
+        ".sb .small,.sb .light{font-size:11px}.sb .faint{opacity:.4}.sb .dashed{stroke-dasharray:6 4}.sb .mark{stroke-width:1}"
+        ".sb polyline{fill:none;stroke-width:2}"
+        + _colours(LIGHT, sheet="#ffffff", ink="#1c2128", soft="#59636e", rule="#d8dee4")
+        + f"@media(prefers-color-scheme:dark){{{dark}}}"
+    )
+
+
+def _colours(palette: Sequence[str], *, sheet: str, ink: str, soft: str, rule: str) -> str:
+    hues = "".join(f".sb .f{number}{{fill:{hue}}}.sb .s{number}{{stroke:{hue}}}" for number, hue in enumerate(palette))
+    return (
+        f".sb text{{fill:{ink}}}.sb text.small{{fill:{soft}}}.sb .sheet,.sb text.light{{fill:{sheet}}}"
+        f".sb .rule{{stroke:{rule}}}.sb .axis{{stroke:{soft}}}.sb .mark{{stroke:{sheet}}}{hues}"
+    )
+
+
+STYLE = _style()

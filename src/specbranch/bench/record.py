@@ -1,0 +1,113 @@
+"""What a target says to a prompt, kept: under the match rule it depends on prompt, sampling and seed alone, so no method need ask again.
+
+Owns the records and their folder. Invariant: a record under its name is whole, and is what the real engine said, token for token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbranch.config import SamplingParams
+from specbranch.core.request import Request
+from specbranch.errors import BadParameter
+
+if TYPE_CHECKING:
+    from specbranch.engine import LLM
+
+FORMAT = 1
+TOP = 8  # of a row: the most likely tokens and their log-probabilities
+
+TopRow = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked of a target: everything its answer depends on under the match rule, the model itself aside."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    eos_ids: tuple[int, ...]
+
+    @property
+    def request(self) -> Request:
+        """The request a worker is told."""
+        return Request(self.params, self.seed, len(self.prompt), 0, "match", self.eos_ids)
+
+    @property
+    def sampling(self) -> str:
+        """What a row's choice depends on besides the tokens before it; a greedy one knows no seed."""
+        aside = {"seed", "n", "logprobs", "max_tokens", "stop", "stop_token_ids"}
+        shaping = {name: value for name, value in asdict(self.params).items() if name not in aside}
+        return json.dumps([shaping, None if self.request.greedy else self.seed], sort_keys=True)
+
+    def key(self, model: str) -> str:
+        """Name the task for one model."""
+        ending = [self.params.max_tokens, self.params.stop, self.params.stop_token_ids, self.eos_ids]
+        return sha256(json.dumps([FORMAT, model, self.prompt, self.sampling, ending]).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A task and what the target said."""
+
+    task: Task
+    tokens: tuple[int, ...]
+    rows: tuple[TopRow, ...]  # at each token, what the target thought most likely there, before shaping
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Prompt and answer."""
+        return (*self.task.prompt, *self.tokens)
+
+
+class Records:
+    """A folder of records of one target, known by its identity."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder, self.model = folder / model[:16], model
+
+    def find(self, task: Task) -> Record | None:
+        """Return the record of a task, if there is one; one that cannot be read counts as none."""
+        try:
+            return _read(task, json.loads(self._path(task).read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def make(self, task: Task, llm: LLM) -> Record:
+        """Let the target answer, by whatever lossless method the LLM has, and keep it."""
+        output = llm.repeat(task.prompt, replace(task.params, logprobs=TOP), task.seed, 0)
+        if output.error is not None:
+            raise output.error
+        record = Record(task, tuple(output.token_ids), tuple(row.top for row in output.logprobs or ()))
+        self._write(record)
+        return record
+
+    def _path(self, task: Task) -> Path:
+        return self.folder / f"{task.key(self.model)}.json"
+
+    def _write(self, record: Record) -> None:
+        path = self._path(record.task)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"format": FORMAT, "tokens": record.tokens, "rows": record.rows}), encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            raise BadParameter(
+                f"A record could not be kept in {path.parent} ({error.strerror}). Make room, or name another folder."
+            ) from None
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _read(task: Task, held: dict[str, Any]) -> Record:
+    if held["format"] != FORMAT:
+        raise ValueError(f"format {held['format']}")
+    rows = tuple(tuple((int(token), float(log)) for token, log in row) for row in held["rows"])
+    return Record(task, tuple(held["tokens"]), rows)

@@ -1,0 +1,171 @@
+"""Benches carried out: every method on the same prompts, by the wall clock or from records by a profile, one measurement at a time.
+
+Owns the order of the runs. Invariants: what is in the store is not run again; by the wall clock methods take turns on each prompt, so that
+whatever the machine does besides is shared by all, and the first run of each is dropped; a replay that strays from its record stops it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from specbranch.bench.lab import Lab, Workload
+from specbranch.bench.measurement import Measurement, RunStore, output_digest, told
+from specbranch.bench.methods import Setting
+from specbranch.bench.record import Record
+from specbranch.bench.results import WALL
+from specbranch.bench.suites import Prompt, Suite
+from specbranch.core.pilot import Experience
+from specbranch.sim.profile import CostProfile
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """By what time is told: a profile under its name, or nothing for the wall clock."""
+
+    name: str = WALL
+    profile: CostProfile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run with one pair: settings may differ by clock, as baselines are tuned for each."""
+
+    suites: tuple[Suite, ...]
+    workloads: tuple[Workload, ...]
+    settings: tuple[Setting, ...]
+    repeats: int = 1
+
+
+class Outside(Protocol):
+    """A way to answer that is not this engine's."""
+
+    def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """Answer a record's prompt; returns the tokens and what is told of the turn."""
+        ...
+
+
+def record_all(lab: Lab, job: Job, progress: Progress) -> None:
+    """Have the target answer whatever it has not answered before."""
+    asked = [(prompt, workload) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
+    for done, (prompt, workload) in enumerate(asked):
+        progress("Recording the target", done, len(asked))
+        lab.records(prompt, workload)
+    progress("Recording the target", len(asked), len(asked))
+
+
+def replay(lab: Lab, job: Job, clock: Clock, store: RunStore, progress: Progress) -> None:
+    """Run every setting from the records, charged by a profile."""
+    asked = [(workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
+    done, known = store.done, Experience(clock.profile, lab.draft is not None)  # one for all prompts, as an LLM has it
+    for number, (workload, suite, prompt) in enumerate(asked):
+        progress(f"Replaying {lab.pair} by {clock.name}", number, len(asked))
+        blanks = [_blank(lab, suite, prompt, workload, setting, clock) for setting in job.settings]
+        missing = [(blank, setting) for blank, setting in zip(blanks, job.settings, strict=True) if blank.key not in done]
+        if missing:
+            for measurement in _replayed(lab, lab.records(prompt, workload), missing, clock, known):
+                store.append(measurement)
+
+
+def _replayed(
+    lab: Lab, records: Sequence[Record], missing: list[tuple[Measurement, Setting]], clock: Clock, known: Experience
+) -> Iterator[Measurement]:
+    turns: list[list[dict[str, Any]]] = [[] for _ in missing]
+    for record in records:
+        with lab.player(record) as player:
+            for lines, (_, setting) in zip(turns, missing, strict=True):
+                assert setting.config is not None and clock.profile is not None
+                lines.append(told(player.play(setting.config, clock.profile, experience=known)))
+    text = output_digest(record.tokens for record in records)  # what a play gave is checked against it
+    for lines, (blank, _) in zip(turns, missing, strict=True):
+        yield replace(blank, turns=tuple(lines), output=text)
+
+
+def measure(lab: Lab, job: Job, store: RunStore, progress: Progress, outside: Outside | None = None) -> None:
+    """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to prompt."""
+    rounds = [(r, w, suite, prompt) for r in range(job.repeats) for w in job.workloads for suite in job.suites for prompt in suite.prompts]
+    done, warm = store.done, set[str]()
+    for number, (repeat, workload, suite, prompt) in enumerate(rounds):
+        progress(f"Measuring {lab.pair}", number, len(rounds))
+        records = lab.records(prompt, workload)
+        turned = number % len(job.settings)
+        for setting in (*job.settings[turned:], *job.settings[:turned]):
+            blank = replace(_blank(lab, suite, prompt, workload, setting, Clock()), repeat=repeat)
+            if blank.key in done:
+                continue
+            if setting.method not in warm:
+                _answered(lab, setting, records[:1], outside)
+                warm.add(setting.method)
+            outputs, lines = _answered(lab, setting, records, outside)
+            store.append(replace(blank, turns=tuple(lines), output=output_digest(outputs)))
+
+
+def _answered(
+    lab: Lab, setting: Setting, records: Sequence[Record], outside: Outside | None
+) -> tuple[list[tuple[int, ...]], list[dict[str, Any]]]:
+    """Answer the prompt of each record anew."""
+    answers = [_answer(lab, setting, record, outside) for record in records]
+    return [tokens for tokens, _ in answers], [line for _, line in answers]
+
+
+def _answer(lab: Lab, setting: Setting, record: Record, outside: Outside | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+    if setting.config is None:
+        assert outside is not None
+        return outside.answer(setting.method, record)
+    task = record.task
+    output = lab.llm.using(speculative=setting.config).repeat(task.prompt, task.params, task.seed, 0)
+    if output.error is not None:
+        raise output.error
+    return tuple(output.token_ids), output.stats
+
+
+def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: Setting, clock: Clock) -> Measurement:
+    """A run that was not made yet."""
+    rule = "match" if setting.config is None else setting.config.rule
+    outside_the_rule = setting.config is None and workload.temperature > 0
+    return Measurement(
+        pair=lab.pair,
+        suite=suite.name,
+        method=setting.method,
+        temperature=workload.temperature,
+        prompt=prompt.id,
+        digest=prompt.digest,
+        repeat=0,
+        turns=(),
+        output="",
+        clock=clock.name,
+        rule="other" if outside_the_rule else rule,
+        setting=setting.shown,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How a sample of live runs compares with its replay."""
+
+    runs: int
+    same_text: int
+    same_counts: int  # drafted, accepted and target forwards alike
+
+
+def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
+    """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two drafts nearly tie."""
+    import itertools
+
+    workload = job.workloads[0]
+    settings = [setting for setting in job.settings if setting.config is not None and setting.needs_draft] or list(job.settings[:1])
+    prompts = [suite.prompts[0] for suite in job.suites]
+    text = counts = runs = 0
+    for prompt, setting in itertools.islice(zip(itertools.cycle(prompts), itertools.cycle(settings), strict=False), most):
+        record = lab.records(prompt, workload)[0]
+        assert setting.config is not None and clock.profile is not None
+        with lab.player(record) as player:
+            replayed = told(player.play(setting.config, clock.profile))
+        tokens, live = _answer(lab, setting, record, None)
+        runs += 1
+        text += tokens == record.tokens
+        counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
+    return Agreement(runs, text, counts)

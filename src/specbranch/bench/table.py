@@ -1,0 +1,163 @@
+"""Results as a table on a terminal: one block a suite, one line a method, as many columns as there is room for.
+
+Owns the words and columns of the table. Invariant: no line is wider than the width given, at 40 columns too; where nobody looks (no
+terminal) it is plain text with all columns and no colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import IO
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
+
+from specbranch.bench.results import BASELINE, Results, Row, clock_label, setting_text
+
+GAP = 2
+NARROWEST = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column and how badly it is wanted: the higher, the sooner it is left out."""
+
+    head: str
+    cell: Callable[[Row], str]
+    rank: int
+    left: bool = False
+
+
+COLUMNS = (
+    Column("method", lambda row: row.method, 0, left=True),
+    Column("tok/s", lambda row: rate_text(row.tokens_per_second), 1),
+    Column("±", lambda row: _number(row.spread, ".1%"), 6),
+    Column("speedup", lambda row: _number(row.speedup, ".2f", "×"), 0),
+    Column("95 %", lambda row: _interval(row), 8),
+    Column("tok/fwd", lambda row: _number(row.tokens_per_forward, ".2f"), 3),
+    Column("rollback", lambda row: _number(row.rollback_rate, ".0%"), 4),
+    Column("hits", lambda row: _number(row.branch_hit_rate, ".0%"), 7),
+    Column("first tok", lambda row: _number(row.ttft_seconds, ".2f", " s"), 9),
+    Column("lossless", lambda row: _same(row), 2),
+    Column("setting", lambda row: setting_text(row.setting), 10, left=True),
+)
+
+
+def show(results: Results, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
+    """Print the table; width and colours are those of the terminal unless told."""
+    console = Console(file=file, width=width, force_terminal=colour, no_color=colour is False, highlight=False, soft_wrap=True)
+    room = width if width is not None else console.width if console.is_terminal else None
+    for text in table_lines(results.rows, room):
+        console.print(text if console.is_terminal and not console.no_color else text.plain)
+
+
+def table_text(rows: Sequence[Row], width: int | None = None) -> str:
+    """Return the table as plain text; without a width, with every column."""
+    return "\n".join(line.plain for line in table_lines(rows, width))
+
+
+def table_lines(rows: Sequence[Row], width: int | None = None) -> list[Text]:
+    """Return the lines of the table, blocks apart by a blank one, and what was found about losslessness below."""
+    room = None if width is None else max(width, NARROWEST)
+    lines: list[Text] = []
+    for key, block in groupby(sorted(rows, key=_block), key=_block):
+        lines += [*_heading(key, room), *_block_lines(list(block), room), Text("")]
+    return lines + _wrapped(losslessness(rows), room)
+
+
+def losslessness(rows: Sequence[Row]) -> str:
+    """Say in words whether every run gave the text of autoregressive decoding."""
+    checked, bad = [row for row in rows if row.lossless is not None], [row for row in rows if row.lossless is False]
+    if bad:
+        named = "; ".join(f"{row.method} on {row.suite} ({row.differing} of {row.prompts * row.repeats} runs)" for row in bad)
+        return f"NOT LOSSLESS: other text than autoregressive decoding from {named}."
+    if not checked:
+        return "Losslessness was not checked: no row had autoregressive decoding beside it under the match rule."
+    left = len(rows) - len(checked)
+    return f"Lossless: every run of {len(checked)} rows gave the text of autoregressive decoding." + (
+        f" {left} not checked." if left else ""
+    )
+
+
+def rate_text(value: float | None) -> str:
+    """Write tokens a second: one decimal, or three digits where that would say little."""
+    return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+Block = tuple[str, str, float, str]
+
+
+def _block(row: Row) -> Block:
+    return (row.pair, row.clock, row.temperature, row.suite)
+
+
+def _heading(key: Block, room: int | None) -> list[Text]:
+    pair, clock, temperature, suite = key
+    return _wrapped(f"{pair} · {suite} · temperature {temperature:g} · {clock_label(clock).partition(':')[0]}", room, "bold")
+
+
+def _block_lines(rows: list[Row], room: int | None) -> list[Text]:
+    columns = _fitting(rows, room)
+    widths = {column.head: _width(column, rows) for column in columns}
+    if room is not None and sum(widths.values()) + GAP * (len(columns) - 1) > room:  # even the least is too much: the name gives way
+        widths[columns[0].head] -= sum(widths.values()) + GAP * (len(columns) - 1) - room
+    head = Text((" " * GAP).join(_fit(column.head, column, widths) for column in columns).rstrip(), style="dim")
+    return [head, *(_line(row, columns, widths) for row in rows)]
+
+
+def _fitting(rows: list[Row], room: int | None) -> list[Column]:
+    """Leave out empty columns, and then the least wanted ones until the rest fits."""
+    columns = [column for column in COLUMNS if any(column.cell(row) not in ("", "–") for row in rows)]
+    while room is not None and len(columns) > 2 and sum(_width(c, rows) + GAP for c in columns) - GAP > room:
+        columns.remove(max(columns, key=lambda column: column.rank))
+    return columns
+
+
+def _width(column: Column, rows: Sequence[Row]) -> int:
+    return max(cell_len(column.head), *(cell_len(column.cell(row)) for row in rows))
+
+
+def _line(row: Row, columns: Sequence[Column], widths: dict[str, int]) -> Text:
+    parts = [Text(_fit(column.cell(row), column, widths), style=_style(column, row)) for column in columns]
+    line = Text(" " * GAP).join(parts)
+    line.rstrip()
+    return line
+
+
+def _fit(cell: str, column: Column, widths: dict[str, int]) -> str:
+    width, long = widths[column.head], cell_len(cell)
+    if long > width:
+        return set_cell_size(cell, max(width - 1, 0)) + "…"
+    return cell + " " * (width - long) if column.left else " " * (width - long) + cell
+
+
+def _style(column: Column, row: Row) -> str:
+    if column.head == "lossless":
+        return {True: "green", False: "bold red", None: ""}[row.lossless]
+    if column.head == "speedup" and row.speedup is not None and row.method != BASELINE:
+        return (
+            "green" if row.speedup > 1.0 + (row.speedup_spread or 0.0) else "red" if row.speedup < 1.0 - (row.speedup_spread or 0.0) else ""
+        )
+    return ""
+
+
+def _wrapped(words: str, room: int | None, style: str = "") -> list[Text]:
+    text = Text(words, style=style)
+    return [text] if room is None else list(text.wrap(Console(width=room), room))
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def _interval(row: Row) -> str:
+    if row.speedup_low is None or row.speedup_high is None or row.method == BASELINE:
+        return "–"
+    return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"
+
+
+def _same(row: Row) -> str:
+    return {True: "yes", False: "NO", None: "–"}[row.lossless]

@@ -1,0 +1,276 @@
+"""The best setting of each method for a pair and a clock, found on prompts other than those a bench reports.
+
+Owns the search and what it found. The prompts are the last few of each shipped suite, so that a bench on the first few of those has others,
+too. A length alone is tried out at every value. Several knobs are searched by optuna's TPE with a fixed seed, beginning with the method's
+usual setting: each trial is looked at on a part of the prompts, and played on all of them if it does about as well there as the best before
+it, because every new setting has the draft read what it never read. What counts is the sum of charged decode seconds over all prompts.
+Invariants: the same question gives the same answer; a finished search is kept under everything it depends on, and an interrupted one leaves
+its trials in `Tuner.tried`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from specbranch import __version__
+from specbranch.bench.files import write_whole
+from specbranch.bench.lab import Lab, Workload
+from specbranch.bench.ledger import Book, BookingPlayer
+from specbranch.bench.methods import Setting, default_setting
+from specbranch.bench.record import Record
+from specbranch.bench.results import BASELINE
+from specbranch.bench.run import Clock, Progress
+from specbranch.bench.suites import SHIPPED, Suite, load_suite
+from specbranch.config import SpeculativeConfig
+from specbranch.errors import BadParameter
+from specbranch.sim.profile import CostProfile
+
+VERSION = 2  # of the search: what was found by another is looked for again
+PROMPTS = 4  # of each shipped suite
+TRIALS = 40
+PART = 5  # answers that every trial is looked at on
+CLOSE = 1.03  # times the best seconds on them: near enough to be played on all
+SEED = 20260301
+
+Knobs = Mapping[str, Sequence[int | float]]
+SPACES: dict[str, Knobs] = {
+    BASELINE: {},
+    "speculative": {"num_speculative_tokens": range(1, 13)},
+    "adaptive": {"num_speculative_tokens": range(1, 13)},
+    "pearl": {"num_speculative_tokens": range(1, 17)},
+    "specbranch": {
+        "num_speculative_tokens": range(1, 17),
+        "stop_below": tuple(n / 20 for n in range(20)),
+        "max_branches": range(1, 7),
+    },
+    "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
+}
+ABOUT = {"pair", "hardware", "note", "provenance"}  # of a profile: words that change no charge
+
+# What was played, by lab: a bench asks again for every clock, and the play is the same for all of them.
+_BOOKS: WeakKeyDictionary[Lab, dict[tuple[str, SpeculativeConfig], Book]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A setting and the decode seconds that all tuning prompts together would take with it."""
+
+    config: SpeculativeConfig
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was tried of one method."""
+
+    method: str
+    trials: tuple[Trial, ...]  # those played on all prompts
+    decoded: int  # tokens, after the first of each answer
+    looked_at: int  # settings, on a part of the prompts or on all
+
+    @property
+    def best(self) -> Trial:
+        """The quickest, of equals the first that was tried."""
+        return min(self.trials, key=lambda trial: trial.seconds)
+
+    @property
+    def setting(self) -> Setting:
+        """The method, set like that."""
+        return Setting(self.method, self.best.config)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """What the clock would show with it."""
+        return self.decoded / self.best.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a setting is to be good for, and how long to look for it."""
+
+    clock: Clock
+    workload: Workload
+    suites: tuple[Suite, ...]
+    trials: int = TRIALS
+
+    @property
+    def profile(self) -> CostProfile:
+        """What seconds are charged by."""
+        if self.clock.profile is None:
+            raise BadParameter(
+                "Methods are tuned from records, by a profile, and none was given. Measure this machine with `specbranch profile`, and "
+                "give the file with --profile."
+            )
+        return self.clock.profile
+
+
+def tuned(
+    lab: Lab, method: str, clock: Clock, workload: Workload, progress: Progress | None = None, suites: tuple[Suite, ...] = ()
+) -> Setting:
+    """Return a method at its best for a pair, a clock and a temperature; one that has nothing to set, or sets itself, as it is."""
+    if not SPACES.get(method):
+        return default_setting(method)
+    goal = Goal(clock, workload, suites or tuning_suites())
+    return Tuner(lab, goal, progress).search(method).setting
+
+
+def tuning_suites() -> tuple[Suite, ...]:
+    """Return the prompts that methods are tuned on unless others are given."""
+    suites = (load_suite(name) for name in SHIPPED)
+    return tuple(replace(suite, prompts=suite.prompts[-PROMPTS:]) for suite in suites)
+
+
+def candidates(has_draft: bool) -> tuple[str, ...]:
+    """Return the methods that can be searched with a pair, plain decoding first."""
+    return tuple(name for name in SPACES if has_draft or not default_setting(name).needs_draft)
+
+
+class Tuner:
+    """Searches with one pair for one goal."""
+
+    def __init__(self, lab: Lab, goal: Goal, progress: Progress | None = None) -> None:
+        self.lab, self.goal = lab, goal
+        self.tried: dict[str, list[Trial]] = {}  # by method, as it goes
+        self.looked_at: dict[str, int] = {}
+        self.decoded = 0
+        self._progress = progress or (lambda what, done, of: None)
+        self._records: list[Record] = []
+        self._books = _BOOKS.setdefault(lab, {})
+
+    def search(self, method: str) -> Search:
+        """Return what is known of a method, trying out what is not."""
+        self._recorded()
+        held = self._held(method)
+        if held is not None:
+            self.tried[method], self.looked_at[method] = list(held.trials), held.looked_at
+            return held
+        self.tried[method], self.looked_at[method] = [], 0
+        for config in self._exhaustive(method) if len(SPACES[method]) < 2 else self._optimised(method):
+            self.tried[method].append(Trial(config, self._seconds(config, self._records)))
+        found = self.found(method)
+        assert found is not None
+        self._keep(found)
+        return found
+
+    def found(self, method: str) -> Search | None:
+        """Return what was tried of a method up to now."""
+        trials = self.tried.get(method)
+        return Search(method, tuple(trials), self.decoded, self.looked_at[method]) if trials else None
+
+    def _exhaustive(self, method: str) -> Iterator[SpeculativeConfig]:
+        name, values = next(iter(SPACES[method].items()), ("", ()))
+        settings = [{name: value} for value in values] or [{}]
+        for setting in settings:
+            self._look(method, len(settings))
+            yield _config(method, setting)
+
+    def _optimised(self, method: str) -> Iterator[SpeculativeConfig]:
+        """Let optuna choose, going by a part of the prompts; yields what is worth playing on all of them."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED))
+        study.enqueue_trial(_places(method))
+        known: dict[SpeculativeConfig, float] = {}
+        for _ in range(self.goal.trials):
+            self._look(method, self.goal.trials)
+            trial = study.ask()
+            places = {name: trial.suggest_int(name, 0, len(values) - 1) for name, values in SPACES[method].items()}
+            config = _config(method, {name: SPACES[method][name][place] for name, place in places.items()})
+            if config not in known:
+                known[config] = self._seconds(config, self._part)
+                if known[config] <= min(known.values()) * CLOSE:
+                    yield config
+            study.tell(trial, known[config])
+
+    def _look(self, method: str, of: int) -> None:
+        self._progress(f"Tuning {method} for {self.goal.clock.name}", self.looked_at[method], of)
+        self.looked_at[method] += 1
+
+    @property
+    def _part(self) -> list[Record]:
+        """Some of the answers, from all kinds of prompts."""
+        return self._records[:: max(len(self._records) // PART, 1)]
+
+    def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
+        return sum(self._book(record, config).seconds(self.goal.profile) for record in records)
+
+    def _book(self, record: Record, config: SpeculativeConfig) -> Book:
+        key = record.task.key(self.lab.identity["target_identity"]), config
+        if key not in self._books:
+            player = BookingPlayer(record, self.lab.draft)
+            try:
+                self._books[key] = player.book(config)
+            finally:
+                player.close()
+                if self.lab.draft:
+                    self.lab.draft.memory.forget()
+        return self._books[key]
+
+    def _recorded(self) -> None:
+        if self._records:
+            return
+        _ = self.goal.profile  # without one there is no need to record
+        prompts = [prompt for suite in self.goal.suites for prompt in suite.prompts]
+        records: list[Record] = []
+        for done, prompt in enumerate(prompts):
+            self._progress("Recording the target", done, len(prompts))
+            records += self.lab.records(prompt, self.goal.workload)
+        self._records = records
+        self.decoded = sum(len(record.tokens) - 1 for record in self._records)
+        if self.decoded < 1:
+            raise BadParameter(
+                "No answer to the tuning prompts has more than one token, so there is nothing to tune on. Give other prompts."
+            )
+
+    @property
+    def _folder(self) -> Path:
+        return self.lab._records.folder.parents[1] / "tuned"
+
+    def _file(self, method: str) -> Path:
+        goal = self.goal
+        models = [value for name, value in sorted(self.lab.identity.items()) if name.endswith("identity")]
+        charges = {name: value for name, value in goal.profile.to_dict().items() if name not in ABOUT}
+        prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
+        space = {name: list(values) for name, values in SPACES[method].items()}
+        question = [VERSION, __version__, models, charges, method, space, asdict(goal.workload), prompts, goal.trials]
+        return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
+
+    def _held(self, method: str) -> Search | None:
+        """Return what an earlier search found; a file that cannot be read counts as none."""
+        with suppress(OSError, ValueError, KeyError, TypeError, BadParameter):
+            held = json.loads(self._file(method).read_text(encoding="utf-8"))
+            trials = tuple(Trial(_config(method, one["config"]), float(one["seconds"])) for one in held["trials"])
+            return Search(method, trials, self.decoded, int(held["looked_at"])) if trials else None
+        return None
+
+    def _keep(self, found: Search) -> None:
+        goal, lab = self.goal, self.lab
+        about = {"method": found.method, "pair": lab.pair, "clock": goal.clock.name, "temperature": goal.workload.temperature}
+        trials = [{"config": chosen(trial.config), "seconds": trial.seconds} for trial in found.trials]
+        write_whole(self._file(found.method), json.dumps({**about, "looked_at": found.looked_at, "trials": trials}, indent=1) + "\n")
+
+
+def chosen(config: SpeculativeConfig) -> dict[str, Any]:
+    """Return what of a setting a search decides."""
+    return {name: getattr(config, name) for name in SPACES.get(config.method or "", {})}
+
+
+def _config(method: str, values: Mapping[str, int | float]) -> SpeculativeConfig:
+    made = {**values, "method": method}
+    if "ngram_min" in values:  # the shortest n-gram is no longer than the longest
+        made["ngram_min"] = min(values["ngram_min"], values["ngram_max"])
+    return SpeculativeConfig.from_dict(made)
+
+
+def _places(method: str) -> dict[str, int]:
+    """Return where the method's usual setting lies in its space."""
+    usual = default_setting(method).config
+    return {name: min(range(len(values)), key=lambda at: abs(values[at] - getattr(usual, name))) for name, values in SPACES[method].items()}

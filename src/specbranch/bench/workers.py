@@ -1,0 +1,94 @@
+"""A pair loaded to be measured: both workers, and what tells its models from others.
+
+Owns loading for `measure` and `doctor`. Invariant: with the process executor both models have half of the threads, here as in the draft's
+own process, because that is how they run there.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbranch.assembly import (
+    ModelChoice,
+    beside,
+    common_vocabulary,
+    half_the_threads,
+    identity,
+    load_tokenizer,
+    make_drafter,
+    make_verifier,
+)
+from specbranch.bench.suites import load_suite
+from specbranch.config import ExecutorName
+from specbranch.core.loop import Executor
+from specbranch.errors import BadParameter
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.messages import MakeDrafter
+from specbranch.exec.process import Process
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.profile import CostProfile
+
+if TYPE_CHECKING:
+    from specbranch.text.tokenizer import Tokenizer
+
+CONTEXT = 2048  # tokens the caches hold, unless told: a long prompt and an answer
+SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Target and draft at work in this process; the child of a process executor makes its draft by `make`."""
+
+    pair: str
+    tokenizer: Tokenizer
+    verifier: Verifier
+    drafter: Drafter
+    make: MakeDrafter
+    target_identity: str
+    draft_identity: str
+    executor: ExecutorName
+
+    def prompts(self) -> list[list[int]]:
+        """Three prompts of our own, of different kinds, as token ids."""
+        return [self.ids(load_suite(name).prompts[0].turns[0]) for name in SUITES]
+
+    def ids(self, words: str) -> list[int]:
+        """Return a user's message as the target is given it; as it is where the target knows no chat."""
+        try:
+            return self.tokenizer.chat([{"role": "user", "content": words}])
+        except BadParameter:
+            return self.tokenizer.encode(words)
+
+    def real(self) -> Executor:
+        """Return the executor itself; to be closed."""
+        return Process(self.verifier, self.make) if self.executor == "process" else Serial(self.verifier, self.drafter)
+
+    def modelled(self, profile: CostProfile) -> VirtualClock:
+        """Return a clock that charges by a profile what the same models do."""
+        return VirtualClock(self.verifier, MeteredDrafter(self.drafter.runner, self.drafter.sampler), profile)
+
+
+def load_workers(target: ModelChoice, draft: ModelChoice, pair: str, executor: ExecutorName = "serial") -> Workers:
+    """Load both models, with caches that are long enough to measure in."""
+    draft = beside(draft, target.name)
+    names = target.name, draft.name
+    if executor == "process":
+        target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
+    target, draft = (replace(choice, context_length=choice.context_length or CONTEXT, shorten=True) for choice in (target, draft))
+    tokenizer = load_tokenizer(target)
+    shared = common_vocabulary(tokenizer, draft)
+    verifier = make_verifier(target)
+    vocabulary = min(shared, verifier.runner.vocabulary)
+    drafter = make_drafter(draft, vocabulary, verifier.runner)
+    make = functools.partial(make_drafter, draft, vocabulary)
+    return Workers(pair, tokenizer, verifier, drafter, make, identity(names[0]), identity(names[1]), executor)
+
+
+def pair_name(pair: str | None, target: str, draft: str) -> str:
+    """Name a pair: by its own name, or by those of its models."""
+    return pair or (draft if draft == Path(draft).name and "/" not in draft else f"{Path(draft).name} & {Path(target).name}")

@@ -1,0 +1,67 @@
+"""`specbranch analyze`: what speculation can gain, by formula, on toys and on a map of strategies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specbranch.cli.sections import SectionedCommand
+from specbranch.errors import BadParameter
+
+if TYPE_CHECKING:
+    from specbranch.bench.study import Study
+
+
+@click.command(cls=SectionedCommand)
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="NAME",
+    help="Costs to map the strategies for: a shipped profile or a FILE.json; may be given several times [all that ship].",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write the charts (SVG) and analysis.json here."
+)
+@click.option("--tokens", type=click.IntRange(min=100), default=1000, metavar="N", help="Tokens of each measured point [1000].")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: farthest_off, latency (predicted, charged …), map.")
+def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: bool) -> None:
+    """Show the trade-off between parallelism and rollback: latency against draft length, and which strategy pays where.
+
+    Latency comes from the paper's theorem, from our model of the mechanism, and from the real methods on toy models with known agreement,
+    timed by the virtual clock. The map tunes six strategies for each cost profile. Needs no model; about a minute.
+    """
+    from specbranch.bench.study import record, run_study, tables
+
+    study = run_study(profiles, _tracked, tokens)
+    if out is not None:
+        _write(study, out)
+    click.echo(json.dumps(record(study)) if as_json else tables(study))
+
+
+def _tracked(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """Show a bar where somebody looks; nothing else is printed meanwhile."""
+    if not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, what, console=Console(stderr=True), transient=True)
+
+
+def _write(study: Study, folder: Path) -> None:
+    from specbranch.bench.study import charts, record
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, drawing in charts(study).items():
+            (folder / f"{name}.svg").write_text(drawing, encoding="utf-8")
+        (folder / "analysis.json").write_text(json.dumps(record(study), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BadParameter(f"Cannot write to {folder} ({error}). Name a folder that can be written with --out.") from error
+    click.echo(f"Charts and analysis.json are in {folder}", err=True)

@@ -1,0 +1,352 @@
+"""`specbranch bench`: methods held against one another on the same pair, prompts and hardware, and two such runs against each other."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specbranch.bench.methods import OUTSIDE
+from specbranch.bench.suites import ALL_SHIPPED, SUITES
+from specbranch.cli.options import TABLES
+from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.core.methods import METHODS
+from specbranch.errors import BadParameter
+from specbranch.pairs import DEFAULT_PAIR, PAIRS
+from specbranch.sim.shipped import shipped_profiles
+
+if TYPE_CHECKING:
+    from specbranch.bench.lab import Lab, Workload
+    from specbranch.bench.methods import Setting
+    from specbranch.bench.results import Results
+    from specbranch.bench.run import Clock, Progress
+    from specbranch.bench.suites import Suite
+    from specbranch.sim.profile import CostProfile
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64},
+    "wall": {
+        "methods": "autoregressive,speculative,specbranch,auto,hf-generate",
+        "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
+        "limit": 4,
+        "repeats": 3,
+    },
+    "modelled": {
+        "methods": ",".join(METHODS),
+        "pair": tuple(PAIRS),
+        "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
+        "limit": 16,
+        "clock": shipped_profiles(),
+    },
+}
+DEFAULTS: dict[str, Any] = {
+    "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
+    "pair": (),
+    "suites": (),
+    "limit": None,
+    "max_tokens": 128,
+    "repeats": 1,
+    "clock": (),
+}
+_what, _how, _where = (options_of(title) for title in ("What to run", "How", "Where"))
+
+
+@click.group()
+def bench() -> None:
+    """Compare decoding methods on the same pair, prompts and hardware."""
+
+
+@bench.command(
+    cls=SectionedCommand,
+    tables={
+        "Presets": [
+            ("quick", "three methods on two of our own prompts of each kind: a minute or two"),
+            ("wall", "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public suite"),
+            ("modelled", "all methods, pairs and shipped profiles on 16 prompts of each public suite, from records"),
+        ],
+        "Suites": list(SUITES.items()),
+        **TABLES,
+        "Methods from outside": list(OUTSIDE.items()),
+        "Profiles (--clock)": [(name, "shipped; `specbranch profile` measures one of your own") for name in shipped_profiles()],
+    },
+)
+@_what("--preset", type=click.Choice(sorted(PRESETS)), help="A set of the options below; what is given besides wins.")
+@_what("--pair", multiple=True, metavar="NAME", help=f"Pair to run; may be repeated [{DEFAULT_PAIR}].")
+@_what("--target", metavar="MODEL", help="Target, instead of a pair.")
+@_what("--draft", metavar="MODEL", help="Draft, beside --target.")
+@_what("--methods", metavar="A,B,…", help="Methods; plain decoding always runs too [all that need nothing from outside].")
+@_what("--suites", multiple=True, metavar="NAME", help=f"Suite, see below; may be repeated, or several with commas [{ALL_SHIPPED}].")
+@_what(
+    "--prompts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A file of prompts in Spec-Bench's format; may be repeated.",
+)
+@_what("--limit", type=int, metavar="N", help="Only the first N prompts of each suite.")
+@_what("--max-tokens", type=click.IntRange(min=2), metavar="N", help="Longest answer [128].")
+@_what("--temperature", "temperatures", type=float, multiple=True, metavar="T", help="Temperature; may be repeated [0].")
+@_how("--clock", multiple=True, metavar="PROFILE", help="Charge time by a profile (name or file) instead of measuring it; may be repeated.")
+@_how("--repeats", type=click.IntRange(min=1), metavar="N", help="Times each prompt is measured [1; a modelled clock needs no more].")
+@_how("--tune/--no-tune", default=True, help="Tune each method on the shipped prompts first, once per pair and clock [tune].")
+@_how("--profile", type=click.Path(path_type=Path), metavar="FILE", help="For the wall clock: the profile of this machine to tune by.")
+@_how(
+    "--config", "configs", multiple=True, metavar="JSON", help='Run this setting too: \'{"method": "pearl", "num_speculative_tokens": 8}\'.'
+)
+@_how("--force-profile", is_flag=True, help="Take a profile although it was measured with another pair.")
+@_how("--seed", type=int, default=0, metavar="N", help="Every prompt gets a seed of its own, made from this one [0].")
+@_where("--data", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the public suites [$SPECBRANCH_DATA].")
+@_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records are kept [the cache folder].")
+@_where(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the results; the same command goes on in it [bench-results]."
+)
+@click.option("--quiet", is_flag=True, help="No table, only the last line.")
+def run(**given: Any) -> None:
+    """Run methods on prompts and report tokens a second, speedup over plain decoding, and whether every text was the same.
+
+    \b
+    specbranch bench run --preset quick
+    specbranch bench run --suites humaneval,gsm8k --limit 8 --repeats 3 --out here
+    specbranch bench run --pair smollm2-weak --pair smollm2-strong --clock c10 --clock h200-1b-8b
+
+    By the wall clock all methods take turns on each prompt. With --clock decisions are real and time is modelled: the target's text is
+    recorded once, and methods are replayed from the record. Writes DIR/results.json, results.csv and report.html; interrupted, the same
+    command goes on. The last line on standard output is JSON.
+    """
+    from specbranch.bench.measurement import RunStore
+
+    wanted = _with_preset(given)
+    out = wanted["out"] or Path("bench-results")
+    suites, workloads, clocks = _suites(wanted), _workloads(wanted), _clocks(wanted["clock"])
+    pairs = _pairs(wanted)
+    names = _methods(wanted, pairs, clocks)
+    with RunStore(out / "runs.jsonl", _plan(wanted, suites)) as store, _bars() as progress:
+        identities: dict[str, Any] = {}
+        try:
+            for pair in pairs:
+                identities |= _run_pair(pair, wanted, names, suites, workloads, clocks, store, progress)
+        except KeyboardInterrupt:
+            click.echo(f"Interrupted; what was measured is in {out}. The same command goes on.", err=True)
+            if store.measurements:
+                _write(_results(store, identities, wanted, suites), out, quiet=True)
+            raise
+        results = _results(store, identities, wanted, suites)
+    _write(results, out, wanted["quiet"])
+    click.echo(results.last_line())
+
+
+@bench.command("compare")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def compare_results(before: Path, after: Path, as_json: bool) -> None:
+    """Say what changed from one results.json to another, and whether beyond the noise."""
+    from specbranch.bench.compare import compare
+    from specbranch.bench.results import Results
+
+    found = compare(Results.load(_file(before)), Results.load(_file(after)))
+    click.echo(json.dumps(found.to_dict()) if as_json else "\n".join(found.lines()))
+
+
+def _file(path: Path) -> Path:
+    return path / "results.json" if path.is_dir() else path
+
+
+def _with_preset(given: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what was not given: from the preset, then from the defaults."""
+    filled = {**DEFAULTS, **PRESETS.get(given["preset"] or "", {})}
+    return {**given, **{name: given[name] if given[name] not in (None, ()) else value for name, value in filled.items()}}
+
+
+def _suites(wanted: dict[str, Any]) -> tuple[Suite, ...]:
+    from specbranch.bench.suites import load_suites
+
+    names = [name for given in wanted["suites"] for name in given.split(",") if name]
+    if not names and not wanted["prompts"]:
+        names = [ALL_SHIPPED]
+    return load_suites(names, files=wanted["prompts"], data=wanted["data"], limit=wanted["limit"])
+
+
+def _workloads(wanted: dict[str, Any]) -> tuple[Workload, ...]:
+    from specbranch.bench.lab import Workload
+
+    temperatures = wanted["temperatures"] or (0.0,)
+    made = (Workload(temperature=t, max_tokens=wanted["max_tokens"], seed=wanted["seed"]) for t in dict.fromkeys(temperatures))
+    return tuple(made)
+
+
+def _clocks(names: Sequence[str]) -> tuple[Clock, ...]:
+    from specbranch.bench.run import Clock
+    from specbranch.sim.shipped import load_profile
+
+    found = tuple(Clock(Path(name).stem if name.endswith(".json") else name, load_profile(name)) for name in dict.fromkeys(names))
+    return found or (Clock(),)
+
+
+def _pairs(wanted: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what to make each lab from, refusing names that do not exist before anything is loaded."""
+    from specbranch.pairs import chosen_models, draft_folder, find_pair
+
+    target, draft = wanted["target"], wanted["draft"]
+    if target or draft:
+        chosen_models(wanted["pair"][0] if wanted["pair"] else None, target, draft)
+        return [{"target": target, "draft": draft}]
+    names = list(dict.fromkeys(wanted["pair"] or (DEFAULT_PAIR,)))
+    for name in names:
+        draft_folder(find_pair(name).name)
+    return [{"pair": name} for name in names]
+
+
+def _methods(wanted: dict[str, Any], pairs: list[dict[str, Any]], clocks: Sequence[Clock]) -> tuple[str, ...]:
+    from specbranch.bench.methods import chosen_methods
+
+    has_draft = all("pair" in pair or pair.get("draft") for pair in pairs)
+    names = [name.strip() for name in wanted["methods"].split(",") if name.strip()]
+    chosen = chosen_methods(names, has_draft)
+    modelled = [clock.name for clock in clocks if clock.profile is not None]
+    if modelled and (outside := [name for name in chosen if name in OUTSIDE]):
+        raise BadParameter(f"{', '.join(outside)} run by the wall clock only, and --clock {modelled[0]} was given. Leave one of them out.")
+    return chosen
+
+
+def _plan(wanted: dict[str, Any], suites: tuple[Suite, ...]) -> dict[str, Any]:
+    """What a folder of results is begun with; more pairs, methods, clocks or repeats may be added to it later."""
+    prompts = {suite.name: [prompt.digest for prompt in suite.prompts] for suite in suites}
+    return {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "suites": prompts}
+
+
+def _run_pair(
+    pair: dict[str, Any],
+    wanted: dict[str, Any],
+    names: tuple[str, ...],
+    suites: tuple[Suite, ...],
+    workloads: tuple[Workload, ...],
+    clocks: tuple[Clock, ...],
+    store: Any,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Run everything with one pair; returns what tells its models from others."""
+    from specbranch.bench.lab import Lab
+    from specbranch.bench.run import Job, check_replay, measure, record_all, replay
+    from specbranch.cli.progress import pulled
+    from specbranch.pairs import chosen_models
+
+    pulled(chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0])
+    progress(f"Loading {pair.get('pair') or pair.get('target')}", 0, 0)
+    with Lab(**pair, folder=wanted["records"]) as lab:
+        for clock in clocks:
+            _refuse_other_pair(clock.profile, lab, wanted["force_profile"])
+            job = Job(suites, workloads, _settings(lab, names, wanted, clock, workloads, progress), wanted["repeats"])
+            record_all(lab, job, progress)
+            if clock.profile is None:
+                measure(lab, job, store, progress, _outside(lab, names))
+                continue
+            replay(lab, job, clock, store, progress)
+            if clock is clocks[0]:
+                agreement = check_replay(lab, job, clock)
+                click.echo(
+                    f"{lab.pair}: of {agreement.runs} replays repeated with both models {agreement.same_text} gave the same text and "
+                    f"{agreement.same_counts} drafted and accepted exactly as much.",
+                    err=True,
+                )
+        return {lab.pair: lab.identity}
+
+
+def _refuse_other_pair(profile: CostProfile | None, lab: Lab, force: bool) -> None:
+    if profile is not None and not force:
+        profile.check_pair(lab.identity["target_identity"], lab.identity.get("draft_identity"))
+
+
+def _settings(
+    lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock, workloads: tuple[Workload, ...], progress: Progress
+) -> tuple[Setting, ...]:
+    """Return how each method is set: tuned for pair and clock, as usual, and as given by hand."""
+    from specbranch.bench.methods import Setting, default_setting
+    from specbranch.config import SpeculativeConfig
+
+    profile = clock.profile or _measured_profile(wanted["profile"])
+    _refuse_other_pair(profile, lab, wanted["force_profile"])
+    tune = wanted["tune"] and profile is not None
+    if tune:
+        from specbranch.bench.run import Clock
+        from specbranch.bench.tuning import tuned
+
+        by = clock if clock.profile is not None else Clock(f"profile {Path(wanted['profile']).stem}", profile)
+        found = [tuned(lab, name, by, workloads[0], progress) if name in METHODS else default_setting(name) for name in names]
+    else:
+        found = [default_setting(name) for name in names]
+    given = [SpeculativeConfig.from_dict(json.loads(text)) for text in wanted["configs"]]
+    return (*found, *(Setting(config.method or "speculative", config) for config in given))
+
+
+def _measured_profile(path: Path | None) -> Any:
+    from specbranch.sim.shipped import load_profile
+
+    return None if path is None else load_profile(str(path))
+
+
+def _outside(lab: Lab, names: tuple[str, ...]) -> Any:
+    if not any(name in OUTSIDE for name in names):
+        return None
+    from specbranch.bench.outside import Transformers
+
+    return Transformers(lab)
+
+
+def _results(store: Any, identities: dict[str, Any], wanted: dict[str, Any], suites: tuple[Suite, ...]) -> Results:
+    from specbranch.bench.aggregate import rows_of
+    from specbranch.bench.provenance import Provenance
+    from specbranch.bench.results import Results
+
+    workload = {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "chat_template": True}
+    settings = {"repeats": wanted["repeats"], "tuned": wanted["tune"], "threads": _threads()}
+    command = shlex.join(["specbranch", *sys.argv[1:]])
+    sources = {suite.name: Path(suite.source).name for suite in suites}
+    made = Provenance.here(pairs=identities, workload=workload, settings=settings, suites=sources, command=command)
+    return Results(rows_of(store.measurements), made)
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _write(results: Results, out: Path, quiet: bool) -> None:
+    from specbranch.bench.report import save_report
+    from specbranch.bench.table import show
+
+    results.save(out / "results.json")
+    results.save_csv(out / "results.csv")
+    save_report(results, out / "report.html")
+    if not quiet:
+        show(results)
+        click.echo(f"\nWritten: {out / 'results.json'}, results.csv, report.html")
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """Show what is being done, how far it is and how long it will take, on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bars = Bars(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    tasks: dict[str, Any] = {}
+
+    def progress(what: str, done: int, of: int) -> None:
+        for other in [name for name in tasks if name != what]:
+            bars.remove_task(tasks.pop(other))
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=of or None)
+        bars.update(tasks[what], completed=done, total=of or None)
+
+    with bars:
+        yield progress

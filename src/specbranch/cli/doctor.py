@@ -1,0 +1,82 @@
+"""`specbranch doctor`: is all well here, and what is to be gained?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
+from specbranch.cli.sections import SectionedCommand
+
+if TYPE_CHECKING:
+    from specbranch.bench.doctor import Finding, Prediction, Report
+
+COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
+
+
+@click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
+@with_options(PAIR, TARGET, DRAFT)
+@click.option(
+    "--executor",
+    type=click.Choice(["serial", "process"]),
+    default="serial",
+    help="How the models would be run: taking turns, or side by side in two processes [serial].",
+)
+@click.option("--colour/--no-colour", default=None, help="Colour the findings [on a terminal].")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: well, findings, predictions, best.")
+def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> None:
+    """Check this installation and a pair in plain words, and predict the gain of each method.
+
+    Looks at versions, processor, kernels, memory, disk and models; has the target answer three prompts, compares the draft with it, times
+    both, and decodes the answers again by each method with modelled time. Fetches nothing. Takes less than a minute on two cores; ends
+    with 1 if there is a problem.
+    """
+    from specbranch.bench.doctor import Patient, examine
+    from specbranch.bench.workers import pair_name
+    from specbranch.cli.profile import pair_choices
+    from specbranch.cli.progress import counted
+
+    target, draft = pair_choices(given)
+    name = pair_name(given["pair"], target.name, draft.name)
+    shown = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if colour is None else colour
+    with counted() as progress:
+        tell = (lambda finding: None) if as_json else (lambda finding: _echo(finding, shown))
+        report = examine(Patient(target, draft, name, "process" if executor == "process" else "serial"), tell, progress)
+    click.echo(json.dumps(_record(report, name), ensure_ascii=False) if as_json else "\n".join(_table(report.predictions)))
+    if not report.is_well:
+        click.get_current_context().exit(1)
+
+
+def _echo(finding: Finding, shown: bool) -> None:
+    level = click.style(f"{finding.level:8}", fg=COLOURS[finding.level]) if shown else f"{finding.level:8}"
+    words = " ".join(part for part in (f"{finding.about}: {finding.said}", finding.advice) if part)
+    lines = textwrap.wrap(words, max(shutil.get_terminal_size().columns, 40) - 8, break_long_words=False, break_on_hyphens=False)
+    click.echo(level + ("\n" + " " * 8).join(lines), color=shown)
+
+
+def _table(predictions: Sequence[Prediction]) -> list[str]:
+    if not predictions:
+        return []
+    lines = ["", "Predicted speed-up over plain decoding (three prompts, modelled from what was measured):"]
+    for one in sorted(predictions, key=lambda one: -one.speedup):
+        length = one.setting.get("num_speculative_tokens")
+        set_to = f"drafts of {length}" if length else ""
+        lines.append(f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward   {set_to}".rstrip())
+    return lines
+
+
+def _record(report: Report, pair: str) -> dict[str, Any]:
+    return {
+        "pair": pair,
+        "well": report.is_well,
+        "findings": [finding.to_dict() for finding in report.findings],
+        "predictions": [one.to_dict() for one in report.predictions],
+        "best": report.best.to_dict() if report.best else None,
+    }

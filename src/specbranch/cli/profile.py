@@ -1,0 +1,162 @@
+"""`specbranch profile`: what a pair costs on this hardware, as a file that a modelled clock can be run by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
+from specbranch.cli.sections import SectionedCommand
+from specbranch.errors import BadParameter
+from specbranch.pairs import chosen_models, draft_path
+
+if TYPE_CHECKING:
+    from specbranch.bench.measure import Compared
+    from specbranch.bench.workers import Workers
+    from specbranch.sim.profile import CostProfile
+
+
+@click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
+@with_options(PAIR, TARGET, DRAFT)
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="Where the profile is written.")
+@click.option(
+    "--executor",
+    type=click.Choice(["serial", "process"]),
+    default="serial",
+    help="serial: the models take turns, each with all threads, and the profile says that nothing overlaps; process: side by side, each "
+    "with half of the threads, and the profile says how much they slow each other down [serial].",
+)
+@click.option("--check/--no-check", default=True, help="Compare modelled with measured time of a few requests at the end [check].")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: profile, check, out.")
+def profile(out: Path, executor: str, check: bool, as_json: bool, **given: Any) -> None:
+    """Measure what a pair costs here: target forwards by tokens and context, draft steps by width, slow-down when both work, host time.
+
+    \b
+    specbranch profile --out mine.json
+    specbranch profile --pair smollm2-strong --executor process --out strong.json
+    specbranch trace --clock mine.json "Once upon a time"
+
+    All probes take turns, medians count. Takes about a minute on two cores; let the machine rest meanwhile. At the end the profile is put
+    to the test: what it says a few requests take, against what they took.
+    """
+    from specbranch.bench import measure
+    from specbranch.cli.progress import counted
+
+    _check_out(out)
+    with counted() as progress:
+        workers = load_pair(given, executor)
+        made = measure.measure(workers, progress=progress)
+        _save(made, out)
+        found = measure.check(made, workers, progress=progress) if check else []
+    if as_json:
+        click.echo(json.dumps({"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)}, ensure_ascii=False))
+        return
+    click.echo("\n".join([*_table(made), "", *_verdict(found), f"Written to {out}; use it with --clock {out}."]))
+
+
+def load_pair(given: dict[str, Any], executor: str) -> Workers:
+    """Load the pair that was asked for, fetching what is not here first."""
+    from specbranch.bench.workers import load_workers, pair_name
+    from specbranch.cli.progress import pulled
+
+    target, draft = pair_choices(given)
+    pulled(draft_path(draft.name))
+    pulled(target.name)
+    return load_workers(target, draft, pair_name(given["pair"], target.name, draft.name), "process" if executor == "process" else "serial")
+
+
+def pair_choices(given: dict[str, Any]) -> tuple[Any, Any]:
+    """Return both models as they were asked for; refuse a target alone."""
+    from specbranch.assembly import ModelChoice
+
+    target, draft = chosen_models(given["pair"], given["target"], given["draft"])
+    if draft is None:
+        raise BadParameter("A target alone was given, and a pair is needed. Give its draft with --draft, or name a --pair.")
+    names: dict[str, Any] = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
+    device = given["device"]
+    return ModelChoice(target, device=device, **names), ModelChoice(draft, device=given["draft_device"] or device, shorten=True, **names)
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".json":
+        raise BadParameter(f"--out is {out}; expected a name that ends in .json, by which a clock knows it for a file.")
+    if not out.absolute().parent.is_dir():
+        raise BadParameter(f"--out is {out}, but there is no folder {out.parent}. Make it first, or name another file.")
+
+
+def _save(made: CostProfile, out: Path) -> None:
+    try:
+        made.save(out)
+    except OSError as error:
+        raise BadParameter(f"The profile could not be written to {out}: {error}. Name another file.") from error
+
+
+def _record(one: Compared) -> dict[str, Any]:
+    return {"method": one.method, "measured_seconds": one.measured, "modelled_seconds": one.modelled, "off": one.off, "spread": one.spread}
+
+
+def _table(made: CostProfile) -> list[str]:
+    told = made.provenance
+    short, long = told["contexts"]
+    threads = f"{told['threads']} thread" + "s" * (told["threads"] != 1)
+    ratio = made.target_seconds(1) / made.draft_seconds(1)
+    lines = [
+        f"{made.pair} on {made.hardware}: {threads}, {told['dtype']}, {told['executor']} executor",
+        *_curve("Target forward", "tokens", made.target, made.target_per_context, long - short, (short, long)),
+        *_curve("Draft step", "width", made.draft, made.draft_per_context, long - short, (short, long)),
+        f"c = {ratio:.1f}: a target forward over one token costs as much as {ratio:.1f} draft steps",
+        _together(made),
+        f"Host time a round: {made.host * 1e3:.2f} ms",
+        f"Spread (half of the middle 50 %): target {told['spread']['target']:.0%}, draft {told['spread']['draft']:.0%}",
+    ]
+    return lines + _warning(told["spread"])
+
+
+def _warning(spread: dict[str, float]) -> list[str]:
+    if max(spread.values()) <= 0.15:
+        return []
+    return ["The timings spread widely: something else keeps this machine busy. Measure again when it rests."]
+
+
+def _together(made: CostProfile) -> str:
+    if not made.overlap:
+        return "Both at once: no, they take turns (overlap: false)"
+    target, draft = (f"{seconds * 1e3:.2f} ms" for seconds in (made.slow_down, made.draft_slow_down))
+    return f"Both at once: a draft step beside adds {target} to the target and {draft} to itself"
+
+
+def _curve(title: str, unit: str, points: Any, slopes: Any, further: int, contexts: tuple[int, int]) -> list[str]:
+    """Write a small table: rows, milliseconds at the short context, and at the long one where it was measured."""
+    added = dict(slopes)
+    lines = [f"{title:16} {unit:>6} {f'context {contexts[0]}':>14} {f'context {contexts[1]}':>14}   (ms)"]
+    for rows, seconds in points:
+        is_prompt = added.get(rows) == 0.0 and rows == points[-1][0]
+        far = f"{(seconds + added[rows] * further) * 1e3:14.2f}" if rows in added and not is_prompt else " " * 14
+        lines.append(f"{'':16} {rows:6.0f} {seconds * 1e3:14.2f} {far}{'   (a prompt, from its beginning)' if is_prompt else ''}")
+    return lines
+
+
+def _verdict(found: Sequence[Compared]) -> list[str]:
+    if not found:
+        return []
+    plain = found[0]  # the others' speed-up is over this one: a busy machine disturbs ratios less than seconds
+    head = f"  {'':16} {'measured':>10} {'modelled':>10} {'off':>7}   {'speed-up':>10} {'modelled':>10} {'off':>7}"
+    lines = ["How well it predicts (three prompts, decoding only)", head, *(_compared(one, plain) for one in found)]
+    worst, wrong = max(found, key=lambda one: abs(one.off)), max(found, key=lambda one: abs(_gain_off(one, plain)))
+    said = f"  at worst {worst.off:+.0%} in seconds, for {worst.method}, and {_gain_off(wrong, plain):+.0%} in speed-up"
+    return [*lines, said + (f", for {wrong.method}" if wrong is not plain else "")]
+
+
+def _compared(one: Compared, plain: Compared) -> str:
+    seconds = f"{one.measured:8.2f} s {one.modelled:8.2f} s {one.off:+7.1%}"
+    gains = f"{plain.measured / one.measured:10.2f} {plain.modelled / one.modelled:10.2f} {_gain_off(one, plain):+7.1%}"
+    return f"  {one.method:16} {seconds}   {gains}   {'once' if one.spread is None else f'spread {one.spread:.0%}'}"
+
+
+def _gain_off(one: Compared, plain: Compared) -> float:
+    """How far the modelled speed-up over plain decoding lies above the measured one, as a share of it."""
+    return (1 + plain.off) / (1 + one.off) - 1.0

@@ -1,0 +1,132 @@
+"""How each method drafts and verifies, round by round. A method is a generator: it yields orders, receives reports, commits verdicts.
+
+Owns the order of drafting and verifying; never calls a model. A *stretch* of a method may begin with a chain that another one left in
+flight and may be left before any round, handing on its own; so methods can follow one another within a request. Invariants: whatever is
+drafted, the session receives only what the verdict says; a chain that is handed on is verified, never dropped, since whether a drafted
+token is judged must not depend on the token (under the ratio rule that would bend the law).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.lookup import Ngrams
+from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdict
+from specbranch.core.policy import Policy
+from specbranch.core.session import Session
+
+Rounds = Generator[Orders, Reports, None]
+InFlight = Branch | None  # a chain that was drafted and not judged yet; None: the next one is still to be drafted
+Stretch = Generator[Orders, Reports, InFlight]
+Going = Callable[[InFlight], bool]  # asked before each round, and told what is in flight; False leaves the method
+Stretcher = Callable[[Session, SpeculativeConfig, Policy, InFlight, Going], Stretch]
+PREFILL = Plan(0)
+
+
+def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+    """One token a forward: what every other method must equal."""
+    while going(pending):
+        reports = yield Orders(verify=session.verify(pending or NOTHING))
+        pending = absorb(session, policy, pending or NOTHING, reports)
+    return None
+
+
+def speculative(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+    """Serial speculative decoding: draft a chain, then verify it; AdaEDL with the entropy policy."""
+    while going(pending):
+        if pending is None:
+            reports = yield Orders(draft=session.draft(policy.chain()))
+            pending = _chain(session, policy, reports)
+        reports = yield Orders(verify=session.verify(pending))
+        pending = absorb(session, policy, pending, reports)
+    return None
+
+
+def lookup(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+    """Verify what followed the same words earlier in the text; nothing is drafted by a model."""
+    return looking(session, Ngrams(session.tokens, config.ngram_max, config.ngram_min), policy, pending, going)
+
+
+def looking(session: Session, ngrams: Ngrams, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+    """Lookup in an index that is there already."""
+    while going(pending):
+        if pending is None:
+            tokens = ngrams.propose(min(policy.chain().length, session.room - 1))
+            pending = Branch(0, tokens, (1.0,) * len(tokens))
+            session.stats.drafted += len(tokens)
+        reports = yield Orders(verify=session.verify(pending))
+        pending = absorb(session, policy, pending, reports)
+    return None
+
+
+def pearl(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+    """PEARL: while the pending chain is verified, draft its one likeliest continuation; after a rollback start from nothing pending."""
+    while going(pending):
+        chain = pending or NOTHING
+        reports = yield Orders(session.draft(policy.fork(chain), chain), session.verify(chain))
+        pending = absorb(session, policy, chain, reports)
+    return pending
+
+
+def specbranch(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+    """SpecBranch: a serial draft stage, then branch stages, in which the draft hedges at the unsure token, until none is hit."""
+    while going(pending):
+        if pending is None:
+            reports = yield Orders(draft=session.draft(policy.chain()))
+            pending = _chain(session, policy, reports)
+        reports = yield Orders(session.draft(policy.fork(pending), pending), session.verify(pending))
+        pending = absorb(session, policy, pending, reports)
+    return pending
+
+
+def whole(session: Session, config: SpeculativeConfig, policy: Policy, stretch: Stretcher, with_draft: bool) -> Rounds:
+    """Decode a request from its prompt to its end by one method."""
+    yield from prefill(session, with_draft)
+    left = yield from stretch(session, config, policy, None, lambda pending: not session.finished)
+    abandon(session, left)
+
+
+def prefill(session: Session, with_draft: bool) -> Rounds:
+    """Both models read the prompt, the target says the first token. Nothing of it counts as decoding."""
+    draft = session.draft(PREFILL) if with_draft else None
+    reports = yield Orders(draft, session.verify())
+    session.stats.take(reports)
+    session.commit(NOTHING, _verdict(reports))
+
+
+def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) -> InFlight:
+    """Commit a verdict and settle the branches; returns what the surviving one drafted beyond its head, trimmed, or None."""
+    verdict, kept, stats = _verdict(reports), reports.kept, session.stats
+    taken = session.commit(pending, verdict, kept)
+    ended = taken <= len(verdict.path)
+    stats.take(reports)
+    stats.judge(pending, verdict, taken)
+    stats.settle(reports.branches, kept, len(verdict.path), ended)
+    policy.observe(pending, verdict)
+    if kept is None or ended:
+        return None
+    return _trim(session, policy, kept.cut(1))
+
+
+def abandon(session: Session, pending: InFlight) -> None:
+    """Count what was in flight when the request ended."""
+    session.stats.unused += len(pending.tokens) if pending else 0
+
+
+def _chain(session: Session, policy: Policy, reports: Reports) -> Branch:
+    """Turn a draft stage's report into the next pending chain."""
+    session.stats.take(reports)
+    return _trim(session, policy, reports.branches[0]) if reports.branches else NOTHING
+
+
+def _trim(session: Session, policy: Policy, branch: Branch) -> Branch:
+    kept = policy.trim(branch)
+    session.stats.dropped += len(branch.tokens) - len(kept.tokens)
+    return kept
+
+
+def _verdict(reports: Reports) -> Verdict:
+    if reports.verdict is None:
+        raise ValueError("the executor reported no verdict for a verify order")
+    return reports.verdict

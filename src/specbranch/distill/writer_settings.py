@@ -1,0 +1,39 @@
+"""How much a target writes for the training of its draft, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specbranch.errors import BadParameter
+
+LEAST_QUESTION = 3  # tokens, before an end is let through
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterSettings:
+    """How much to write, and how."""
+
+    seconds: float | None = None  # stop after this time, set-up not counted
+    tokens: int | None = None  # or when this many were written, questions and all
+    rows: int = 1024  # conversations written at once; halved while they do not fit
+    length: int = 640  # most tokens of a conversation
+    question_tokens: int = 192  # most tokens of an invented question, one that hands over a text aside; a longer one is closed there
+    question_temperature: float = 1.0
+    temperature: float = 0.8  # of the answers in every second row; those of the others are greedy
+    min_p: float = 0.03  # least probability of a sampled token, as a share of the most likely one's
+    prompts: tuple[str, ...] = ()  # of the user's: every second conversation answers one of these
+    seed: int = 0
+    steps: int = 64  # between two looks at what was written
+
+    def __post_init__(self) -> None:
+        if self.seconds is None and self.tokens is None:
+            raise BadParameter("The writer was given neither seconds nor tokens to stop after; give one of them.")
+        whole = {"rows": 1, "length": 16, "question_tokens": LEAST_QUESTION, "steps": 1}
+        for name, least in whole.items():
+            if getattr(self, name) < least:
+                raise BadParameter(f"{name} is {getattr(self, name)}; expected {least} or more.")
+        for name in ("seconds", "tokens", "temperature", "question_temperature"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise BadParameter(f"{name} is {value}; expected more than 0.")
+        if not 0 < self.min_p <= 1:
+            raise BadParameter(f"min_p is {self.min_p}; expected more than 0 and at most 1.")

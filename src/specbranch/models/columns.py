@@ -1,0 +1,54 @@
+"""The tokens a model scores where it scores only some of them, as a draft with a reduced head does: one column of logits each.
+
+Owns the way between columns and token ids. Invariant: ids ascend, so the first of several equal columns is the lowest id, and the columns
+below an id come first; what follows from such a block is what would follow from the whole vocabulary with −∞ in all other places.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specbranch.errors import ModelError
+
+Find = Callable[[int], int | None]  # the column of a token, if it has one
+
+
+class Columns:
+    """Token ids [columns], ascending, of a vocabulary."""
+
+    def __init__(self, ids: Tensor, vocabulary: int) -> None:
+        tokens: list[int] = ids.tolist()
+        if not tokens or tokens[0] < 0 or tokens[-1] >= vocabulary or not bool((ids[1:] > ids[:-1]).all()):
+            raise ModelError(f"The head's {len(tokens)} tokens are not ascending ids below {vocabulary}. Make the draft again.")
+        self.ids, self.vocabulary = ids, vocabulary
+        self._tokens = tokens
+        self._columns = {token: column for column, token in enumerate(tokens)}
+
+    def below(self, vocabulary: int) -> int:
+        """How many columns score a token below `vocabulary`; they are the first."""
+        return bisect_left(self._tokens, vocabulary)
+
+    def find(self, token: int) -> int | None:
+        """Return the column of a token, None where it is not scored."""
+        return self._columns.get(token)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits […, columns] over the whole vocabulary, −∞ where nothing is scored."""
+        whole = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
+        return whole.index_copy_(-1, self.ids, logits)
+
+
+def finder(columns: Columns | None, width: int) -> Find:
+    """Return the way from tokens to the first `width` columns; without `columns` a token is its own column."""
+    if columns is None:
+        return lambda token: token if token < width else None
+
+    def find(token: int) -> int | None:
+        column = columns.find(token)
+        return column if column is not None and column < width else None
+
+    return find

@@ -1,0 +1,34 @@
+"""Telling models apart by their files, without loading them.
+
+Owns the digest. It reads both ends of each file, which is quick and enough to tell one model from another; it is no check of wholeness.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+from specbranch.models.locate import locate
+
+EDGE = 1 << 20  # bytes read of each end of a file
+KINDS = (".safetensors", ".gguf", ".json")
+ASIDE = ("provenance.json",)  # says how it was made, not what it is
+LENGTH = 16  # hexadecimal digits
+
+
+def model_identity(name: str) -> str:
+    """Return a short digest of the model that a path or Hub id names: file names, sizes, and what stands at both ends of each."""
+    path = locate(name).path
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in KINDS and file.name not in ASIDE)
+    digest = sha256()
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        digest.update(_ends(file))
+    return digest.hexdigest()[:LENGTH]
+
+
+def _ends(file: Path) -> bytes:
+    with file.open("rb") as held:
+        first = held.read(EDGE)
+        held.seek(max(file.stat().st_size - EDGE, 0))
+        return first + held.read(EDGE)

@@ -1,0 +1,160 @@
+"""The doctor finds what is wrong, calls nothing well that was not looked at, and recommends what its prediction says."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbranch.assembly import ModelChoice
+from specbranch.bench import doctor
+from specbranch.bench.doctor import Finding, Patient, Prediction, examine, recommendation
+from specbranch.distill.agreement import Agreement
+from specbranch.pairs import Pair
+from specbranch.sim.profile import CostProfile
+from tiny_pair import make_pair
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def patient(target: str, draft: str) -> Patient:
+    return Patient(ModelChoice(target, device="cpu"), ModelChoice(draft, device="cpu", shorten=True), "tiny")
+
+
+def about(findings: list[Finding], what: str) -> Finding:
+    return next(finding for finding in findings if finding.about == what)
+
+
+@pytest.fixture(scope="module")
+def examined(pair: tuple[str, str]) -> tuple[doctor.Report, list[Finding], list[str]]:
+    told: list[Finding] = []
+    steps: list[str] = []
+    report = examine(patient(*pair), told.append, lambda what, done, total: steps.append(what))
+    return report, told, steps
+
+
+def test_a_sound_pair_is_well_and_every_method_is_predicted(examined: tuple[doctor.Report, list[Finding], list[str]]) -> None:
+    report, told, steps = examined
+    assert report.is_well and told == report.findings and steps[-1] == "Done"
+    assert {"Python", "torch", "CPU", "GPU", "Memory", "Cache folder", "Target", "Draft", "Vocabulary", "Agreement", "Costs", "Method"} <= {
+        finding.about for finding in told
+    }
+    methods = {one.method: one for one in report.predictions}
+    assert {"autoregressive", "speculative", "pearl", "specbranch", "lookup"} <= methods.keys() and "auto" not in methods
+    assert methods["autoregressive"].speedup == 1.0 and all(one.speedup > 0 for one in report.predictions)
+
+
+def test_a_model_that_is_not_here_is_a_problem_and_the_rest_is_not_called_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_draft: Path
+) -> None:
+    monkeypatch.setenv("SPECBRANCH_CACHE", str(tmp_path / "empty"))
+    report = examine(patient("smollm2-135m", str(tiny_draft)))
+    assert not report.is_well and report.predictions == [] and report.best is None
+    found = about(report.findings, "Target")
+    assert found.level == "problem" and "specbranch models pull smollm2-135m" in found.advice
+    assert "not looked at" in about(report.findings, "Pair").said
+    assert not (tmp_path / "empty" / "models").exists(), "nothing is fetched"
+
+
+def test_a_damaged_folder_is_a_problem(tmp_path: Path, pair: tuple[str, str]) -> None:
+    report = examine(patient(pair[0], str(tmp_path)))
+    assert about(report.findings, "Draft").level == "problem" and not report.is_well
+
+
+def test_a_pairs_draft_without_weights_is_a_problem(tiny: Pair, tmp_path: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text((tiny_draft / "config.json").read_text())
+    monkeypatch.setenv("SPECBRANCH_DRAFTS", str(tmp_path))
+    found = about(examine(patient(tiny.target, "tiny")).findings, "Draft")
+    assert found.level == "problem" and "no model.safetensors" in found.said
+
+
+def test_another_vocabulary_is_a_problem(pair: tuple[str, str], tmp_path: Path) -> None:
+    import json
+
+    _, other = make_pair(tmp_path)
+    file = Path(other) / "tokenizer.json"
+    held = json.loads(file.read_text())
+    words = held["model"]["vocab"]
+    (one, first), (two, second) = list(words.items())[40], list(words.items())[50]
+    words[one], words[two] = second, first
+    file.write_text(json.dumps(held))
+    found = about(examine(patient(pair[0], other)).findings, "Vocabulary")
+    assert found.level == "problem" and "different vocabularies" in found.said
+
+
+def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 10**7))
+    found = doctor.cache()
+    assert found.level == "problem" and "SPECBRANCH_CACHE" in found.advice
+
+
+def test_an_old_library_is_a_problem_and_a_missing_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, said in (("2.3.1+cpu", "too old"), (None, "not installed")):
+        monkeypatch.setattr(doctor, "_version", lambda package, version=version: version)
+        torch = next(finding for finding in doctor.libraries() if finding.about == "torch")
+        assert torch.level == "problem" and said in torch.said and "2.11" in torch.advice
+
+
+@pytest.mark.parametrize(("free", "level"), [(0.2, "problem"), (0.8, "note"), (8.0, "ok"), (None, "note")])
+def test_little_memory_is_noted(monkeypatch: pytest.MonkeyPatch, free: float | None, level: str) -> None:
+    monkeypatch.setattr(doctor, "_free_memory", lambda: None if free is None else free * 2**30)
+    assert doctor.memory().level == level
+
+
+def test_threads_that_do_not_fit_the_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
+    for threads, said in ((1, "unset OMP_NUM_THREADS"), (8, "OMP_NUM_THREADS=4")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found = doctor.processor()
+        assert found.level == "note" and said in found.advice
+
+
+@pytest.mark.parametrize(("top1", "level"), [(0.1, "problem"), (0.4, "note"), (0.7, "ok")])
+def test_a_draft_that_hardly_agrees_is_told(top1: float, level: str) -> None:
+    found = doctor.agreement(Agreement(100, top1, top1 + 0.1, ()))
+    assert found.level == level and f"{top1:.0%}" in found.said
+
+
+def test_a_dear_draft_is_noted() -> None:
+    cheap, dear = (CostProfile(target=((1, 1.0), (4, 1.5)), draft=((1, step),)) for step in (0.1, 0.8))
+    assert doctor.costs(cheap).level == "ok" and "c = 10.0" in doctor.costs(cheap).said and "1.50 times" in doctor.costs(cheap).said
+    assert doctor.costs(dear).level == "note"
+
+
+def test_the_quickest_method_is_recommended_with_its_setting() -> None:
+    made = [Prediction("autoregressive", {}, 1.0, 1.0), Prediction("adaptive", {"num_speculative_tokens": 3}, 1.6, 2.0)]
+    best, finding = recommendation(made)
+    assert best.method == "adaptive" and finding.level == "ok"
+    assert finding.advice == "Use --method adaptive --num-speculative-tokens 3."
+
+
+def test_plain_decoding_is_recommended_where_nothing_gains() -> None:
+    made: list[Any] = [Prediction("autoregressive", {}, 1.0, 1.0), Prediction("pearl", {"num_speculative_tokens": 3}, 1.01, 2.0)]
+    best, finding = recommendation(made)
+    assert best.method == "autoregressive" and finding.level == "note" and "--method autoregressive" in finding.advice
+
+
+@pytest.mark.parametrize(("draft", "gains"), [(0.001, True), (10.0, False)])
+def test_the_prediction_follows_the_costs(pair: tuple[str, str], draft: float, gains: bool) -> None:
+    from specbranch.bench.workers import load_workers
+    from specbranch.distill.agreement import Text
+
+    workers = load_workers(ModelChoice(pair[0], device="cpu"), ModelChoice(pair[1], device="cpu"), "tiny")
+    texts = [Text(tuple(prompt), doctor._answer(workers, prompt)) for prompt in workers.prompts()]
+    profile = CostProfile(target=((1, 1.0), (16, 1.0)), draft=((1, draft),), overlap=False)
+    found = {one.method: one.speedup for one in doctor.predict(workers, texts, profile)}
+    assert (found["speculative"] > 1) is gains
+
+
+@pytest.mark.default_model
+@pytest.mark.slow
+def test_the_default_pair_is_well(default_model: Path) -> None:
+    report = examine(patient("smollm2-135m", "smollm2-default"))
+    assert report.is_well and report.best is not None
+    assert about(report.findings, "Kernels of the target").level in ("ok", "note")
+    assert "first choice" in about(report.findings, "Agreement").said

@@ -1,0 +1,135 @@
+"""A replay is the run itself: the same tokens, the same counts, the same charged time, without the target and mostly without the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from specbranch.bench.play import Diverged, Draft, Player
+from specbranch.bench.record import Record, Task
+from specbranch.bench.replay import NONE, WIDTH, Entry, Memory, Reader, RecordedRunner
+from specbranch.config import SpeculativeConfig
+from specbranch.core.methods import METHODS
+from specbranch.core.request import Spot
+from specbranch.core.runner import Ask, Feed
+from specbranch.core.slots import ROOT
+from specbranch.errors import BadParameter
+from specbranch.sim.toys import ToyRunner, ToySampler
+from toybench import PROFILE, VOCABULARY, Case, Ending, decode, law, plainly, virtual_clock
+
+DRIFT = 0.3
+ENDINGS = (Ending("length", 40), Ending("eos", 200, eos_ids=(2,)))
+CASES = [Case((seed % 5, 3, 1), temperature, seed, ending) for seed in range(6) for temperature in (0.0, 0.9) for ending in ENDINGS]
+CONFIGS = [
+    SpeculativeConfig(method=name, num_speculative_tokens=length, max_branches=4, stop_below=0.5)
+    for name in METHODS
+    for length in (2, 6)
+    if name != "auto"
+]
+
+
+class CountingRunner(ToyRunner):
+    """A toy that counts the rows it is asked for."""
+
+    fed = 0
+
+    def feed(self, work: list[Feed]) -> list[list[tuple[float, ...]]]:  # type: ignore[override]
+        self.fed += sum(len(item.tokens) for item in work)
+        return super().feed(work)
+
+
+def record_of(case: Case) -> Record:
+    answer = plainly(case, law())
+    task = Task(case.prompt, case.params, case.seed, case.ending.eos_ids)
+    return Record(task, answer.tokens, tuple(((token, 0.0),) for token in answer.tokens))
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Iterator[Draft]:
+    memory = Memory(tmp_path / "memory.sqlite")
+    yield Draft("toy", memory, CountingRunner(law(DRIFT)), ToySampler())
+    memory.close()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.method}-{c.num_speculative_tokens}")
+def test_a_replay_counts_and_charges_what_a_live_run_does(config: SpeculativeConfig, draft: Draft) -> None:
+    drafted = 0
+    for case in CASES:
+        live = decode(virtual_clock(DRIFT), case, config).stats
+        player = Player(record_of(case), draft)
+        replayed = player.play(config, PROFILE)
+        player.close()
+        assert asdict(replayed) == asdict(live)
+        drafted += live.rejected
+    assert drafted > 50 or config.method == "autoregressive", "nothing was ever rejected"
+
+
+def test_what_was_drafted_once_is_never_drafted_again(draft: Draft, tmp_path: Path) -> None:
+    player = Player(record_of(CASES[0]), draft)
+    first = player.play(CONFIGS[-3], PROFILE)
+    runner = draft.runner
+    assert isinstance(runner, CountingRunner)
+    fed, misses = runner.fed, draft.memory.misses
+    assert fed > 0
+    assert asdict(player.play(CONFIGS[-3], PROFILE)) == asdict(first)
+    assert (runner.fed, draft.memory.misses) == (fed, misses)
+    again = Memory(tmp_path / "memory.sqlite")  # and from the file alone
+    other = Player(player.record, replace(draft, memory=again))
+    assert asdict(other.play(CONFIGS[-3], PROFILE)) == asdict(first)
+    assert runner.fed == fed and again.misses == 0
+
+
+def test_another_draft_seed_or_temperature_remembers_apart(draft: Draft) -> None:
+    warm = next(case for case in CASES if case.temperature)
+    others = [Case(warm.prompt, 0.5, warm.seed, warm.ending), Case(warm.prompt, warm.temperature, 77, warm.ending)]
+    config = SpeculativeConfig(method="speculative")
+    Player(record_of(warm), draft).play(config, PROFILE)
+    for case in others:
+        before = draft.memory.misses
+        live = decode(virtual_clock(DRIFT), case, config).stats
+        assert asdict(Player(record_of(case), draft).play(config, PROFILE)) == asdict(live)
+        assert draft.memory.misses > before
+    before = draft.memory.misses
+    Player(record_of(warm), replace(draft, identity="another")).play(config, PROFILE)
+    assert draft.memory.misses > before
+
+
+def test_a_node_off_the_record_picks_nothing_even_where_it_meets_the_record_again() -> None:
+    record = Record(Task((1, 2), CASES[0].params, 0, ()), (3, 4, 5), ())
+    runner = RecordedRunner(record, VOCABULARY, 100)
+    runner.open(0)
+    runner.extend(0, (1, 2))
+    marks = runner.feed([Feed(0, (3, 9, 5, 4, 5, 6), (ROOT, 0, 1, 0, 3, 4))])[0]
+    assert marks == [3, NONE, NONE, 4, 5, NONE]
+
+
+def test_reading_ahead_back_and_beside_gives_the_rows_of_a_fresh_draft() -> None:
+    text = [1, 3, 0, 2, 5, 4, 1, 1, 0, 3, 2, 2, 5]
+    reader = Reader(ToyRunner(law(DRIFT)), ToySampler(), text)
+    asked = [[1, 3, 0], [1, 3, 0, 2, 5, 0, 0], [1, 3, 0, 2, 5, 0, 4], text[:9], [1], [1, 3, 9 % 6, 1], text, [*text, 4, 4]]
+    request = CASES[0].session().request
+    for _ in range(2):
+        for group in (asked[:1], asked[1:3], asked[3:4], asked[4:6], asked[6:]):
+            found = reader.read([Spot(request, len(tokens), lambda t=tokens: t) for tokens in group])  # type: ignore[misc]
+            assert found == [fresh(tokens) for tokens in group]
+
+
+def fresh(tokens: list[int]) -> Entry:
+    row, spot = law(DRIFT).logits_of(tokens), Spot(CASES[0].session().request, len(tokens), lambda: tokens)
+    top, bound = (ToySampler().propose([row], [spot], [Ask(WIDTH, measure=kind)])[0] for kind in ("top", "entropy"))  # type: ignore[arg-type]
+    return Entry(top.tokens, top.confidence, bound.confidence)
+
+
+def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: Draft) -> None:
+    record = record_of(CASES[0])
+    player = Player(replace(record, tokens=record.tokens[:-3]), draft)
+    with pytest.raises((Diverged, AssertionError, IndexError)):
+        player.play(CONFIGS[0], PROFILE)
+
+
+def test_more_branches_than_are_remembered_is_a_sentence(draft: Draft) -> None:
+    with pytest.raises(BadParameter, match="a replay remembers 12"):
+        Player(record_of(CASES[0]), draft).play(SpeculativeConfig(method="specbranch", max_branches=13), PROFILE)

@@ -1,0 +1,161 @@
+"""Benches on a tiny pair: replays agree with live runs, nothing is run twice, methods take turns, conversations go on as plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbranch import LLM
+from specbranch.bench import run as running
+from specbranch.bench.aggregate import rows_of
+from specbranch.bench.lab import Lab, Workload
+from specbranch.bench.measurement import RunStore
+from specbranch.bench.methods import Setting, chosen_methods, default_setting
+from specbranch.bench.run import Clock, Job, check_replay, measure, record_all, replay
+from specbranch.bench.suites import Prompt, Suite
+from specbranch.core.methods import METHODS
+from specbranch.errors import BadParameter
+from specbranch.sim.shipped import load_profile
+
+torch.set_num_threads(1)
+CODE = Suite("code", (Prompt("c1", "coding", ("def add(a, b):",)), Prompt("c2", "coding", ("import os",))), "a test")
+TALK = Suite("talk", (Prompt("t1", "writing", ("Tell me of herons.", "And of reeds?")),), "a test")
+C5 = Clock("c5", load_profile("c5"))
+FIXED = tuple(default_setting(name, {"num_speculative_tokens": 3}) for name in METHODS if name != "auto")
+
+
+@pytest.fixture(scope="module")
+def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
+        yield made
+
+
+def job(settings: tuple[Setting, ...] = FIXED, temperature: float = 0.0, repeats: int = 1) -> Job:
+    return Job((CODE, TALK), (Workload(temperature=temperature, max_tokens=24),), settings, repeats)
+
+
+def nothing(what: str, done: int, of: int) -> None:
+    """Show no progress."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_replays_count_what_live_runs_on_the_same_clock_count(lab: Lab, pair: tuple[str, str], temperature: float) -> None:
+    workload = Workload(temperature=temperature, max_tokens=24)
+    with LLM(*pair, clock="c5") as live:
+        for setting in FIXED:
+            assert setting.config is not None and C5.profile is not None
+            for record in lab.records(TALK.prompts[0], workload):
+                output = live.using(speculative=setting.config).repeat(record.task.prompt, record.task.params, record.task.seed, 0)
+                with lab.player(record) as player:
+                    replayed = player.play(setting.config, C5.profile)
+                assert tuple(output.token_ids) == record.tokens
+                assert output.stats == _about(replayed.summary()), setting.method
+
+
+def _about(summary: dict[str, Any]) -> dict[str, Any]:
+    """Seconds only nearly: the clock of one has run longer before."""
+    return {name: pytest.approx(value) if isinstance(value, float) else value for name, value in summary.items()}
+
+
+def test_the_second_turn_is_asked_after_the_targets_own_first_answer(lab: Lab) -> None:
+    first, second = lab.records(TALK.prompts[0], Workload(max_tokens=24))
+    text = lab.llm.tokenizer.decode(second.task.prompt)
+    answer = lab.llm.tokenizer.decode([token for token in first.tokens if token not in first.task.eos_ids])
+    assert "Tell me of herons." in text and "And of reeds?" in text and answer.strip() in text
+
+
+def test_every_prompt_has_a_seed_of_its_own_that_stays(lab: Lab) -> None:
+    workload = Workload(temperature=0.8)
+    seeds = [workload.seed_of(prompt, turn) for prompt in (*CODE.prompts, *TALK.prompts) for turn in (0, 1)]
+    assert len(set(seeds)) == 6 and seeds == [workload.seed_of(p, t) for p in (*CODE.prompts, *TALK.prompts) for t in (0, 1)]
+    assert replace(workload, seed=1).seed_of(CODE.prompts[0], 0) not in seeds
+
+
+def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossless(lab: Lab, tmp_path: Path) -> None:
+    record_all(lab, job(), nothing)
+    with RunStore(tmp_path / "runs.jsonl", {}) as store:
+        replay(lab, job(), C5, store, nothing)
+        rows = rows_of(store.measurements)
+    assert {(row.suite, row.method) for row in rows} == {(suite, s.method) for suite in ("code", "talk") for s in FIXED}
+    assert all(row.lossless and row.clock == "c5" and row.tokens_per_second for row in rows)
+    assert {row.speedup for row in rows if row.method == "autoregressive"} == {1.0}
+
+
+def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "runs.jsonl"
+    with RunStore(path, {}) as store:
+        replay(lab, replace(job(), suites=(CODE,)), C5, store, nothing)
+        kept = len(store.measurements)
+    played: list[str] = []
+    real = running._replayed
+    monkeypatch.setattr(
+        running,
+        "_replayed",
+        lambda lab, records, missing, clock: played.extend(b.prompt for b, _ in missing) or real(lab, records, missing, clock),
+    )  # type: ignore[func-returns-value]
+    with RunStore(path, {}) as store:
+        replay(lab, job(), C5, store, nothing)
+        assert len(store.measurements) == kept + len(FIXED)
+    assert set(played) == {"t1"}
+
+
+def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    real = running._answer
+    monkeypatch.setattr(running, "_answer", lambda lab, setting, *rest: order.append(setting.method) or real(lab, setting, *rest))  # type: ignore[func-returns-value]
+    two = (default_setting("autoregressive"), default_setting("speculative"))
+    with RunStore(tmp_path / "runs.jsonl", {}) as store:
+        measure(lab, Job((CODE,), (Workload(max_tokens=12),), two, repeats=2), store, nothing)
+        kept = [(m.repeat, m.prompt, m.method) for m in store.measurements]
+        assert all(row.lossless and row.repeats == 2 for row in rows_of(store.measurements))
+    first, second = "autoregressive", "speculative"
+    assert order[:4] == [first, first, second, second]  # each warms up once
+    assert order[4:] == [second, first, first, second, second, first]
+    assert [name for _, _, name in kept] == [first, second, second, first, first, second, second, first]
+
+
+def test_a_run_that_says_something_else_is_not_lossless(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = running._answer
+
+    def liar(lab: Lab, setting: Setting, record: Any, outside: Any) -> Any:
+        tokens, line = real(lab, setting, record, outside)
+        return ((*tokens[:-1], 7), line) if setting.method == "speculative" else (tokens, line)
+
+    monkeypatch.setattr(running, "_answer", liar)
+    with RunStore(tmp_path / "runs.jsonl", {}) as store:
+        measure(
+            lab,
+            Job((CODE,), (Workload(max_tokens=12),), (default_setting("autoregressive"), default_setting("speculative")), 1),
+            store,
+            nothing,
+        )
+        found = {row.method: row.lossless for row in rows_of(store.measurements)}
+    assert found == {"autoregressive": True, "speculative": False}
+
+
+def test_a_sample_of_replays_repeated_with_both_models_agrees(lab: Lab) -> None:
+    agreement = check_replay(lab, job(), C5, most=6)
+    assert (agreement.runs, agreement.same_text, agreement.same_counts) == (6, 6, 6)
+
+
+def test_plain_decoding_always_runs_and_a_draft_is_asked_for_where_it_is_needed() -> None:
+    assert chosen_methods(["pearl", "hf-lookup", "pearl"], has_draft=True) == ("autoregressive", "pearl", "hf-lookup")
+    with pytest.raises(BadParameter, match="'hf-assisted' needs a draft model"):
+        chosen_methods(["hf-assisted"], has_draft=False)
+    with pytest.raises(BadParameter, match="Did you mean 'pearl'"):
+        chosen_methods(["perl"], has_draft=True)
+
+
+def test_a_setting_tells_what_matters_and_nothing_else() -> None:
+    assert default_setting("autoregressive").shown == {}
+    assert default_setting("speculative", {"num_speculative_tokens": 3}).shown == {"num_speculative_tokens": 3}
+    assert default_setting("speculative", {"policy": "confidence"}).shown["stop_below"] == 0.4
+    assert set(default_setting("specbranch").shown) == {"num_speculative_tokens", "stop_below", "max_branches"}
+    assert default_setting("hf-generate").shown == {}

@@ -1,0 +1,193 @@
+"""Tuning: the best setting of each method, found by replay, the same every time, and paid for once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specbranch.bench import tuning
+from specbranch.bench.lab import Lab, Workload
+from specbranch.bench.ledger import BookingPlayer
+from specbranch.bench.methods import default_setting
+from specbranch.bench.record import Record
+from specbranch.bench.run import Clock
+from specbranch.bench.suites import SHIPPED, Prompt, Suite, load_suite
+from specbranch.bench.tuning import SPACES, Goal, Trial, Tuner, candidates, tuned, tuning_suites
+from specbranch.config import SpeculativeConfig
+from specbranch.errors import BadParameter
+from specbranch.sim.profile import CostProfile
+from specbranch.sim.shipped import load_profile
+
+WORDS = ("A branch is a guess", "1 2 3 1 2 3 1 2 3")
+SUITES = (Suite("ours", tuple(Prompt(str(at), "", (words,)) for at, words in enumerate(WORDS)), "test"),)
+WORKLOAD = Workload(max_tokens=32)
+CHEAP = Clock("cheap", load_profile("c20"))
+DEAR = Clock("dear", CostProfile(target=((1, 1.0), (16, 3.0)), draft=((1, 0.9),), overlap=False))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab(target=pair[0], draft=pair[1], folder=tmp_path_factory.mktemp("lab")) as made:
+        yield made
+
+
+@pytest.fixture
+def fresh(lab: Lab) -> Lab:
+    """The lab without what earlier searches left behind."""
+    tuning._BOOKS.clear()
+    for file in kept(lab):
+        file.unlink()
+    return lab
+
+
+def kept(lab: Lab) -> list[Path]:
+    return sorted(Tuner(lab, goal())._folder.glob("*.json"))
+
+
+def goal(clock: Clock = CHEAP, trials: int = 12) -> Goal:
+    return Goal(clock, WORKLOAD, SUITES, trials)
+
+
+def charged(lab: Lab, config: SpeculativeConfig, clock: Clock) -> float:
+    """The seconds of real replays under the profile."""
+    assert clock.profile is not None
+    total = 0.0
+    for prompt in SUITES[0].prompts:
+        for record in lab.records(prompt, WORKLOAD):
+            with lab.player(record) as player:
+                total += player.play(config, clock.profile).decode_seconds
+    return total
+
+
+@pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
+@pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl"])
+def test_of_one_knob_every_value_is_tried_and_the_best_taken(method: str, clock: Clock, fresh: Lab) -> None:
+    seconds = {n: charged(fresh, SpeculativeConfig(method=method, num_speculative_tokens=n), clock) for n in range(1, 13)}
+    found = Tuner(fresh, goal(clock)).search(method)
+    assert [trial.config.num_speculative_tokens for trial in found.trials] == list(SPACES[method]["num_speculative_tokens"])
+    assert [trial.seconds for trial in found.trials[:12]] == pytest.approx(list(seconds.values()))
+    assert found.best.seconds == min(trial.seconds for trial in found.trials)
+    told_apart = len({round(trial.seconds, 6) for trial in found.trials}) > 3
+    assert told_apart or method == "adaptive", "the length made no difference"  # a tiny draft is so unsure that AdaEDL stops at once
+
+
+def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
+    best = [tuned(fresh, "speculative", clock, WORKLOAD, suites=SUITES).config for clock in (DEAR, CHEAP)]
+    assert best[0] is not None and best[1] is not None
+    assert best[0].num_speculative_tokens < best[1].num_speculative_tokens
+
+
+@pytest.mark.parametrize("method", ["specbranch", "lookup"])
+def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_worse(method: str, fresh: Lab) -> None:
+    found = Tuner(fresh, goal(DEAR, 16)).search(method)
+    usual = default_setting(method).config
+    assert usual is not None and tuning.chosen(found.trials[0].config) == tuning.chosen(usual)
+    assert found.best.seconds <= charged(fresh, usual, DEAR) * (1 + 1e-9)
+    assert found.best.seconds == pytest.approx(charged(fresh, found.best.config, DEAR))
+    assert found.best.seconds < found.trials[0].seconds, "nothing better than the usual setting was found"
+    for name, values in SPACES[method].items():
+        tried = {getattr(trial.config, name) for trial in found.trials}
+        assert len(tried) > 1 and tried <= set(values)
+
+
+def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_played_on_all(fresh: Lab) -> None:
+    many = Suite("many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test")
+    found = Tuner(fresh, Goal(DEAR, Workload(max_tokens=12), (many,), 14)).search("specbranch")
+    played = Counter(config for _, config in tuning._BOOKS[fresh])
+    assert {config for config, records in played.items() if records == 10} == {trial.config for trial in found.trials}
+    assert set(played.values()) == {tuning.PART, 10} and found.looked_at == 14
+
+
+def test_a_search_repeats_itself(fresh: Lab) -> None:
+    first = Tuner(fresh, goal()).search("specbranch")
+    for file in kept(fresh):
+        file.unlink()
+    assert Tuner(fresh, goal()).search("specbranch") == first
+
+
+def test_the_same_question_is_answered_without_playing(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Tuner(fresh, goal()).search("lookup")
+    tuning._BOOKS.clear()
+    monkeypatch.setattr(BookingPlayer, "book", None)
+    renamed = replace(CHEAP, name="another name", profile=replace(load_profile("c20"), note="other words"))
+    assert Tuner(fresh, goal()).search("lookup") == Tuner(fresh, goal(renamed)).search("lookup") == first
+    others = (goal(DEAR), goal(trials=13), replace(goal(), workload=Workload(max_tokens=31)), replace(goal(), suites=(one_prompt(),)))
+    for other in others:
+        with pytest.raises(TypeError):
+            Tuner(fresh, other).search("lookup")
+
+
+def one_prompt() -> Suite:
+    return SUITES[0].first(1)
+
+
+def test_another_clock_is_charged_for_what_was_played_already(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tuner(fresh, goal()).search("pearl")
+    monkeypatch.setattr(BookingPlayer, "book", None)
+    assert Tuner(fresh, goal(DEAR)).search("pearl").trials
+
+
+def test_a_damaged_file_counts_as_none(fresh: Lab) -> None:
+    first = Tuner(fresh, goal()).search("speculative")
+    (file,) = kept(fresh)
+    for text in ("", "[]", '{"trials": []}', '{"trials": [{"config": {"gamma": 3}, "seconds": 1.0}]}'):
+        file.write_text(text)
+        assert Tuner(fresh, goal()).search("speculative") == first
+    assert len(json.loads(file.read_text())["trials"]) == 12
+
+
+def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner, seconds = Tuner(fresh, goal()), Tuner._seconds
+
+    def third_fails(self: Tuner, config: SpeculativeConfig, records: list[Record]) -> float:
+        if len(self.tried["specbranch"]) == 2:
+            raise KeyboardInterrupt
+        return seconds(self, config, records)
+
+    monkeypatch.setattr(Tuner, "_seconds", third_fails)
+    with pytest.raises(KeyboardInterrupt):
+        tuner.search("specbranch")
+    found = tuner.found("specbranch")
+    assert found is not None and len(found.trials) == 2 and all(isinstance(trial, Trial) for trial in found.trials)
+    assert tuner.found("pearl") is None and not kept(fresh)
+
+
+def test_progress_is_told(fresh: Lab) -> None:
+    told: list[tuple[str, int, int]] = []
+    Tuner(fresh, goal(), lambda *what: told.append(what)).search("speculative")
+    assert ("Tuning speculative for cheap", 11, 12) in told and told[0] == ("Recording the target", 0, 2)
+
+
+def test_methods_without_knobs_are_left_as_they_are(lab: Lab) -> None:
+    for method in ("autoregressive", "hf-generate"):
+        assert tuned(lab, method, Clock(), WORKLOAD) == default_setting(method)
+
+
+def test_without_a_profile_there_is_nothing_to_charge_by(lab: Lab) -> None:
+    with pytest.raises(BadParameter, match="specbranch profile"):
+        tuned(lab, "speculative", Clock(), WORKLOAD)
+
+
+def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:
+    mine = {prompt.digest for suite in tuning_suites() for prompt in suite.prompts}
+    theirs = {prompt.digest for name in SHIPPED for prompt in load_suite(name).prompts[:8]}
+    assert len(mine) == 16 and not mine & theirs
+
+
+def test_without_a_draft_only_what_needs_none_is_searched() -> None:
+    assert candidates(has_draft=False) == ("autoregressive", "lookup")
+    assert candidates(has_draft=True)[0] == "autoregressive" and "specbranch" in candidates(has_draft=True)

@@ -1,0 +1,53 @@
+"""The search of training text for benchmark prompts finds what is there, in other clothes too, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "check_material.py"
+PROMPT = "A heron stands in the reeds at dawn and waits for seven small fish to come near its feet before it strikes."
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_material", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def found(check: ModuleType, text: str, prompt: str = PROMPT) -> list[str]:
+    stretches = dict.fromkeys(check.cut(check.words(prompt)), "prompt")
+    return list(check.search(stretches, ["Nothing of it.", text])[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        (f"Question: {PROMPT}", True),
+        (f"SO: {PROMPT.upper().replace(' ', '  -- ')}", True),
+        ("heron stands in the reeds, at dawn, and waits for seven small", False),  # 12 words
+        ("heron stands in the reeds, at dawn, and waits for seven small fish", True),  # 13
+        ("a heron stands in the reeds at dusk and waits for seven small fish to come", False),
+    ],
+)
+def test_thirteen_words_in_a_row_are_needed_whatever_they_wear(check: ModuleType, text: str, is_found: bool) -> None:
+    assert bool(found(check, text)) is is_found
+
+
+def test_a_short_prompt_is_found_as_a_whole_and_a_very_short_one_is_not_looked_for(check: ModuleType) -> None:
+    assert found(check, "he asked: how many legs do nine spiders have? and left", "How many legs do nine spiders have")
+    assert not found(check, "how many legs do nine ants have", "How many legs do nine spiders have")
+    assert not found(check, "say hello to me", "Say hello")
+
+
+def test_every_turn_of_a_prompt_is_looked_for(check: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "suite.jsonl"
+    file.write_text(json.dumps({"turns": ["one", "two"]}) + "\n" + json.dumps({"turns": ["three"]}) + "\n")
+    assert list(check.prompts(file)) == ["one", "two", "three"]
