@@ -96,7 +96,7 @@ def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, mo
     monkeypatch.setattr(
         running,
         "_replayed",
-        lambda lab, records, missing, clock: played.extend(b.prompt for b, _ in missing) or real(lab, records, missing, clock),
+        lambda lab, records, missing, *rest: played.extend(b.prompt for b, _ in missing) or real(lab, records, missing, *rest),
     )  # type: ignore[func-returns-value]
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
