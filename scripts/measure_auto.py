@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.ledger import BookingPlayer
-from specbranch.bench.play import Player
+from specbranch.bench.record import Record
 from specbranch.bench.suites import Suite, load_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.pilot import Experience
@@ -102,31 +101,26 @@ def _cells(lab: Lab, suites: Iterable[Suite], profiles: dict[str, CostProfile], 
         cells = {name: Cell(lab.pair, suite.name, name) for name in profiles}
         known = {name: Experience(profile, lab.draft is not None) for name, profile in profiles.items()}  # a suite finds out for itself
         for record in (lab.records(prompt, workload)[0] for prompt in suite.prompts):  # the first turn
-            _book(BookingPlayer(record, lab.draft), cells, profiles)
-            _choose(Player(record, lab.draft), cells, profiles, known)
+            _book(lab, record, cells, profiles)
+            _choose(lab, record, cells, profiles, known)
         yield from cells.values()
 
 
-def _book(player: BookingPlayer, cells: dict[str, Cell], profiles: dict[str, CostProfile]) -> None:
-    """Play the fixed settings; the draft's one cache is free for the next player afterwards."""
-    try:
-        for config in FIXED:
-            book = player.book(config)
-            for name, profile in profiles.items():
-                cells[name].seconds[_name(config)] += book.seconds(profile)
-    finally:
-        player.close()
+def _book(lab: Lab, record: Record, cells: dict[str, Cell], profiles: dict[str, CostProfile]) -> None:
+    """Play the fixed settings."""
+    for config in FIXED:
+        book = lab.books.of(record, config)
+        for name, profile in profiles.items():
+            cells[name].seconds[_name(config)] += book.seconds(profile)
 
 
-def _choose(player: Player, cells: dict[str, Cell], profiles: dict[str, CostProfile], known: dict[str, Experience]) -> None:
+def _choose(lab: Lab, record: Record, cells: dict[str, Cell], profiles: dict[str, CostProfile], known: dict[str, Experience]) -> None:
     """Play `auto` by each profile, with what it knows of the prompts before."""
-    try:
+    with lab.player(record) as player:
         for name, profile in profiles.items():
             stats = player.play(AUTO, profile, experience=known[name])
             cells[name].seconds["auto"] += stats.decode_seconds
             cells[name].chosen.update(stats.by_method)
-    finally:
-        player.close()
 
 
 def _name(config: SpeculativeConfig) -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.ledger import BookingPlayer
+from specbranch.bench.ledger import BookingPlayer, Books
 from specbranch.bench.play import Draft, Player
 from specbranch.bench.record import Record, Task
 from specbranch.bench.replay import Memory
 from specbranch.bench.tuning import SPACES
 from specbranch.config import SpeculativeConfig
+from specbranch.core.stats import Stats
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 from specbranch.sim.toys import ToyRunner, ToySampler
@@ -53,12 +54,31 @@ def test_a_book_charges_what_a_play_is_charged(method: str, draft: Draft) -> Non
             book = BookingPlayer(record_of(case), draft).book(config)
             for profile in profiles:
                 stats = Player(record_of(case), draft).play(config, profile)
+                assert told(book.charged(profile)) == pytest.approx(told(stats), rel=1e-6)
                 assert book.seconds(profile) == pytest.approx(stats.decode_seconds, rel=1e-6)
-                assert book.decoded == stats.emitted - 1
             seen.add(book.seconds(PROFILE))
     assert len(seen) > 1 or method == "autoregressive"
 
 
+def told(stats: Stats) -> dict[str, object]:
+    """All that is told of a play, the inner tables laid out."""
+    flat: dict[str, object] = {}
+    for name, value in stats.summary().items():
+        parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}
+        flat |= {f"{name} {key}": -1.0 if part is None else part for key, part in parts.items()}
+    return flat
+
+
+def test_what_was_played_once_is_not_played_again(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    books, config = Books(draft), SpeculativeConfig(method="pearl")
+    first = books.of(record_of(CASES[0]), config)
+    assert books.of(record_of(CASES[1]), config) != first and books.played == [config, config]
+    monkeypatch.setattr(BookingPlayer, "book", None)
+    assert books.of(record_of(CASES[0]), config) is first
+    books.close()
+
+
 def test_a_draft_that_goes_on_until_the_target_is_done_has_no_book(draft: Draft) -> None:
-    with pytest.raises(ValueError, match="depends on the profile"):
-        BookingPlayer(record_of(CASES[0]), draft).book(SpeculativeConfig(method="specbranch", until_target=True))
+    for config in (SpeculativeConfig(method="specbranch", until_target=True), SpeculativeConfig(method="auto")):
+        with pytest.raises(ValueError, match="depends on the profile"):
+            BookingPlayer(record_of(CASES[0]), draft).book(config)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from specbranch.bench.play import Diverged, Draft, Player
+from specbranch.bench.reader import ROWS, Reader
 from specbranch.bench.record import Record, Task
-from specbranch.bench.replay import NONE, WIDTH, Entry, Memory, Reader, RecordedRunner
+from specbranch.bench.replay import NONE, WIDTH, Entry, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Spot
@@ -34,9 +35,11 @@ CONFIGS = [
 class CountingRunner(ToyRunner):
     """A toy that counts the rows it is asked for."""
 
-    fed = 0
+    fed = forwards = widest = 0
 
     def feed(self, work: list[Feed]) -> list[list[tuple[float, ...]]]:  # type: ignore[override]
+        self.forwards += 1
+        self.widest = max(self.widest, sum(len(item.tokens) for item in work))
         self.fed += sum(len(item.tokens) for item in work)
         return super().feed(work)
 
@@ -121,6 +124,36 @@ def fresh(tokens: list[int]) -> Entry:
     row, spot = law(DRIFT).logits_of(tokens), Spot(CASES[0].session().request, len(tokens), lambda: tokens)
     top, bound = (ToySampler().propose([row], [spot], [Ask(WIDTH, measure=kind)])[0] for kind in ("top", "entropy"))  # type: ignore[arg-type]
     return Entry(top.tokens, top.confidence, bound.confidence)
+
+
+def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(draft: Draft) -> None:
+    runner = draft.runner
+    assert isinstance(runner, CountingRunner)
+    strayed = 0
+    for case in CASES:
+        player = Player(record_of(case), draft)
+        player.read_ahead()
+        fed = runner.fed
+        for config in CONFIGS:
+            if config.method in ("speculative", "adaptive"):  # one lane, no longer than what is read ahead
+                live = decode(virtual_clock(DRIFT), case, config).stats
+                assert asdict(player.play(config, PROFILE)) == asdict(live)
+                strayed += live.rejected
+        assert runner.fed <= fed + 6  # but for what lies beyond the end of the record
+        player.close()
+    assert strayed > 200
+    assert runner.forwards < runner.fed / 3 and runner.widest <= ROWS
+
+
+def test_a_record_is_read_ahead_once(draft: Draft) -> None:
+    runner = draft.runner
+    assert isinstance(runner, CountingRunner)
+    for case, more in ((CASES[0], True), (CASES[0], False), (CASES[2], True)):
+        fed = runner.fed
+        player = Player(record_of(case), draft)
+        player.read_ahead()
+        player.close()
+        assert (runner.fed > fed) == more
 
 
 def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: Draft) -> None:

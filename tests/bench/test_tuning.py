@@ -48,7 +48,7 @@ def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 def fresh(lab: Lab) -> Lab:
     """The lab without what earlier searches left behind."""
-    tuning._BOOKS.clear()
+    lab.books.forget()
     for file in kept(lab):
         file.unlink()
     return lab
@@ -107,7 +107,7 @@ def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_wors
 def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_played_on_all(fresh: Lab) -> None:
     many = Suite("many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test")
     found = Tuner(fresh, Goal(DEAR, Workload(max_tokens=12), (many,), 14)).search("specbranch")
-    played = Counter(config for _, config in tuning._BOOKS[fresh])
+    played = Counter(fresh.books.played)
     assert {config for config, records in played.items() if records == 10} == {trial.config for trial in found.trials}
     assert set(played.values()) == {tuning.PART, 10} and found.looked_at == 14
 
@@ -121,7 +121,7 @@ def test_a_search_repeats_itself(fresh: Lab) -> None:
 
 def test_the_same_question_is_answered_without_playing(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Tuner(fresh, goal()).search("lookup")
-    tuning._BOOKS.clear()
+    fresh.books.forget()
     monkeypatch.setattr(BookingPlayer, "book", None)
     renamed = replace(CHEAP, name="another name", profile=replace(load_profile("c20"), note="other words"))
     assert Tuner(fresh, goal()).search("lookup") == Tuner(fresh, goal(renamed)).search("lookup") == first

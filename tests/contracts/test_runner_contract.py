@@ -113,11 +113,12 @@ class Exercise:
         self.held: dict[int, Held] = {}
         self.opened = 0
         self.compared = 0
+        self.rewound = 0  # times part of a prefix was forgotten
 
     def run(self, steps: int) -> None:
         self.open()
         for _ in range(steps):
-            self.rng.choices([self.open, self.close, self.extend, self.feed, self.keep], [1, 0.4, 1, 5, 3])[0]()
+            self.rng.choices([self.open, self.close, self.extend, self.feed, self.keep, self.rewind], [1, 0.4, 1, 5, 3, 0.4])[0]()
             self.check()
         for seq in list(self.held):
             self.runner.close(seq)
@@ -163,6 +164,14 @@ class Exercise:
         held.prefix += [held.tokens[n] for n in path[:commit]]
         held.tokens, held.rows = [held.tokens[n] for n in path[commit:]], [held.rows[n] for n in path[commit:]]
         held.parents = list(range(ROOT, len(held.tokens) - 1))
+
+    def rewind(self) -> None:
+        seq = self.rng.choice(list(self.held))
+        held = self.held[seq]
+        length = self.rng.randint(0, len(held.prefix))
+        self.runner.rewind(seq, length)
+        self.held[seq] = Held(held.prefix[:length])
+        self.rewound += length < len(held.prefix)
 
     def check(self) -> None:
         """Compare the bookkeeping and the rows of all live nodes."""

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from specbranch.assembly import identity
+from specbranch.bench.ledger import Books
 from specbranch.bench.play import Draft, Player
 from specbranch.bench.record import Record, Records, Task
 from specbranch.bench.replay import Memory
@@ -58,6 +59,7 @@ class Lab:
         place = folder or default_folder()
         self._records = Records(place / "records", self.identity["target_identity"])
         self.draft = self._remembering(draft, place)
+        self.books = Books(self.draft)
 
     def records(self, prompt: Prompt, workload: Workload) -> list[Record]:
         """Return what the target says, turn by turn; what is not there yet is recorded now."""
@@ -80,6 +82,7 @@ class Lab:
         """Play one record; the draft's cache is freed at the end."""
         player = Player(record, self.draft)
         try:
+            player.read_ahead()
             yield player
         finally:
             player.close()
@@ -88,6 +91,7 @@ class Lab:
 
     def close(self) -> None:
         """Let go of models and files."""
+        self.books.close()
         if self.draft:
             self.draft.memory.close()
         self.llm.close()

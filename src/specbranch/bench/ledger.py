@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from specbranch.bench.play import Player
+from specbranch.bench.play import Draft, Player
+from specbranch.bench.record import Record, Task
 from specbranch.config import SpeculativeConfig
 from specbranch.core.orders import Orders, Reports
+from specbranch.core.stats import Stats
 from specbranch.sim.clock import Charge, VirtualClock
 from specbranch.sim.profile import CostProfile
 
@@ -22,14 +24,32 @@ Round = tuple[Forward, tuple[Forward, ...]]  # the target's, of no rows if it ha
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """The decoding rounds of one play."""
+    """The rounds of one play."""
 
-    decoded: int  # tokens after the first
+    counts: Stats  # its times mean nothing
     entries: array[float]  # for each round how many draft steps there were, the target's rows and context, and those of each step
+
+    @property
+    def decoded(self) -> int:
+        """Tokens after the first."""
+        return self.counts.emitted - 1
 
     def seconds(self, profile: CostProfile) -> float:
         """Charge it: seconds from the first token to the last."""
-        return sum(_charged(one, profile) for one in self._rounds())
+        return self.charged(profile).decode_seconds
+
+    def charged(self, profile: CostProfile) -> Stats:
+        """What the play's statistics would be under a profile; the first round reads the prompt."""
+        first, *rest = (_charge(one, profile) for one in self._rounds())
+        opening = first.seconds + profile.host
+        return replace(
+            self.counts,
+            started=0.0,
+            first_token=opening,
+            finished=opening + sum(charge.seconds + profile.host for charge in rest),
+            draft_busy=sum(charge.draft for charge in rest),
+            target_busy=sum(charge.target for charge in rest),
+        )
 
     def _rounds(self) -> Iterator[Round]:
         entries, at = self.entries, 0
@@ -40,26 +60,71 @@ class Book:
             at = end
 
 
-def _charged(one: Round, profile: CostProfile) -> float:
+def _charge(one: Round, profile: CostProfile) -> Charge:
     charge, (target, steps) = Charge(profile), one
     charge.verified(int(target[0]), target[1])
     for rows, context in steps:
         charge.stepped(int(rows), context)
-    return charge.seconds + profile.host
+    return charge
+
+
+def has_book(config: SpeculativeConfig) -> bool:
+    """Whether a method's decisions are the same under every profile."""
+    return config.method != "auto" and not config.until_target
+
+
+class Books:
+    """What was played with one draft; asked again, by whatever clock, nothing is played again. To be closed."""
+
+    def __init__(self, draft: Draft | None) -> None:
+        self._draft = draft
+        self._held: dict[tuple[Task, SpeculativeConfig], Book] = {}
+        self._player: BookingPlayer | None = None
+
+    def of(self, record: Record, config: SpeculativeConfig) -> Book:
+        """Return the book of a play."""
+        key = record.task, config
+        if key not in self._held:
+            self._held[key] = self._on(record).book(config)
+        return self._held[key]
+
+    @property
+    def played(self) -> list[SpeculativeConfig]:
+        """The settings of all plays."""
+        return [config for _, config in self._held]
+
+    def forget(self) -> None:
+        """Throw all books away."""
+        self._held.clear()
+
+    def close(self) -> None:
+        """Free the draft's cache; the books stay."""
+        if self._player:
+            self._player.close()
+        self._player = None
+        if self._draft:
+            self._draft.memory.forget()
+
+    def _on(self, record: Record) -> BookingPlayer:
+        """The player of a record: the one before, if it played the same."""
+        if self._player is None or self._player.record.task != record.task:
+            self.close()
+            self._player = BookingPlayer(record, self._draft)
+            self._player.read_ahead()
+        return self._player
 
 
 class BookingPlayer(Player):
     """A player that keeps books."""
 
     def book(self, config: SpeculativeConfig) -> Book:
-        """Play a record and write down what was done; the first round reads the prompt and is left out."""
-        if config.until_target:
-            raise ValueError("a draft that goes on until the target is done depends on the profile")
+        """Play a record and write down what was done."""
+        if not has_book(config):
+            raise ValueError("what a draft does until the target is done, and what `auto` chooses, depends on the profile")
         meter = _Meter()
         stats = self.play(config, meter)
-        rounds = meter.rounds[1:]
-        numbers = (number for target, steps in rounds for number in (len(steps), *target, *(x for step in steps for x in step)))
-        return Book(stats.emitted - 1, array("f", numbers))
+        numbers = (number for target, steps in meter.rounds for number in (len(steps), *target, *(x for step in steps for x in step)))
+        return Book(stats, array("f", numbers))
 
     def _executor(self, profile: CostProfile) -> VirtualClock:
         made = super()._executor(profile)

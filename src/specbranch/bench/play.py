@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specbranch.bench.foresight import read_ahead
+from specbranch.bench.reader import Reader
 from specbranch.bench.record import Record
-from specbranch.bench.replay import MemoRunner, Memory, MemoSampler, Reader, RecordedRunner, RecordedSampler
+from specbranch.bench.replay import MemoRunner, Memory, MemoSampler, RecordedRunner, RecordedSampler
 from specbranch.config import SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import find_method
@@ -41,8 +43,19 @@ class Draft:
 
     def worker(self, record: Record, reader: Reader) -> MeteredDrafter:
         """Return a draft worker that remembers."""
-        runner = MemoRunner(self.identity, record.task, self.runner.vocabulary, self.runner.context_length)
-        return MeteredDrafter(runner, MemoSampler(self.memory, reader))
+        return MeteredDrafter(self._remembering(record), MemoSampler(self.memory, reader))
+
+    def read_ahead(self, record: Record, reader: Reader) -> None:
+        """Have the model read what methods will ask of it on a record, unless it did before."""
+        text, runner = record.text, self.runner
+        out_of_reach = len(text) >= runner.context_length or max(text) >= runner.vocabulary
+        if out_of_reach or self.memory.has_read(self.identity, record):
+            return
+        read_ahead(record, self._remembering(record), MemoSampler(self.memory, reader))
+        self.memory.note_read(self.identity, record)
+
+    def _remembering(self, record: Record) -> MemoRunner:
+        return MemoRunner(self.identity, record.task, self.runner.vocabulary, self.runner.context_length)
 
 
 class Player:
@@ -67,6 +80,11 @@ class Player:
         if tuple(session.output) != self.record.tokens:
             raise Diverged(f"{config.method} emitted {session.output}, which is not the record: {list(self.record.tokens)}")
         return session.stats
+
+    def read_ahead(self) -> None:
+        """Have the draft read what methods will ask of it: quicker than to be asked for it token by token."""
+        if self.draft and self._reader:
+            self.draft.read_ahead(self.record, self._reader)
 
     def close(self) -> None:
         """Free the draft's cache."""

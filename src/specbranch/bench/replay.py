@@ -18,14 +18,14 @@ from typing import Generic, Protocol, TypeVar
 from specbranch.bench.record import Record, Task
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Feed, Law, Proposal, Row, Runner, Sampler
+from specbranch.core.runner import Ask, Feed, Law, Proposal, Row
 from specbranch.core.slots import ROOT, Slots
 from specbranch.errors import BadParameter
 
 NONE = -1  # no token: what a target picks where its record says nothing
 WIDTH = 12  # candidates remembered of a row
 AT_HAND = 300_000  # proposals kept in memory: about 200 MB
-TABLE = "proposals_1"
+TABLE, READ = "proposals_1", "read_1"
 
 Mark = TypeVar("Mark")
 
@@ -64,6 +64,14 @@ class Places(Generic[Mark]):
         marks, line = self._marks[seq], [ROOT, *path]
         self._slots[seq].keep(path, commit)
         self._marks[seq] = {at - commit - 1: marks[node] for at, node in enumerate(line) if at >= commit}
+
+    def rewind(self, seq: int, length: int) -> None:
+        """Forget all but the first tokens."""
+        slots, mark = self._slots[seq], self._start()
+        slots.truncate(length)
+        for position, token in enumerate(slots.prefix):
+            mark = self._after(mark, token, position)
+        self._marks[seq] = {ROOT: mark}
 
     def close(self, seq: int) -> None:
         """Forget the sequence."""
@@ -173,6 +181,7 @@ class Memory:
             self._file.execute("pragma journal_mode = wal")
             self._file.execute("pragma synchronous = normal")
             self._file.execute(f"create table if not exists {TABLE} (key blob primary key, entry blob) without rowid")
+            self._file.execute(f"create table if not exists {READ} (key blob primary key) without rowid")
         except (OSError, sqlite3.Error) as error:
             raise BadParameter(f"The memory of drafts {path} cannot be used ({error}). Delete it, or name another folder.") from None
         self._held: dict[bytes, Entry] = {}
@@ -194,6 +203,14 @@ class Memory:
         self._file.execute("begin")
         self._file.executemany(f"insert or replace into {TABLE} values (?, ?)", [(key, entry.packed()) for key, entry in entries.items()])
         self._file.execute("commit")
+
+    def has_read(self, draft: str, record: Record) -> bool:
+        """Whether a draft has read all along a record."""
+        return self._file.execute(f"select 1 from {READ} where key = ?", (_reading(draft, record),)).fetchone() is not None
+
+    def note_read(self, draft: str, record: Record) -> None:
+        """Note that it has."""
+        self._file.execute(f"insert or replace into {READ} values (?)", (_reading(draft, record),))
 
     def forget(self, beyond: int = AT_HAND) -> None:
         """Let go of what is at hand if that is more than so many; the file keeps it."""
@@ -217,6 +234,10 @@ class MemoRunner(Places[bytes]):
 
     def _after(self, mark: bytes, token: int, position: int) -> bytes:
         return _digest(mark + token.to_bytes(4, "little"))
+
+
+def _reading(draft: str, record: Record) -> bytes:
+    return _digest(f"{draft} {record.task.sampling} {len(record.task.prompt)} {record.text}".encode())
 
 
 def _digest(data: bytes) -> bytes:
@@ -252,69 +273,3 @@ class MemoSampler(_Silent):
     def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
         """Refuse, likewise."""
         raise _unknown()
-
-
-class Reader:
-    """The real draft on one text: its prefix follows the text, and what strays from it hangs behind as a tail."""
-
-    def __init__(self, runner: Runner, sampler: Sampler, text: Sequence[int]) -> None:
-        self._runner, self._sampler, self._text = runner, sampler, tuple(text)
-        self._rows: dict[int, Row] = {}  # by node of the tail
-        self._is_open = False
-
-    def read(self, spots: Sequence[Spot]) -> list[Entry]:
-        """Return the draft's proposals at some spots."""
-        rows = self._rows_after([list(spot.history()) for spot in spots])
-        top = self._sampler.propose(rows, spots, [Ask(WIDTH)] * len(rows))
-        entropy = self._sampler.propose(rows, spots, [Ask(measure="entropy")] * len(rows))
-        return [Entry(a.tokens, a.confidence, b.confidence) for a, b in zip(top, entropy, strict=True)]
-
-    def close(self) -> None:
-        """Free the cache."""
-        if self._is_open:
-            self._runner.close(0)
-        self._is_open, self._rows = False, {}
-
-    @property
-    def _slots(self) -> Slots:
-        return self._runner.slots(0)
-
-    def _rows_after(self, sequences: list[list[int]]) -> list[Row]:
-        base = min(min(_common(sequence, self._text), len(sequence) - 1) for sequence in sequences)
-        self._seek(base)
-        if sum(len(sequence) - base for sequence in sequences) > self._slots.room:
-            self._runner.keep(0, (), 0)
-            self._rows = {}
-        ends = [self._grow(sequence[base:]) for sequence in sequences]
-        return [self._rows[end] for end in ends]
-
-    def _seek(self, base: int) -> None:
-        """Make the first `base` tokens of the text the prefix; a text that was read further is read again."""
-        if not self._is_open or base < len(self._slots.prefix):
-            self.close()
-            self._runner.open(0)
-            self._is_open = True
-        ahead = self._text[len(self._slots.prefix) : base]
-        if not ahead:
-            return
-        path = self._slots.find(ahead)
-        self._runner.keep(0, path, len(path))
-        self._rows = {}
-        if len(path) < len(ahead):
-            self._runner.extend(0, ahead[len(path) :])
-
-    def _grow(self, tokens: Sequence[int]) -> int:
-        """Feed what is not yet in the tail; returns the node of the last token."""
-        path, held = self._slots.find(tokens), len(self._slots.tokens)
-        rest, node = tokens[len(path) :], path[-1] if path else ROOT
-        if not rest:
-            return node
-        new = range(held, held + len(rest))
-        rows = self._runner.feed([Feed(0, tuple(rest), (node, *new[:-1]))])[0]
-        self._rows |= dict(zip(new, rows, strict=True))
-        return new[-1]
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

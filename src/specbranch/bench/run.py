@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from specbranch.bench.lab import Lab, Workload
+from specbranch.bench.ledger import has_book
 from specbranch.bench.measurement import Measurement, RunStore, output_digest, told
 from specbranch.bench.methods import Setting
 from specbranch.bench.record import Record
 from specbranch.bench.results import WALL
 from specbranch.bench.suites import Prompt, Suite
+from specbranch.config import SpeculativeConfig
 from specbranch.core.pilot import Experience
+from specbranch.core.stats import Stats
 from specbranch.sim.profile import CostProfile
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
@@ -75,13 +78,20 @@ def _replayed(
 ) -> Iterator[Measurement]:
     turns: list[list[dict[str, Any]]] = [[] for _ in missing]
     for record in records:
-        with lab.player(record) as player:
-            for lines, (_, setting) in zip(turns, missing, strict=True):
-                assert setting.config is not None and clock.profile is not None
-                lines.append(told(player.play(setting.config, clock.profile, experience=known)))
+        for lines, (_, setting) in zip(turns, missing, strict=True):
+            assert setting.config is not None and clock.profile is not None
+            lines.append(told(_replay(lab, record, setting.config, clock.profile, known)))
     text = output_digest(record.tokens for record in records)  # what a play gave is checked against it
     for lines, (blank, _) in zip(turns, missing, strict=True):
         yield replace(blank, turns=tuple(lines), output=text)
+
+
+def _replay(lab: Lab, record: Record, config: SpeculativeConfig, profile: CostProfile, known: Experience) -> Stats:
+    """Play a record, or charge what was played of it for another clock."""
+    if has_book(config):
+        return lab.books.of(record, config).charged(profile)
+    with lab.player(record) as player:
+        return player.play(config, profile, experience=known)
 
 
 def measure(lab: Lab, job: Job, store: RunStore, progress: Progress, outside: Outside | None = None) -> None:

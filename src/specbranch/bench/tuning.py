@@ -17,12 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from specbranch import __version__
 from specbranch.bench.files import write_whole
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.ledger import Book, BookingPlayer
 from specbranch.bench.methods import Setting, default_setting
 from specbranch.bench.record import Record
 from specbranch.bench.results import BASELINE
@@ -53,9 +51,6 @@ SPACES: dict[str, Knobs] = {
     "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
 }
 ABOUT = {"pair", "hardware", "note", "provenance"}  # of a profile: words that change no charge
-
-# What was played, by lab: a bench asks again for every clock, and the play is the same for all of them.
-_BOOKS: WeakKeyDictionary[Lab, dict[tuple[str, SpeculativeConfig], Book]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +137,6 @@ class Tuner:
         self.decoded = 0
         self._progress = progress or (lambda what, done, of: None)
         self._records: list[Record] = []
-        self._books = _BOOKS.setdefault(lab, {})
 
     def search(self, method: str) -> Search:
         """Return what is known of a method, trying out what is not."""
@@ -200,19 +194,7 @@ class Tuner:
         return self._records[:: max(len(self._records) // PART, 1)]
 
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        return sum(self._book(record, config).seconds(self.goal.profile) for record in records)
-
-    def _book(self, record: Record, config: SpeculativeConfig) -> Book:
-        key = record.task.key(self.lab.identity["target_identity"]), config
-        if key not in self._books:
-            player = BookingPlayer(record, self.lab.draft)
-            try:
-                self._books[key] = player.book(config)
-            finally:
-                player.close()
-                if self.lab.draft:
-                    self.lab.draft.memory.forget()
-        return self._books[key]
+        return sum(self.lab.books.of(record, config).seconds(self.goal.profile) for record in records)
 
     def _recorded(self) -> None:
         if self._records:

@@ -60,6 +60,10 @@ class Runner(Protocol):
         """Keep one line of the tail, the first `commit` nodes of it as prefix; drop the rest (see Slots.keep)."""
         ...
 
+    def rewind(self, seq: int, length: int) -> None:
+        """Forget the tail, and the prefix beyond its first `length` tokens."""
+        ...
+
     def close(self, seq: int) -> None:
         """Forget the sequence and free its places."""
         ...

@@ -112,6 +112,10 @@ class NativeRunner:
             sources, targets = torch.tensor(moves).T.contiguous().to(self.device, non_blocking=True)
             held.cache.move(sources, targets)
 
+    def rewind(self, seq: int, length: int) -> None:
+        """Forget the tail, and the prefix beyond its first `length` tokens; what lies at their places is written over later."""
+        self._open[seq].slots.truncate(length)
+
     def close(self, seq: int) -> None:
         """Forget the sequence; its memory serves the next one opened."""
         self._spare.append(self._open.pop(seq).cache)

@@ -83,6 +83,13 @@ class _Sequence:
         line.path = list(range(len(path) - commit))
         self.lines = [line]
 
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens of the prefix."""
+        self.keep((), 0)
+        if surplus := len(self.slots.prefix) - length:
+            self.lines[0].cache.crop(-surplus)
+        self.slots.truncate(length)
+
 
 class TransformersRunner:
     """One transformers model with a cache for each line of each sequence."""
@@ -138,6 +145,10 @@ class TransformersRunner:
     def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
         """Keep one line of the tail, the first `commit` nodes of it as prefix; drop the rest."""
         self._held[seq].keep(path, commit)
+
+    def rewind(self, seq: int, length: int) -> None:
+        """Forget the tail, and the prefix beyond its first `length` tokens."""
+        self._held[seq].rewind(length)
 
     def close(self, seq: int) -> None:
         """Forget the sequence and free its caches."""

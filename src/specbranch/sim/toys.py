@@ -117,6 +117,11 @@ class ToyRunner:
             states[place] = states[source]
         del states[len(slots) :]
 
+    def rewind(self, seq: int, length: int) -> None:
+        """Forget all but the first tokens."""
+        self._slots[seq].truncate(length)
+        del self._states[seq][length:]
+
     def close(self, seq: int) -> None:
         """Forget a sequence."""
         del self._slots[seq], self._states[seq]
