@@ -315,6 +315,14 @@ class TestStore:
         assert done.returncode == -9
         assert [one.prompt for one in RunStore(tmp_path / "runs.jsonl", {}).measurements] == ["p1", "p2"]
 
+    def test_a_second_bench_in_the_same_folder_is_refused_while_the_first_one_writes(self, tmp_path: Path) -> None:
+        with RunStore(tmp_path / "runs.jsonl", PLAN) as store:
+            with pytest.raises(BadParameter, match="Another bench is writing"):
+                RunStore(tmp_path / "runs.jsonl", PLAN)
+            store.append(run("pearl"))
+        with RunStore(tmp_path / "runs.jsonl", PLAN) as again:
+            assert again.measurements == [run("pearl")]
+
     def test_damage_in_the_middle_is_named_by_its_line(self, tmp_path: Path) -> None:
         file = tmp_path / "runs.jsonl"
         with RunStore(file, PLAN) as store:

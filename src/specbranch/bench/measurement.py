@@ -1,7 +1,7 @@
 """One prompt answered once by one method, and the file in which such runs are kept as soon as they are done.
 
 Owns `Measurement` and its line of JSON. Invariant: a run that was appended is there after a kill; a last line that was cut off is dropped
-when the file is opened again, and any other damage is an error that names the line.
+when the file is opened again, and any other damage is an error that names the line; one process writes at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, Self
+
+from filelock import FileLock, Timeout
 
 from specbranch.bench.results import BASELINE, WALL, setting_text
 from specbranch.core.stats import Stats
@@ -78,8 +80,11 @@ class RunStore:
         self.path = path
         self.plan = json.loads(json.dumps(plan))  # as it will be read back
         self.measurements: list[Measurement] = []
+        self._lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
         try:
             self._file = self._open()
+        except Timeout:
+            raise BadParameter(f"Another bench is writing to {path.parent}. Wait for its end, or name another folder with --out.") from None
         except OSError as error:
             raise BadParameter(f"The runs cannot be kept in {path} ({error}). Name another folder with --out.") from error
         if self._file.tell() == 0:
@@ -98,6 +103,7 @@ class RunStore:
     def close(self) -> None:
         """Close the file; what was appended is in it already."""
         self._file.close()
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +117,14 @@ class RunStore:
 
     def _open(self) -> IO[str]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self._take_up()
-        return self.path.open("a", encoding="utf-8")
+        self._lock.acquire()
+        try:
+            if self.path.exists():
+                self._take_up()
+            return self.path.open("a", encoding="utf-8")
+        except BaseException:
+            self._lock.release()
+            raise
 
     def _take_up(self) -> None:
         whole = _without_torn_end(self.path)
