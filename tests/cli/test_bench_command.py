@@ -86,6 +86,21 @@ def test_a_setting_of_ones_own_is_run_beside(command: Command, pair: tuple[str, 
     assert [row["setting"] for row in rows if row["method"] == "pearl"] == [{"num_speculative_tokens": 5}, {"num_speculative_tokens": 2}]
 
 
+def test_by_the_wall_clock_methods_are_tuned_by_a_profile_that_is_measured_first(
+    command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path
+) -> None:
+    given = ("--tune", "--methods", "speculative")
+    done = bench(command, pair, tmp_path, prompts, *given)
+    (profile,) = (tmp_path / "out").glob("profile-*.json")
+    measured = json.loads(profile.read_text())
+    assert measured["target_identity"] and measured["overlap"] is False
+    assert [row["method"] for row in last(done)] == ["autoregressive", "speculative"]
+    assert len(list((tmp_path / "records" / "tuned").glob("*.json"))) == 1
+    before = profile.read_text()
+    assert bench(command, pair, tmp_path, prompts, *given).code == 0
+    assert profile.read_text() == before, "a folder keeps to the profile it was begun with"
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -77,6 +77,12 @@ class Lab:
         task = self._task([{"role": "user", "content": prompt.turns[0]}], workload, workload.seed_of(prompt, 0))
         return self._records.find(task) is not None
 
+    def has_room_for(self, prompt: Prompt, workload: Workload) -> bool:
+        """Whether prompt and answers fit the target's context."""
+        turns = ([{"role": "user", "content": words}, {"role": "assistant", "content": ""}] for words in prompt.turns)
+        asked = [message for turn in turns for message in turn][:-1]
+        return len(self.llm.tokenizer.chat(asked)) + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
+
     @contextmanager
     def player(self, record: Record) -> Iterator[Player]:
         """Play one record; the draft's cache is freed at the end."""

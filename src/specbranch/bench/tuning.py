@@ -110,10 +110,15 @@ def tuned(
     lab: Lab, method: str, clock: Clock, workload: Workload, progress: Progress | None = None, suites: tuple[Suite, ...] = ()
 ) -> Setting:
     """Return a method at its best for a pair, a clock and a temperature; one that has nothing to set, or sets itself, as it is."""
-    if not SPACES.get(method):
+    if not can_be_tuned(method):
         return default_setting(method)
     goal = Goal(clock, workload, suites or tuning_suites())
     return Tuner(lab, goal, progress).search(method).setting
+
+
+def can_be_tuned(method: str) -> bool:
+    """Whether a method has anything to set."""
+    return bool(SPACES.get(method))
 
 
 def tuning_suites() -> tuple[Suite, ...]:
@@ -204,12 +209,14 @@ class Tuner:
         records: list[Record] = []
         for done, prompt in enumerate(prompts):
             self._progress("Recording the target", done, len(prompts))
-            records += self.lab.records(prompt, self.goal.workload)
+            if self.lab.has_room_for(prompt, self.goal.workload):
+                records += self.lab.records(prompt, self.goal.workload)
         self._records = records
         self.decoded = sum(len(record.tokens) - 1 for record in self._records)
         if self.decoded < 1:
             raise BadParameter(
-                "No answer to the tuning prompts has more than one token, so there is nothing to tune on. Give other prompts."
+                "No tuning prompt fits the target's context and gets an answer of more than one token, so there is nothing to tune on. "
+                "Give other prompts, or fewer --max-tokens."
             )
 
     @property

@@ -54,6 +54,7 @@ DEFAULTS: dict[str, Any] = {
     "repeats": 1,
     "clock": (),
 }
+OUT = Path("bench-results")
 _what, _how, _where = (options_of(title) for title in ("What to run", "How", "Where"))
 
 
@@ -95,7 +96,12 @@ def bench() -> None:
 @_how("--clock", multiple=True, metavar="PROFILE", help="Charge time by a profile (name or file) instead of measuring it; may be repeated.")
 @_how("--repeats", type=click.IntRange(min=1), metavar="N", help="Times each prompt is measured [1; a modelled clock needs no more].")
 @_how("--tune/--no-tune", default=True, help="Tune each method on the shipped prompts first, once per pair and clock [tune].")
-@_how("--profile", type=click.Path(path_type=Path), metavar="FILE", help="For the wall clock: the profile of this machine to tune by.")
+@_how(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="For the wall clock: the profile of this machine to tune by [measured first, and kept in DIR].",
+)
 @_how(
     "--config", "configs", multiple=True, metavar="JSON", help='Run this setting too: \'{"method": "pearl", "num_speculative_tokens": 8}\'.'
 )
@@ -122,7 +128,7 @@ def run(**given: Any) -> None:
     from specbranch.bench.measurement import RunStore
 
     wanted = _with_preset(given)
-    out = wanted["out"] or Path("bench-results")
+    out = wanted["out"] or OUT
     suites, workloads, clocks = _suites(wanted), _workloads(wanted), _clocks(wanted["clock"])
     pairs = _pairs(wanted)
     names = _methods(wanted, pairs, clocks)
@@ -270,14 +276,10 @@ def _settings(
     from specbranch.bench.methods import Setting, default_setting
     from specbranch.config import SpeculativeConfig
 
-    profile = clock.profile or _measured_profile(wanted["profile"])
-    _refuse_other_pair(profile, lab, wanted["force_profile"])
-    tune = wanted["tune"] and profile is not None
-    if tune:
-        from specbranch.bench.run import Clock
+    by = _tuning_clock(lab, names, wanted, clock, progress)
+    if by is not None:
         from specbranch.bench.tuning import tuned
 
-        by = clock if clock.profile is not None else Clock(f"profile {Path(wanted['profile']).stem}", profile)
         found = [tuned(lab, name, by, workloads[0], progress) if name in METHODS else default_setting(name) for name in names]
     else:
         found = [default_setting(name) for name in names]
@@ -285,10 +287,35 @@ def _settings(
     return (*found, *(Setting(config.method or "speculative", config) for config in given))
 
 
-def _measured_profile(path: Path | None) -> Any:
+def _tuning_clock(lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock, progress: Progress) -> Clock | None:
+    """Return what methods are tuned by: the clock itself, or a profile of this machine; nothing if they are not to be, or cannot."""
+    from specbranch.bench.run import Clock
+    from specbranch.bench.tuning import can_be_tuned
     from specbranch.sim.shipped import load_profile
 
-    return None if path is None else load_profile(str(path))
+    if not wanted["tune"] or not any(can_be_tuned(name) for name in names):
+        return None
+    if clock.profile is not None:
+        return clock
+    if wanted["profile"] is not None:
+        given = load_profile(str(wanted["profile"]))
+        _refuse_other_pair(given, lab, wanted["force_profile"])
+        return Clock(f"profile {wanted['profile'].stem}", given)
+    return _machine(lab, wanted["out"] or OUT, progress) if lab.draft is not None else None
+
+
+def _machine(lab: Lab, out: Path, progress: Progress) -> Clock:
+    """Measure this machine with a pair, briefly, or take up what was measured for the same folder before."""
+    from specbranch.bench.machine import machine_profile
+    from specbranch.bench.run import Clock
+    from specbranch.sim.profile import CostProfile
+
+    file = out / f"profile-{lab.pair}.json"
+    if not file.exists():
+        machine_profile(lab.identity["target"], lab.identity["draft"], lab.pair, progress=progress).save(file)
+    made = CostProfile.load(file)
+    _refuse_other_pair(made, lab, force=False)
+    return Clock("this machine", made)
 
 
 def _outside(lab: Lab, names: tuple[str, ...]) -> Any:

@@ -186,15 +186,12 @@ def _pair_name(given: dict[str, Any]) -> str | None:
 
 def _measured(request: Request, executor: str, progress: Progress) -> Clock:
     """Measure this machine with the pair, briefly."""
-    from specbranch.assembly import ModelChoice
-    from specbranch.bench.measure import QUICK, measure
+    from specbranch.bench.machine import machine_profile
     from specbranch.bench.run import Clock
-    from specbranch.bench.workers import load_workers
 
     assert request.draft is not None
     kind: Any = executor
-    workers = load_workers(ModelChoice(request.target), ModelChoice(request.draft, shorten=True), request.draft, kind)
-    return Clock("this machine", measure(workers, QUICK, progress))
+    return Clock("this machine", machine_profile(request.target, request.draft, request.draft, kind, progress))
 
 
 def _circumstances(request: Request, goal: Any, tuner: Tuner) -> dict[str, Any]:
