@@ -51,6 +51,9 @@ def test_the_last_line_is_json_and_the_files_are_there(
     assert len(rows) == 5 * max(len(clock) // 2, 1) and all(row.keys() >= WANTED and row["lossless"] for row in rows)
     assert {row["method"] for row in rows} == {"autoregressive", "speculative", "pearl", "specbranch", "lookup"}
     assert "Lossless: every run" in done.out
+    for row in rows:
+        devices = 2 if row["clock"] == "c5" and row["method"] not in ("autoregressive", "lookup") else 1
+        assert row["devices"] == devices and row["tokens_per_second_per_device"] == row["tokens_per_second"] / devices  # type: ignore[operator]
     assert (tmp_path / "out" / "results.csv").read_text().count("\n") == len(rows) + 1
     assert "<svg" in (tmp_path / "out" / "report.html").read_text() and json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert str(tmp_path) not in (tmp_path / "out" / "report.html").read_text() or clock == ()

@@ -27,6 +27,16 @@ def test_a_verdict_splits_the_pending_chain() -> None:
     stats.check()
 
 
+def test_a_round_in_which_the_main_line_was_rejected_counts_once_wherever_it_was() -> None:
+    stats = Stats(emitted=13)
+    for pending, good, kept in ((4, 4, True), (4, 1, False), (4, 4, False), (0, 0, False)):
+        branch = chain(2, after=pending)
+        stats.judge(chain(pending), verdict(good))
+        stats.settle((branch,), branch if kept else None, good)
+    stats.judge(chain(3), verdict(1), taken=1)  # the request ended inside: nothing was rejected
+    assert stats.rejections == 3 and stats.summary()["run_between_rejections"] == 4.0
+
+
 def test_acceptance_by_position_counts_only_tokens_that_were_reached() -> None:
     stats = Stats()
     for good in (3, 1, 0):

@@ -122,6 +122,7 @@ def _counted(runs: list[Measurement]) -> dict[str, Any]:
     return {
         "tokens_per_forward": told["tokens_per_forward"],
         "rollback_rate": told["rollback_rate"] if drafted else None,
+        "run_between_rejections": told["run_between_rejections"],
         "rollback": {reason: count / emitted for reason, count in told["rollback"].items()} if drafted and emitted else {},
         "accepted_lengths": accepted_lengths(stats),
         "acceptance_by_position": tuple(told["acceptance_by_position"]),
@@ -136,8 +137,11 @@ def _timed(runs: list[Measurement]) -> dict[str, Any]:
     turns = [turn for run in runs for turn in run.turns]
     whole = sum(turn["ttft_seconds"] + turn["decode_seconds"] for turn in turns)
     slots = {(run.prompt, run.repeat): _timing(run) for run in runs}
+    rate = _rate(list(_typical(slots).values()))
     return {
-        "tokens_per_second": _rate(list(_typical(slots).values())),
+        "tokens_per_second": rate,
+        "devices": runs[0].devices,
+        "tokens_per_second_per_device": rate / runs[0].devices if rate is not None else None,
         "spread": half_width(_by_repeat(slots, lambda chosen: _rate([slots[slot] for slot in chosen])), runs[0].clock),
         "end_to_end_tokens_per_second": sum(turn["tokens"] for turn in turns) / whole if whole else None,
         "ttft_seconds": median(turn["ttft_seconds"] for turn in turns),
@@ -176,7 +180,7 @@ def _add(total: Stats, turn: Mapping[str, Any]) -> None:
     total.rejected += rollback.get("rejected", 0)
     total.losing += rollback.get("losing_branches", 0)
     total.dropped += rollback.get("dropped_by_length", 0)
-    for name in ("target_forwards", "drafted", "accepted", "unused", "branch_points", "branch_points_reached", "branch_hits"):
+    for name in ("target_forwards", "drafted", "accepted", "unused", "rejections", "branch_points", "branch_points_reached", "branch_hits"):
         setattr(total, name, getattr(total, name) + (turn.get(name) or 0))
     for name in ("draft", "target"):
         idle = turn.get(f"{name}_idle_seconds")

@@ -41,6 +41,7 @@ class Measurement:
     rule: str = "match"
     setting: Mapping[str, Any] = field(default_factory=dict)
     peak_memory: int | None = None
+    devices: int = 1  # that the method takes
 
     @property
     def key(self) -> RunKey:

@@ -46,6 +46,11 @@ class Setting:
         return {name: values[name] for name in names if values[name] is not None and _matters(name, self.config)}
 
     @property
+    def drafts(self) -> bool:
+        """Whether a draft model is at work, if there is one."""
+        return self.needs_draft or self.method == "auto"
+
+    @property
     def needs_draft(self) -> bool:
         """Whether it cannot run without a draft model."""
         return self.method == "hf-assisted" or (self.method in METHODS and METHODS[self.method].needs_draft)

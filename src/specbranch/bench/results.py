@@ -11,6 +11,8 @@ speedup             tokens_per_second over that of autoregressive decoding, over
 spread              half of the width of the middle 50 % over repeats, divided by the median: of tokens_per_second; speedup_spread: of
                     speedup. None after a single repeat by the wall clock; 0 on a modelled clock, which gives the same figure every time.
 rollback            drafted tokens thrown away per emitted token, by reason; rollback_rate is core.stats' own, as are all rates here.
+run_between_rejections   decoded tokens over the rounds in which a token of the main line was rejected (the paper's M).
+devices             that the method takes: two where draft and target are on different ones; tokens_per_second_per_device is its share.
 accepted_lengths    how many verifications of a chain accepted 0, 1, 2 … of its tokens.
 lossless            whether every run gave the same tokens as autoregressive decoding; None under the ratio rule, or without such a run.
 draft_idle, target_idle   the share of decode time in which the model had nothing to do.
@@ -73,6 +75,9 @@ class Row:
     draft_idle: float | None = None
     target_idle: float | None = None
     peak_memory: int | None = None  # bytes
+    run_between_rejections: float | None = None
+    devices: int = 1
+    tokens_per_second_per_device: float | None = None
 
     @property
     def key(self) -> Key:

@@ -149,6 +149,7 @@ def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: 
         clock=clock.name,
         rule="other" if outside_the_rule else rule,
         setting=setting.shown,
+        devices=clock.profile.devices if clock.profile is not None and setting.drafts else 1,
     )
 
 

@@ -26,6 +26,7 @@ class Stats:
     unused: int = 0  # still in flight, or beyond the end of the request
     rounds_all_accepted: int = 0
     rounds_rejected_inside: int = 0
+    rejections: int = 0  # rounds in which a token of the main line was rejected
     branch_points: int = 0
     branch_points_reached: int = 0  # those whose presumed tokens were all accepted, so that they could be hit
     branch_hits: int = 0
@@ -41,6 +42,7 @@ class Stats:
     target_busy: float = 0.0
     choices: list[tuple[int, str]] = field(default_factory=list)  # what `auto` chose: tokens emitted before, method
     _lost: bool = False  # since the last target forward
+    _rejected: bool = False  # by the last verdict
 
     @property
     def by_method(self) -> dict[str, int]:
@@ -83,6 +85,8 @@ class Stats:
         self.rejected += length - good
         self.rounds_all_accepted += good == length > 0
         self.rounds_rejected_inside += 0 < good < length
+        self.rejections += good < length
+        self._rejected = good < length
         for at in range(min(good + 1, length)):
             if at == len(self.tested_at):
                 self.tested_at.append(0)
@@ -107,6 +111,7 @@ class Stats:
         self.branch_points_reached += accepted in points
         if kept is None:
             self.rejected += len(survivor.tokens)
+            self.rejections += not self._rejected
             return
         self.accepted += 1
         self.branch_hits += 1
@@ -138,6 +143,8 @@ class Stats:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "rollback_rate": _over(self.rejected + self.dropped, line),
+            "rejections": self.rejections,
+            "run_between_rejections": _over(decoded, self.rejections),
             "rollback": {"rejected": self.rejected, "losing_branches": self.losing, "dropped_by_length": self.dropped},
             "unused": self.unused,
             "acceptance_by_position": [_over(a, t) for a, t in zip(self.accepted_at, self.tested_at, strict=True)],

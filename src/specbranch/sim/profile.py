@@ -35,6 +35,7 @@ class CostProfile:
     pair: str = ""  # the models it was measured with
     hardware: str = ""
     note: str = ""  # how it was measured, and what was assumed
+    devices: int = 1  # that both models together take; plain decoding and lookup take one
     overlap: bool = True  # whether both models work at once; if not, a round costs the draft's time and then the target's
     draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
     context: int = 0  # tokens before the rows where `target` and `draft` were measured
