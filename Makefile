@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint benchmarks clean
 
 setup: .venv/.complete
 
@@ -24,6 +24,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p specbranch
+
+# The modelled tables of docs/benchmarks.md; SPECBRANCH_DATA names the folder of the public prompts.
+benchmarks: setup
+	$(BIN)/specbranch bench run --preset modelled --out bench-modelled
+	$(BIN)/python scripts/write_benchmarks.py --modelled bench-modelled
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from specbranch.errors import BadParameter
 from specbranch.models import kernels, linear
-from specbranch.models.kernels import Machine, load_kernel, outputs_at_a_time
-from specbranch.models.linear import MOST_ROWS, KernelLinear, PlainLinear, choose_linear
+from specbranch.models.kernels import Machine, Stored, load_kernel, outputs_at_a_time, whole_numbers
+from specbranch.models.linear import MOST_ROWS, STORED_AS, KernelLinear, PlainLinear, choose_linear
 from specbranch.models.machine_code import _clean_mappings, compile_text
 from specbranch.models.weights import Matrix
 
@@ -45,10 +45,15 @@ def kernel_linear(weight: Tensor, bias: Tensor | None = None, most_rows: int = M
     return KernelLinear(kernel, weight, bias, most_rows)
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None = None) -> KernelLinear:
-    kernel, small = load_kernel("int8"), Matrix(weight).in_int8()
+def int8_linear(weight: Tensor, bias: Tensor | None = None, stored: Stored = "int8") -> KernelLinear:
+    """Whole numbers with scales, kept as int8 or, the same numbers, as bfloat16."""
+    kernel, small = load_kernel(stored), Matrix(weight).in_int8()
     assert kernel is not None
-    return KernelLinear(kernel, small.weight, bias, MOST_ROWS, small.scale)
+    return KernelLinear(kernel, small.weight.to(STORED_AS[stored]), bias, MOST_ROWS, small.scale)
+
+
+def bfloat16_linear(weight: Tensor) -> KernelLinear:
+    return int8_linear(weight, stored="bfloat16")
 
 
 def written_out(layer: KernelLinear) -> Tensor:
@@ -90,7 +95,7 @@ def test_a_row_has_the_same_bits_alone_as_among_others(shape: tuple[int, int]) -
 
 
 @needs_kernel
-@pytest.mark.parametrize("make", [kernel_linear, int8_linear])
+@pytest.mark.parametrize("make", [kernel_linear, int8_linear, bfloat16_linear])
 def test_the_bits_do_not_depend_on_threads_or_on_the_run(make: Callable[[Tensor], KernelLinear]) -> None:
     weight, x = numbers(1000, 577), numbers(6, 577, seed=1)
     expected = make(weight)(x)
@@ -105,9 +110,10 @@ def test_the_bits_do_not_depend_on_threads_or_on_the_run(make: Callable[[Tensor]
 @needs_kernel
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_int8_weights_agree_with_float64_at_1_to_20_rows(with_bias: bool, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("stored", ["int8", "bfloat16"])
+def test_int8_weights_agree_with_float64_at_1_to_20_rows(stored: Stored, with_bias: bool, shape: tuple[int, int]) -> None:
     bias = numbers(shape[0], seed=1) if with_bias else None
-    layer = int8_linear(numbers(*shape), bias)
+    layer = int8_linear(numbers(*shape), bias, stored)
     for rows in range(1, 21):
         x = numbers(rows, shape[1], seed=rows)
         assert_close_to_float64(layer(x), x, written_out(layer), bias)
@@ -115,8 +121,9 @@ def test_int8_weights_agree_with_float64_at_1_to_20_rows(with_bias: bool, shape:
 
 @needs_kernel
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(shape: tuple[int, int]) -> None:
-    layer = int8_linear(numbers(*shape), numbers(shape[0], seed=1))
+@pytest.mark.parametrize("stored", ["int8", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(stored: Stored, shape: tuple[int, int]) -> None:
+    layer = int8_linear(numbers(*shape), numbers(shape[0], seed=1), stored)
     x = numbers(MOST_ROWS, shape[1], seed=2)
     alone = torch.cat([layer(row[None]) for row in x])
     for rows in range(2, MOST_ROWS + 1):
@@ -125,15 +132,17 @@ def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(shape: 
 
 
 @needs_kernel
-def test_nothing_is_read_or_written_outside_int8_matrices() -> None:
+@pytest.mark.parametrize("stored", ["int8", "bfloat16"])
+def test_nothing_is_read_or_written_outside_int8_matrices(stored: Stored) -> None:
     outs, ins, rows = 7, 13, 3
     x, scale, y = (torch.full((n + 64,), float("nan")) for n in (rows * ins, outs, rows * outs))
-    weight = torch.full((outs * ins + 64,), 100, dtype=torch.int8)
+    weight = torch.full((outs * ins + 64,), 100, dtype=STORED_AS[stored])
     weight[32:-32], x[32:-32], scale[32:-32] = 1, 1, 0.5
     addresses = [part[32:].data_ptr() for part in (x, weight, y, scale)]
-    kernel = load_kernel("int8")
+    kernel = load_kernel(stored)
     assert kernel is not None
-    kernel(addresses[0], addresses[1], 0, addresses[2], rows, ins, outs, outputs_at_a_time(ins, outs, "int8"), addresses[3])
+    part = outputs_at_a_time(ins, outs, weight.element_size())
+    kernel(addresses[0], addresses[1], 0, addresses[2], rows, ins, outs, part, addresses[3])
     assert (y[32:-32] == ins / 2).all()
     assert y[:32].isnan().all() and y[-32:].isnan().all()
 
@@ -147,7 +156,7 @@ def test_int8_weights_are_written_out_where_another_kind_is_forced(kind: str | N
     layer, x = choose_linear(small.weight, None, small.scale), numbers(3, 40, seed=1)
     assert_close_to_float64(layer(x), x, small.weight * small.scale.unsqueeze(-1))
     stays = kind in ("llvm", None) and load_kernel("int8") is not None
-    assert (isinstance(layer, KernelLinear) and layer.weight.dtype is torch.int8) == stays
+    assert (isinstance(layer, KernelLinear) and layer.weight.dtype is STORED_AS[whole_numbers()]) == stays
 
 
 def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> None:
@@ -162,12 +171,13 @@ def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> No
 
 
 @needs_kernel
-def test_the_int8_kernel_for_narrower_vectors_is_right_too() -> None:
+@pytest.mark.parametrize("stored", ["int8", "bfloat16"])
+def test_the_int8_kernel_for_other_vectors_is_right_too(stored: Stored) -> None:
     x = numbers(5, 37, seed=1)
     for machine in (Machine(lanes=16, outs=1), Machine(lanes=8, outs=2)):
-        engine = compile_text(kernels.source(machine, "int8"), optimise=False)
+        engine = compile_text(kernels.source(machine, stored), optimise=False)
         work = engine.get_function_address("work")
-        layer = int8_linear(numbers(23, 37))
+        layer = int8_linear(numbers(23, 37), stored=stored)
         layer.kernel = kernels.Kernel(engine, work, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work), None)
         assert_close_to_float64(layer(x), x, written_out(layer))
         assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))

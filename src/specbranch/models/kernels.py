@@ -2,7 +2,8 @@
 
 BLAS repacks the weights whenever there is more than one row; a decoder at 2 to 16 rows then waits for that instead of for memory. Here
 each weight is fetched once for all rows. Weights are float32, or int8 with a scale for each output, which are a quarter of the bytes and
-become float32 in the registers. Owns no weights and chooses nothing (see `linear`).
+become float32 in the registers; where that conversion is slow the same whole numbers are kept as bfloat16, which only needs to be shifted.
+Owns no weights and chooses nothing (see `linear`).
 
 Invariant: an element of the result is one chain of fused multiply-adds in a fixed order, whatever the number of rows or threads. Row i of
 a call with many rows therefore equals, bit for bit, the call with that row alone.
@@ -21,8 +22,8 @@ import torch
 
 from specbranch.models.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
 
-Stored = Literal["float32", "int8"]
-BYTES: dict[Stored, int] = {"float32": 4, "int8": 1}  # of a weight
+Stored = Literal["float32", "bfloat16", "int8"]
+BYTES: dict[Stored, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
 
 PART = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
 TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
@@ -59,9 +60,9 @@ class Kernel:
             self.team(self.work, arguments, threads, 0)
 
 
-def outputs_at_a_time(ins: int, outs: int, stored: Stored = "float32") -> int:
-    """How many outputs a thread should take at once: whole tiles, and several turns for every thread."""
-    return max(4, min(PART // (BYTES[stored] * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
+def outputs_at_a_time(ins: int, outs: int, size: int = 4) -> int:
+    """How many outputs a thread should take at once, a weight being of so many bytes: whole tiles, and several turns for every thread."""
+    return max(4, min(PART // (size * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
 
 
 @cache
@@ -83,14 +84,24 @@ def load_kernel(stored: Stored = "float32") -> Kernel | None:
 
 
 def _machine(features: dict[str, bool], stored: Stored = "float32") -> Machine | None:
-    small = stored == "int8"  # 16 of them make one load everywhere, and then several vectors
-    if platform.machine() in ("aarch64", "arm64"):
-        return Machine(lanes=16, outs=1) if small else Machine(lanes=4, outs=4)
+    small = stored != "float32"  # 16 of them make one or two loads everywhere, and then several vectors
+    if is_arm():
+        return {"float32": Machine(4, 4), "bfloat16": Machine(8, 2), "int8": Machine(16, 1)}[stored]
     if not features.get("fma"):
         return None  # a fused multiply-add would be a library call for each number
     if features.get("avx512f"):
         return Machine(lanes=16, outs=4)
     return Machine(lanes=16, outs=1) if small else Machine(lanes=8, outs=2)
+
+
+def is_arm() -> bool:
+    """Whether this is a 64-bit ARM."""
+    return platform.machine() in ("aarch64", "arm64")
+
+
+def whole_numbers() -> Stored:
+    """How whole numbers are best kept: on an ARM core a vector of them takes two cycles to become floats, on x86 half a cycle."""
+    return "bfloat16" if is_arm() else "int8"
 
 
 def source(machine: Machine, stored: Stored = "float32") -> str:
@@ -101,7 +112,8 @@ def source(machine: Machine, stored: Stored = "float32") -> str:
     return "\n".join([_DECLARATIONS.format(L=lanes), *tiles, *map(_all_rows, sizes), _work(wide, stored)])
 
 
-_KINDS: dict[Stored, str] = {"float32": "float", "int8": "i8"}  # in LLVM's language
+_KINDS: dict[Stored, str] = {"float32": "float", "bfloat16": "i16", "int8": "i8"}  # in LLVM's language
+_SUFFIXES: dict[Stored, str] = {"float32": "f32", "bfloat16": "i16", "int8": "i8"}  # of its functions
 
 
 _DECLARATIONS = """
@@ -110,6 +122,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare <{L} x float> @llvm.fma.v{L}f32(<{L} x float>, <{L} x float>, <{L} x float>)
 declare <{L} x i1> @llvm.get.active.lane.mask.v{L}i1.i64(i64, i64)
 declare <{L} x float> @llvm.masked.load.v{L}f32.p0(ptr, i32, <{L} x i1>, <{L} x float>)
+declare <{L} x i16> @llvm.masked.load.v{L}i16.p0(ptr, i32, <{L} x i1>, <{L} x i16>)
 declare <{L} x i8> @llvm.masked.load.v{L}i8.p0(ptr, i32, <{L} x i1>, <{L} x i8>)
 """
 
@@ -172,10 +185,8 @@ class _Tile:
     def _ragged_end(self) -> str:
         load = "call <{L} x float> @llvm.masked.load.v{L}f32.p0"
         masked = "i32 4, <{L} x i1> %mask, <{L} x float> zeroinitializer)"
-        name = "f32" if self.stored == "float32" else "i8"
-        load_weights = (
-            "call {kind} @llvm.masked.load.v{L}" + name + ".p0(ptr %wr{o}, i32 {bytes}, <{L} x i1> %mask, {kind} zeroinitializer)"
-        )
+        load_weights = f"call {{kind}} @llvm.masked.load.v{{L}}{_SUFFIXES[self.stored]}.p0"
+        load_weights += "(ptr %wr{o}, i32 {bytes}, <{L} x i1> %mask, {kind} zeroinitializer)"
         return f"""looped:
 {self._each("  %sum{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
   %ragged = icmp slt i64 %whole, %n
@@ -195,6 +206,11 @@ rest:
         loaded = load.replace("{kind}", kind).replace("{bytes}", str(BYTES[self.stored]))
         if self.stored == "float32":
             return self._each_out(f"  %{name}{{o}} = {loaded}")
+        if self.stored == "bfloat16":  # the upper half of a float32
+            return self._each_out(f"""  %{name}.small{{o}} = {loaded}
+  %{name}.wide{{o}} = zext {kind} %{name}.small{{o}} to <{{L}} x i32>
+  %{name}.bits{{o}} = shl <{{L}} x i32> %{name}.wide{{o}}, splat (i32 16)
+  %{name}{{o}} = bitcast <{{L}} x i32> %{name}.bits{{o}} to <{{L}} x float>""")
         return self._each_out(f"""  %{name}.small{{o}} = {loaded}
   %{name}.whole{{o}} = sext {kind} %{name}.small{{o}} to <{{L}} x i32>
   %{name}{{o}} = sitofp <{{L}} x i32> %{name}.whole{{o}} to <{{L}} x float>""")

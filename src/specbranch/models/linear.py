@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.errors import unknown
-from specbranch.models.kernels import Kernel, Stored, load_kernel, outputs_at_a_time
+from specbranch.models.kernels import Kernel, Stored, load_kernel, outputs_at_a_time, whole_numbers
 
 Kind = Literal["torch", "onednn", "llvm"]
 Linear = Callable[[Tensor], Tensor]
@@ -37,6 +37,7 @@ TRIED_ROWS = (1, 4, 8)
 TOLERATED = 1.25  # times torch's cost: what numbers that do not depend on the row count are worth
 SAMPLE = 1 << 22  # elements of a large weight that are enough to measure with
 TRIALS = 3  # that the kernel must lose before torch is preferred
+STORED_AS: dict[Stored, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 SECONDS = 0.03  # to spend on one trial of one shape
 
 
@@ -48,8 +49,10 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None, scale: Tensor | No
     kernel does not run it is written out in float32.
     """
     if scale is not None:
-        small = load_kernel("int8") if takes_int8(weight.device, scale.dtype) else None
-        return KernelLinear(small, weight, bias, most_rows, scale) if small else choose_linear(weight * scale.unsqueeze(-1), bias)
+        small = load_kernel(whole_numbers()) if takes_int8(weight.device, scale.dtype) else None
+        if small is None:
+            return choose_linear(weight * scale.unsqueeze(-1), bias)
+        return KernelLinear(small, weight.to(STORED_AS[whole_numbers()]), bias, most_rows, scale)
     forced = forced_kind()
     if not _suits(weight, bias):
         return PlainLinear(weight, bias)
@@ -66,7 +69,7 @@ def takes_int8(device: torch.device, dtype: torch.dtype) -> bool:
     Nothing is measured: with few rows memory decides, which a trial on one cached matrix would not show.
     """
     runs = device.type == "cpu" and dtype is torch.float32 and forced_kind() in (None, "llvm")
-    return runs and load_kernel("int8") is not None
+    return runs and load_kernel(whole_numbers()) is not None
 
 
 def forced_kind() -> Kind | None:
@@ -116,8 +119,7 @@ class KernelLinear:
         self.kernel, self.weight, self.bias, self.scale = kernel, weight, bias, scale
         self._most_rows = most_rows
         self._outs, self._ins = weight.shape
-        stored: Stored = "float32" if scale is None else "int8"
-        self._sizes = (self._ins, self._outs, outputs_at_a_time(self._ins, self._outs, stored))
+        self._sizes = (self._ins, self._outs, outputs_at_a_time(self._ins, self._outs, weight.element_size()))
         self._addresses = [0 if part is None else part.data_ptr() for part in (weight, bias, scale)]
 
     def __call__(self, x: Tensor) -> Tensor:

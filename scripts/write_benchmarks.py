@@ -1,0 +1,142 @@
+"""Write the tables of docs/benchmarks.md from results of the bench: whatever stands between a pair of markers is made anew.
+
+    python scripts/write_benchmarks.py --modelled DIR --wall DIR
+
+The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from specbranch.bench.results import Results, Row
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "cnn_dm": "CNN/DM", "mt_bench": "MT-bench"}
+COMPARED = ("humaneval", "gsm8k", "cnn_dm")  # the suites of the paper's table that are ours, too
+METHODS = ("speculative", "adaptive", "lookup", "pearl", "specbranch", "auto")
+PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval, GSM8K, CNN/DM
+    "h200-68m-7b": ("LLaMA 68M & 7B", (1.69, 1.86, 1.66), (2.04, 2.12, 1.87)),
+    "h200-68m-13b": ("Vicuna 68M & 13B", (2.02, 1.61, 1.68), (2.47, 1.95, 1.89)),
+    "h200-1.3b-33b": ("Deepseek-Coder 1.3B & 33B", (3.39, 2.78, 2.63), (3.71, 3.02, 2.97)),
+}
+
+
+def main() -> None:
+    """Read results and write the page."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--modelled", type=Path, help="folder of modelled results")
+    options.add_argument("--wall", type=Path, help="folder of measured results")
+    given = options.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    if given.modelled:
+        results = Results.load(given.modelled / "results.json")
+        text = _filled(text, "paper", _beside_the_paper(results.rows))
+        text = _filled(text, "modelled", _modelled(results.rows))
+        text = _filled(text, "auto", _auto(results.rows))
+        text = _filled(text, "modelled-origin", _origin(results))
+    if given.wall:
+        results = Results.load(given.wall / "results.json")
+        text = _filled(text, "wall", _wall(results.rows))
+        text = _filled(text, "wall-origin", _origin(results))
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def _filled(text: str, name: str, lines: Iterable[str]) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"{PAGE} lacks {begin} … {end}.")
+    made = "\n".join([begin, *lines, end])
+    return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: made, text, flags=re.DOTALL)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def _origin(results: Results) -> list[str]:
+    made = results.provenance
+    lossless = sum(bool(row.lossless) for row in results.rows)
+    tokens = sum(row.tokens for row in results.rows)
+    return [
+        f"specbranch {made.versions.get('specbranch')}, {made.made[:10]}; {len(results.rows)} rows, {tokens:,} emitted tokens, "
+        f"{lossless} of {len(results.rows)} rows lossless (every run identical to plain decoding)."
+    ]
+
+
+def _beside_the_paper(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for clock, (models, pearl, branches) in PAPER.items():
+        for pair in _names(rows, lambda row: row.pair):
+            cells = [_speedup(rows, pair, suite, clock, method) for method in ("pearl", "specbranch") for suite in COMPARED]
+            lines.append([clock, pair.removeprefix("smollm2-"), *_means(cells)])
+        lines.append([clock, f"*paper: {models}*", *(f"*{text}*" for text in _means([*pearl, *branches]))])
+    return _table(["costs", "pair", *(f"{m}: HumanEval / GSM8K / CNN-DM / mean" for m in ("PEARL", "SpecBranch"))], lines)
+
+
+def _means(cells: Sequence[float]) -> list[str]:
+    halves = cells[:3], cells[3:]
+    return [" / ".join(f"{value:.2f}" for value in (*half, fmean(half))) for half in halves]
+
+
+def _modelled(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for clock in _names(rows, lambda row: row.clock):
+        for pair in _names(rows, lambda row: row.pair):
+            means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in METHODS}
+            best = max(means.values())
+            told = [f"**{mean:.2f}**" if mean == best else f"{mean:.2f}" for mean in means.values()]
+            lines.append([clock, pair.removeprefix("smollm2-"), *told])
+    return _table(["costs", "pair", *METHODS], lines)
+
+
+def _auto(rows: Sequence[Row]) -> list[str]:
+    """How `auto` compares with the best fixed method, tuned, in the worst and the middle of all cells."""
+    cells = []
+    for clock in _names(rows, lambda row: row.clock):
+        for pair in _names(rows, lambda row: row.pair):
+            for suite in SUITES:
+                fixed = {m: _speedup(rows, pair, suite, clock, m) for m in ("autoregressive", *METHODS) if m != "auto"}
+                best = max(fixed, key=fixed.__getitem__)
+                cells.append((_speedup(rows, pair, suite, clock, "auto"), fixed[best], best, f"{clock}, {pair}, {suite}"))
+    ratios = sorted((auto / best, where) for auto, best, _, where in cells)
+    low = min(cells)
+    return [
+        f"{len(cells)} cells (costs × pair × suite): `auto` reaches {ratios[0][0]:.3f} of the best tuned fixed method at worst "
+        f"({ratios[0][1]}), {ratios[len(ratios) // 2][0]:.3f} in the middle; "
+        f"{sum(ratio >= 0.95 for ratio, _ in ratios)} of {len(ratios)} are within 5 %. Its lowest speedup over plain decoding is "
+        f"{low[0]:.2f} ({low[3]})."
+    ]
+
+
+def _wall(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for pair in _names(rows, lambda row: row.pair):
+        for method in _names(rows, lambda row: row.method):
+            found = [_row(rows, pair, suite, "wall", method) for suite in SUITES]
+            told = [f"{row.tokens_per_second:.1f} ({row.speedup:.2f}, ±{100 * (row.spread or 0):.1f} %)" for row in found]
+            lines.append([pair.removeprefix("smollm2-"), method, *told])
+    return _table(["pair", "method", *SUITES.values()], lines)
+
+
+def _names(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
+    return list(dict.fromkeys(map(name, rows)))
+
+
+def _speedup(rows: Sequence[Row], pair: str, suite: str, clock: str, method: str) -> float:
+    return _row(rows, pair, suite, clock, method).speedup or 0.0
+
+
+def _row(rows: Sequence[Row], pair: str, suite: str, clock: str, method: str) -> Row:
+    for row in rows:
+        if (row.pair, row.suite, row.clock, row.method) == (pair, suite, clock, method):
+            return row
+    raise SystemExit(f"The results lack {method} on {suite} with {pair} by {clock}.")
+
+
+if __name__ == "__main__":
+    main()
