@@ -75,14 +75,21 @@ def charged(lab: Lab, config: SpeculativeConfig, clock: Clock) -> float:
 
 @pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl"])
-def test_of_one_knob_every_value_is_tried_and_the_best_taken(method: str, clock: Clock, fresh: Lab) -> None:
-    seconds = {n: charged(fresh, SpeculativeConfig(method=method, num_speculative_tokens=n), clock) for n in range(1, 13)}
+def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: Lab) -> None:
+    values = SPACES[method]["num_speculative_tokens"]
+    seconds = {n: charged(fresh, SpeculativeConfig(method=method, num_speculative_tokens=int(n)), clock) for n in values}
     found = Tuner(fresh, goal(clock)).search(method)
-    assert [trial.config.num_speculative_tokens for trial in found.trials] == list(SPACES[method]["num_speculative_tokens"])
-    assert [trial.seconds for trial in found.trials[:12]] == pytest.approx(list(seconds.values()))
-    assert found.best.seconds == min(trial.seconds for trial in found.trials)
-    told_apart = len({round(trial.seconds, 6) for trial in found.trials}) > 3
+    for trial in found.trials:
+        assert trial.seconds == pytest.approx(seconds[trial.config.num_speculative_tokens])
+    assert found.best.seconds == pytest.approx(min(seconds.values()))
+    told_apart = len({round(value, 6) for value in seconds.values()}) > 3
     assert told_apart or method == "adaptive", "the length made no difference"  # a tiny draft is so unsure that AdaEDL stops at once
+
+
+def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:
+    found = Tuner(fresh, goal(DEAR)).search("speculative")
+    assert found.best.config.num_speculative_tokens == 1 and 3 < found.looked_at < 12
+    assert len(set(fresh.books.played)) == found.looked_at
 
 
 def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
@@ -147,7 +154,7 @@ def test_a_damaged_file_counts_as_none(fresh: Lab) -> None:
     for text in ("", "[]", '{"trials": []}', '{"trials": [{"config": {"gamma": 3}, "seconds": 1.0}]}'):
         file.write_text(text)
         assert Tuner(fresh, goal()).search("speculative") == first
-    assert len(json.loads(file.read_text())["trials"]) == 12
+    assert len(json.loads(file.read_text())["trials"]) == len(first.trials)
 
 
 def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +176,7 @@ def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(fresh: Lab, mon
 def test_progress_is_told(fresh: Lab) -> None:
     told: list[tuple[str, int, int]] = []
     Tuner(fresh, goal(), lambda *what: told.append(what)).search("speculative")
-    assert ("Tuning speculative for cheap", 11, 12) in told and told[0] == ("Recording the target", 0, 2)
+    assert ("Tuning speculative for cheap", 3, 12) in told and told[0] == ("Recording the target", 0, 2)
 
 
 def test_methods_without_knobs_are_left_as_they_are(lab: Lab) -> None:

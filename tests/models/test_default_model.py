@@ -87,6 +87,7 @@ def near_tie(llm: LLM, prompt: list[int], ours: list[int], theirs: list[int]) ->
 
 
 def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) -> None:
+    """What transformers would choose after every token of our answers is the next one, so its own greedy answers are ours."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     asked = prompts(plain)
     assert len(asked) == 20 and len(asked[-1]) > 8000
@@ -94,20 +95,25 @@ def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) 
     for prompt in asked:
         ours = list(plain.generate([prompt], params)[0].token_ids)
         with torch.inference_mode():
-            out = reference.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        theirs = out[0, len(prompt) :].tolist()
+            logits = reference(torch.tensor([[*prompt, *ours[:-1]]]), logits_to_keep=TOKENS).logits[0]
+        theirs = logits.argmax(-1).tolist()
         if ours != theirs:
             assert near_tie(plain, prompt, ours, theirs)
             ties += 1
     print(f"{ties} near-ties in {len(asked) * TOKENS} tokens")
     assert ties <= 1
+
+
+def test_generate_of_transformers_gives_our_greedy_answers(plain: LLM, reference: Any) -> None:
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    for prompt in prompts(plain)[:3]:
+        ours = list(plain.generate([prompt], params)[0].token_ids)
+        length = torch.ones(1, len(prompt))
+        ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.inference_mode():
+            out = reference.generate(torch.tensor([prompt]), attention_mask=length, max_new_tokens=TOKENS, **ending)
+        theirs = out[0, len(prompt) :].tolist()
+        assert ours == theirs or near_tie(plain, prompt, ours, theirs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])

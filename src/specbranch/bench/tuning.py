@@ -1,9 +1,10 @@
 """The best setting of each method for a pair and a clock, found on prompts other than those a bench reports.
 
 Owns the search and what it found. The prompts are the last few of each shipped suite, so that a bench on the first few of those has others,
-too. A length alone is tried out at every value. Several knobs are searched by optuna's TPE with a fixed seed, beginning with the method's
-usual setting: each trial is looked at on a part of the prompts, and played on all of them if it does about as well there as the best before
-it, because every new setting has the draft read what it never read. What counts is the sum of charged decode seconds over all prompts.
+too. Each setting is looked at on a part of the prompts, and played on all of them if it does about as well there as the best before it. A
+length alone is tried out value by value, until longer ones only get worse. Several knobs are searched by optuna's TPE with a fixed seed,
+beginning with the method's usual setting and a number of settings drawn at random, the same for every clock, so that these are played once
+for all. What counts is the sum of charged decode seconds over all prompts.
 Invariants: the same question gives the same answer; a finished search is kept under everything it depends on, and an interrupted one leaves
 its trials in `Tuner.tried`.
 """
@@ -11,6 +12,7 @@ its trials in `Tuner.tried`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,11 +32,13 @@ from specbranch.config import SpeculativeConfig
 from specbranch.errors import BadParameter
 from specbranch.sim.profile import CostProfile
 
-VERSION = 2  # of the search: what was found by another is looked for again
+VERSION = 3  # of the search: what was found by another is looked for again
 PROMPTS = 4  # of each shipped suite
 TRIALS = 40
 PART = 5  # answers that every trial is looked at on
 CLOSE = 1.03  # times the best seconds on them: near enough to be played on all
+DRAWN = 24  # trials drawn at random before any is chosen by those before it
+WORSE, ENOUGH = 1.1, 3  # a length that takes so much longer than the best is bad; so many in a row end the search
 SEED = 20260301
 
 Knobs = Mapping[str, Sequence[int | float]]
@@ -151,7 +155,7 @@ class Tuner:
             self.tried[method], self.looked_at[method] = list(held.trials), held.looked_at
             return held
         self.tried[method], self.looked_at[method] = [], 0
-        for config in self._exhaustive(method) if len(SPACES[method]) < 2 else self._optimised(method):
+        for config in self._ascending(method) if len(SPACES[method]) < 2 else self._optimised(method):
             self.tried[method].append(Trial(config, self._seconds(config, self._records)))
         found = self.found(method)
         assert found is not None
@@ -163,19 +167,28 @@ class Tuner:
         trials = self.tried.get(method)
         return Search(method, tuple(trials), self.decoded, self.looked_at[method]) if trials else None
 
-    def _exhaustive(self, method: str) -> Iterator[SpeculativeConfig]:
+    def _ascending(self, method: str) -> Iterator[SpeculativeConfig]:
+        """Try one length after another; yields what is worth playing on all prompts."""
         name, values = next(iter(SPACES[method].items()), ("", ()))
         settings = [{name: value} for value in values] or [{}]
+        best, bad = math.inf, 0
         for setting in settings:
             self._look(method, len(settings))
-            yield _config(method, setting)
+            config = _config(method, setting)
+            seconds = self._seconds(config, self._part)
+            best = min(best, seconds)
+            bad = bad + 1 if seconds > WORSE * best else 0
+            if seconds <= CLOSE * best:
+                yield config
+            if bad == ENOUGH:
+                return
 
     def _optimised(self, method: str) -> Iterator[SpeculativeConfig]:
         """Let optuna choose, going by a part of the prompts; yields what is worth playing on all of them."""
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED))
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED, n_startup_trials=DRAWN))
         study.enqueue_trial(_places(method))
         known: dict[SpeculativeConfig, float] = {}
         for _ in range(self.goal.trials):
