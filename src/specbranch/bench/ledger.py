@@ -18,6 +18,7 @@ from specbranch.core.stats import Stats
 from specbranch.sim.clock import Charge, VirtualClock
 from specbranch.sim.profile import CostProfile
 
+OPEN = 24  # players: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
 Round = tuple[Forward, tuple[Forward, ...]]  # the target's, of no rows if it had nothing to do; the draft's
 
@@ -79,7 +80,7 @@ class Books:
     def __init__(self, draft: Draft | None) -> None:
         self._draft = draft
         self._held: dict[tuple[Task, SpeculativeConfig], Book] = {}
-        self._player: BookingPlayer | None = None
+        self._players: dict[Task, BookingPlayer] = {}  # the one used last comes last
 
     def of(self, record: Record, config: SpeculativeConfig) -> Book:
         """Return the book of a play."""
@@ -98,20 +99,23 @@ class Books:
         self._held.clear()
 
     def close(self) -> None:
-        """Free the draft's cache; the books stay."""
-        if self._player:
-            self._player.close()
-        self._player = None
-        if self._draft:
-            self._draft.memory.forget()
+        """Free the draft's caches; the books stay."""
+        for player in self._players.values():
+            player.close()
+        self._players.clear()
 
     def _on(self, record: Record) -> BookingPlayer:
-        """The player of a record: the one before, if it played the same."""
-        if self._player is None or self._player.record.task != record.task:
-            self.close()
-            self._player = BookingPlayer(record, self._draft)
-            self._player.read_ahead()
-        return self._player
+        """The player of a record. Some stay open: a search comes back to the same records again and again, and their prompts are long."""
+        player = self._players.pop(record.task, None)
+        if player is None:
+            if len(self._players) == OPEN:
+                self._players.pop(next(iter(self._players))).close()
+            if self._draft:
+                self._draft.memory.forget()
+            player = BookingPlayer(record, self._draft)
+            player.read_ahead()
+        self._players[record.task] = player
+        return player
 
 
 class BookingPlayer(Player):
