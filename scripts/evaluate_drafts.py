@@ -55,8 +55,10 @@ def recorded(target: LLM, suites: Mapping[str, list[str]], file: Path) -> dict[s
     with file.open("a", encoding="utf-8") as kept:
         for suite, at in tracked(missing, "The target answers"):
             ids = target.tokenizer.chat([{"role": "user", "content": suites[suite][at]}])
-            answer = target.generate([ids], SamplingParams(max_tokens=TOKENS))[0].token_ids
-            held[f"{suite}/{at}"] = {"prompt": list(ids), "answer": list(answer)}
+            answer = target.generate([ids], SamplingParams(max_tokens=TOKENS))[0]
+            if answer.error is not None:
+                raise answer.error
+            held[f"{suite}/{at}"] = {"prompt": list(ids), "answer": list(answer.token_ids)}
             kept.write(json.dumps({"id": f"{suite}/{at}", **held[f"{suite}/{at}"]}) + "\n")
             kept.flush()
     return {suite: list(_texts(held, suite, len(prompts))) for suite, prompts in suites.items()}

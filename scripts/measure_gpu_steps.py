@@ -31,6 +31,8 @@ def main() -> None:
     options.add_argument("--context", type=int, default=512, help="tokens before the step")
     options.add_argument("--times", type=int, default=200, help="steps in a measurement")
     given = options.parse_args()
+    if given.device != "cpu":
+        torch.cuda.set_device(torch.device(given.device).index or 0)  # whose streams, graphs and name are meant from here on
     rows = [_measured(pair, given) for pair in PAIRS]
     print(f"{'pair':16} {'target ms':>9} {'draft ms':>9} {'target / draft':>14}")
     for row in rows:
@@ -66,7 +68,9 @@ def _step(runner: NativeRunner, context: int) -> Step:
 def _captured(step: Step, device: str) -> Step:
     if device == "cpu":
         return step
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         step()  # sets up what a capture must not
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -41,7 +41,7 @@ def main() -> None:
     """Write the material, then train the drafts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["write", *RECIPES], metavar="PART", help="write, weak, default, strong [all]")
-    parser.add_argument("--out", type=Path, default=Path("drafts"), help="folder of the drafts [drafts]")
+    parser.add_argument("--out", type=Path, default=Path("trained-drafts"), help="folder of the drafts [trained-drafts]")
     parser.add_argument("--target", default=TARGET, help=f"where the target is, if not to be had by name [{TARGET}]")
     parser.add_argument("--seconds-writing", type=int, default=240, help="how long the target writes [240]")
     given = parser.parse_args()

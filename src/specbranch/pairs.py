@@ -94,7 +94,7 @@ def draft_folder(name: str) -> Path:
             return folder
     raise MissingDraft(
         f"The draft of pair {name!r} is not here; looked in {', '.join(map(str, roots()))}. The package carries that of {DEFAULT_PAIR!r} "
-        f"alone: the others are in drafts/ of a checkout of the repository, or are made there by scripts/train_drafts.py. "
+        f"alone: the others are in drafts/ of a checkout of the repository, or are made by its scripts/train_drafts.py. "
         f"Set {DRAFTS_VARIABLE} to a folder that has {name!r} in it."
     )
 

@@ -348,6 +348,17 @@ class TestStore:
         with pytest.raises(BadParameter, match="cannot be kept"):
             RunStore(file / "below" / "runs.jsonl", PLAN)
 
+    def test_runs_of_other_models_or_charges_under_the_same_names_are_refused(self, tmp_path: Path) -> None:
+        with RunStore(tmp_path / "runs.jsonl", PLAN) as store:
+            one = replace(run("pearl"), models="a", clock="mine", charges="x")
+            store.append(one)
+            store.refuse_another(one)
+            store.refuse_another(replace(one, pair="another", models="b"))
+            with pytest.raises(BadParameter, match="other models under the name"):
+                store.refuse_another(replace(one, models="b"))
+            with pytest.raises(BadParameter, match="another cost profile named mine"):
+                store.refuse_another(replace(one, charges="y"))
+
     def test_the_digest_of_an_output_tells_tokens_and_turns_apart(self) -> None:
         texts = [[[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [[12], [3]], [[1, 2], [4]]]
         assert len({output_digest(text) for text in texts}) == len(texts)

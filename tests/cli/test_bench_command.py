@@ -112,7 +112,10 @@ def test_by_the_wall_clock_methods_are_tuned_by_a_profile_that_is_measured_first
         (("--clock", "c7"), "Unknown cost profile 'c7'"),
         (("--clock", "c5", "--methods", "hf-generate"), "by the wall clock only"),
         (("--prompts", "gone.jsonl"), "cannot be read"),
-        (("--config", '{"methud": "pearl"}'), "methud"),
+        (("--config", '{"method": "pearl", "methud": 1}'), "methud"),
+        (("--config", "{nonsense"), "--config is no JSON"),
+        (("--config", "[1]"), "expected a JSON object with a method"),
+        (("--suites", "humaneval", "--data", "no/such/folder"), "does not exist"),
     ],
 )
 def test_mistakes_are_sentences(

@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from in_process import Command, Done
 
+from specbranch.bench import provenance
+from specbranch.cli import distill as distill_command
 from specbranch.distill.draft_folder import read_draft
+from specbranch.distill.material import Material
+from specbranch.errors import ModelError
 
 SMALL = ("--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--rows", "4", "--length", "128", "--learning-rate", "0.003")
 SHORT = (*SMALL, "--tokens", "4000", "--steps", "12")
@@ -113,6 +118,13 @@ def test_a_smaller_head_and_int8_and_own_prompts_are_taken(command: Command, pai
         (("--steps", "0"), "above 0"),
         (("--data", "gone.txt"), "cannot be read"),
         (("--material", "gone.safetensors"), "no material at"),
+        (("--material", "any.safetensors", "--only-write"), "--only-write and --material"),
+        (("--seconds-writing", "inf"), "seconds is inf; expected a finite number"),
+        (("--seconds-training", "inf"), "seconds is inf; expected a finite number"),
+        (("--seed", str(10**17)), "--seed is 100000000000000000; expected"),
+        (("--rows", "0"), "rows is 0"),
+        (("--writing-rows", "0"), "rows is 0"),
+        (("--checkpoint-seconds", "nan"), "checkpoint_seconds is nan"),
     ],
 )
 def test_impossible_wishes_are_sentences(
@@ -153,6 +165,71 @@ def test_a_damaged_checkpoint_is_a_sentence(command: Command, pair: tuple[str, s
     assert "run.json is damaged" in distilled(command, pair[0], tmp_path, *SHORT, "--resume").err
 
 
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target whose weights must not be read."""
+
+    def read(*given: object) -> None:
+        pytest.fail("the target was read")
+
+    monkeypatch.setattr(distill_command, "_load", read)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_folder_that_is_not_to_be_had_is_told_before_the_target_is_read(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text("[")
+    assert "run.json is damaged" in distilled(command, pair[0], tmp_path, *SHORT).err
+    (tmp_path / "training" / "run.json").unlink()
+    with FileLock(tmp_path / "training" / "run.lock"):
+        done = distilled(command, pair[0], tmp_path, *SHORT, "--resume")
+    assert done.code == 2 and "Another distill is at work in" in done.err
+
+
+def test_a_target_that_cannot_be_read_leaves_no_run_behind(
+    command: Command, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*given: object) -> None:
+        raise ModelError("It is damaged.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(distill_command, "_load", damaged)
+        assert distilled(command, pair[0], tmp_path, *SHORT).code == 2
+    assert distilled(command, pair[0], tmp_path, *SHORT, "--only-write").code == 0
+
+
+def test_material_of_nothing_is_refused_and_that_of_another_target_told(
+    command: Command, pair: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    none, file = torch.zeros(0, dtype=torch.int64), tmp_path / "material-0.safetensors"
+    Material(none.int(), torch.zeros(1, dtype=torch.int64), none).save(file)
+    done = distilled(command, pair[0], tmp_path / "out", *SHORT, "--material", str(file))
+    assert done.code == 2 and "holds no conversations" in done.err
+    tokens = torch.arange(240, dtype=torch.int32)
+    Material(tokens, torch.arange(0, 241, 12), torch.full((20,), 4), {"target": "elsewhere"}).save(file)
+    assert distilled(command, pair[0], tmp_path / "two", *SHORT, "--material", str(file)).code == 0
+    assert "was written by elsewhere, not by target" in caplog.text
+
+
+def test_material_given_once_leaves_the_notes_of_the_writing(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    written = distilled(command, pair[0], tmp_path, *SHORT, "--only-write", "--json").answers()[0]
+    given = ("--material", written["material"], "--resume")
+    assert distilled(command, pair[0], tmp_path, *SMALL, "--steps", "12", *given).code == 0
+    assert distilled(command, pair[0], tmp_path, *SHORT, "--resume").code == 0
+
+
+def test_a_repository_around_an_installed_package_is_not_taken_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(tmp_path), *who, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    (tmp_path / "installed").mkdir()
+    monkeypatch.delenv("SPECBRANCH_COMMIT", raising=False)
+    monkeypatch.setattr(provenance, "_SOURCE", tmp_path / "installed")
+    assert distill_command._commit() == "unknown"
+    monkeypatch.setattr(provenance, "_SOURCE", tmp_path)
+    assert len(distill_command._commit()) == 12
+
+
 def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
     from specbranch.cli.distill import _slices
     from specbranch.distill.writer import WriterSettings
@@ -161,6 +238,7 @@ def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
     assert [piece.seconds for piece in pieces] == [100.0] * 3
     assert [piece.seed for piece in pieces] == [2000, 2001, 2002]
     assert len(_slices(WriterSettings(tokens=1000))) == 1 and len(_slices(WriterSettings(tokens=50_000_000))) == 3
+    assert len(_slices(WriterSettings(seconds=1e12))) == 1000  # the seed after the last is the next run's first
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import IO
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specbranch.distill import draft_folder
 from specbranch.distill.draft_folder import DraftInfo, DraftWeights, Storage, config_of, fingerprint_of, read_draft, save_draft, write_whole
@@ -124,6 +124,31 @@ def test_a_damaged_draft_is_named_in_a_sentence(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"no tensors here")
     with pytest.raises(ModelError, match="damaged"):
         read_draft(folder)
+
+
+@pytest.mark.parametrize(("scale", "words"), [(None, "cannot be read"), (torch.ones(3), r"a scale of shape \[3\]")])
+def test_a_matrix_without_its_scales_is_a_sentence(scale: torch.Tensor | None, words: str, tmp_path: Path) -> None:
+    file = saved_draft(tmp_path / "draft", tmp_path / "target", storage="int8") / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.down_proj.scale"]
+    save_file(tensors if scale is None else {**tensors, "model.layers.0.mlp.down_proj.scale": scale}, file)
+    with pytest.raises(ModelError, match=words):
+        read_draft(file.parent).tensor("model.layers.0.mlp.down_proj.weight")
+
+
+def test_a_head_that_is_no_list_of_ids_is_a_sentence(tmp_path: Path) -> None:
+    file = saved_draft(tmp_path / "draft", tmp_path / "target") / "model.safetensors"
+    for wrong in (torch.ones(3), torch.ones(2, 3, dtype=torch.int32)):
+        save_file({**load_file(file), "draft.head_ids": wrong}, file)
+        with pytest.raises(ModelError, match="no list of token ids"):
+            _ = read_draft(file.parent).head_ids
+
+
+def test_the_card_names_a_known_target_as_the_hub_does(tmp_path: Path) -> None:
+    arch, source, weights = opened("qwen3", tmp_path / "target")
+    info = DraftInfo("smollm2-135m", fingerprint_of(arch, source), (0,))
+    save_draft(tmp_path / "draft", arch, DraftWeights(weights.layers[:1], weights.norm), info)
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct\n" in (tmp_path / "draft" / "README.md").read_text()
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

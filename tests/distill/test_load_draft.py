@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specbranch import LLM, SamplingParams
 from specbranch.cli.main import run
@@ -111,3 +114,20 @@ def test_a_draft_of_another_target_is_refused(drafts: dict[str, str], tmp_path: 
     _, other = make_pair(tmp_path)
     with pytest.raises(ModelError, match="was made for target"):
         LLM(other, drafts["whole"], device="cpu")
+
+
+def test_a_draft_whose_tensors_do_not_fit_is_a_sentence(drafts: dict[str, str], pair: tuple[str, str], tmp_path: Path) -> None:
+    shutil.copytree(drafts["reduced"], tmp_path, dirs_exist_ok=True)
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    sound = load_file(file)
+    wrong = {
+        "has shape": {"model.layers.0.mlp.down_proj.weight": torch.ones(3, 5)},
+        "not ascending ids below": {"draft.head_ids": torch.tensor([5, 100_000], dtype=torch.int32)},
+    }
+    for words, tensors in wrong.items():
+        save_file({**sound, **tensors}, file)
+        with pytest.raises(ModelError, match=words):
+            load_draft(tmp_path, pair[0], context_length=64)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    with pytest.raises(ModelError, match=r"by its config\.json the embedding is 64"):
+        load_draft(tmp_path, pair[0], context_length=64)

@@ -94,7 +94,7 @@ def test_training_brings_the_draft_nearer_to_its_target(target: Target, tmp_path
     after = trained(target, tmp_path / "some", replace(SETTINGS, steps=60, checkpoint_seconds=99.0)).figures
     assert after["divergence"] < 0.8 * before["divergence"]
     assert after["top1"] > before["top1"] and after["top1"] <= after["top3"]
-    assert after["outside"] == pytest.approx(0, abs=1e-5)
+    assert after["outside"] == pytest.approx(0, abs=1e-5) and str(round(after["outside"], 4)) == "0.0"
 
 
 def test_the_target_itself_is_not_changed(target: Target, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_finished_run_resumed_changes_nothing(target: Target, tmp_path: Path) 
 def test_a_time_budget_becomes_steps_that_a_resumed_run_keeps(target: Target, tmp_path: Path) -> None:
     settings = replace(SETTINGS, steps=None, seconds=0.6)
     seen: list[Any] = []
-    killed_after(22, target, tmp_path, settings)
+    killed_after(training.CALIBRATION, target, tmp_path, settings)
     done = trained(target, tmp_path, settings, resume=True, report=lambda record: seen.append(record["of"]))
     assert done.steps >= training.CALIBRATION and set(seen) == {done.steps}
 
@@ -170,6 +170,47 @@ def test_no_memory_for_one_row_is_a_sentence(target: Target, tmp_path: Path, mon
     monkeypatch.setattr(training._Run, "_part", never)
     with pytest.raises(BadParameter, match="does not fit into memory"):
         trained(target, tmp_path)
+
+
+def test_out_of_memory_halves_the_rows_of_a_comparison_too(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = trained(target, tmp_path / "whole", replace(SETTINGS, steps=1))
+    compare = training.compare
+
+    def short_of_memory(rows: Any, *more: Any) -> Any:
+        if "going on with 2 rows" not in caplog.text:
+            raise torch.OutOfMemoryError
+        return compare(rows, *more)
+
+    monkeypatch.setattr(training, "compare", short_of_memory)
+    assert trained(target, tmp_path / "small", replace(SETTINGS, steps=1)).figures == pytest.approx(whole.figures, abs=1e-4)
+
+
+@pytest.mark.parametrize(("fitting", "words"), [(2, "listening to 2 rows"), (0, "asked at every step")])
+def test_out_of_memory_while_listening_takes_fewer_rows_or_does_without(
+    fitting: int, words: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = trained(target, tmp_path / "whole", replace(SETTINGS, steps=3))
+    remember = training.Teacher.remember
+
+    def short_of_memory(teacher: Any, material: Material, length: int, rows: int, heard: Any) -> None:
+        if rows > fitting:
+            raise torch.OutOfMemoryError
+        remember(teacher, material, length, rows, heard)
+
+    monkeypatch.setattr(training.Teacher, "remember", short_of_memory)
+    small = trained(target, tmp_path / "small", replace(SETTINGS, steps=3))
+    assert words in caplog.text
+    for name, tensor in small.student.state_dict().items():
+        assert torch.allclose(tensor, whole.student.state_dict()[name], atol=2e-4), name
+
+
+def test_a_resumed_run_remembers_only_where_there_is_still_room(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_after(4, target, tmp_path)
+    monkeypatch.setattr(training.Teacher, "has_room", lambda *given: False)
+    monkeypatch.setattr(training.Teacher, "remember", lambda *given: pytest.fail("it was not asked whether there is room"))
+    assert trained(target, tmp_path, resume=True).steps == 14
 
 
 def test_metrics_and_picture_tell_loss_and_agreement(target: Target, tmp_path: Path) -> None:
@@ -240,7 +281,17 @@ def test_the_rate_rises_then_falls_to_its_last_share() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"steps": None}, {"seconds": 3.0}, {"rows": 0}, {"steps": 0}, {"learning_rate": -1.0}, {"clip": math.nan}]
+    "wrong",
+    [
+        {"steps": None},
+        {"seconds": 3.0},
+        {"rows": 0},
+        {"steps": 0},
+        {"learning_rate": -1.0},
+        {"clip": math.nan},
+        {"steps": None, "seconds": math.inf},
+        {"checkpoint_seconds": math.nan},
+    ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadParameter):

@@ -11,7 +11,7 @@ import torch
 from small_tokenizers import byte_level, save
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.distill import row_decoder, writer
+from specbranch.distill import openings, row_decoder, writer
 from specbranch.distill.material import Material
 from specbranch.distill.openings import LEAST_TEXT, Script
 from specbranch.distill.row_decoder import RowDecoder
@@ -280,6 +280,20 @@ def test_without_an_end_token_answers_fill_their_length(target: Target, tmp_path
     material = write(Target(replace(target.arch, eos_ids=()), target.weights), endless, settings(length=64))
     assert "names no token that ends a turn" in caplog.text
     assert int(material.lengths.max()) == 64 and int((material.lengths == 64).sum()) >= len(material) - 8
+
+
+@torch.no_grad()
+def test_a_question_that_nothing_closes_goes_on_to_its_limit(target: Target, tokenizer: Tokenizer) -> None:
+    script = replace(Script.of(tokenizer, target.arch, settings()), question_ends=())
+    assert lines(Desk(target, script, settings()), 8)
+
+
+def test_ends_of_lines_that_the_model_does_not_know_close_no_question(tmp_path: Path) -> None:
+    plain = Tokenizer.from_folder(save(byte_level(), tmp_path, chat_template=None))
+    first = plain.encode("a", add_special=False)[0]
+    highest = max(token for token in plain.vocabulary() if "\n" in plain.decode([token]))
+    assert highest in openings._question_ends(plain, (), first, highest + 1)
+    assert highest not in openings._question_ends(plain, (), first, highest)
 
 
 def test_a_template_without_a_system_role_is_used_without(target: Target, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> No
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
 def test_the_int8_kernel_for_other_vectors_is_right_too(stored: Stored) -> None:
     x = numbers(5, 37, seed=1)
-    for machine in (Machine(lanes=16, outs=1), Machine(lanes=8, outs=2)):
+    for machine in (Machine(lanes=16, outs=1), Machine(lanes=8, outs=2), Machine(lanes=8, outs=2, turns=4), Machine(4, 4, turns=2)):
         engine = compile_text(kernels.source(machine, stored), optimise=False)
         work = engine.get_function_address("work")
         layer = int8_linear(numbers(23, 37), stored=stored)

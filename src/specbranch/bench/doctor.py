@@ -309,12 +309,10 @@ class Tried:
 
 
 def _settings() -> Iterator[tuple[str, int | None]]:
-    """Each method with each length of draft; `auto` is one of the others, chosen while running."""
+    """Each method with each length of draft, where it has one to set."""
     for method in METHODS:
-        if method == "autoregressive":
-            yield method, None
-        elif method != "auto":
-            yield from ((method, length) for length in LENGTHS)
+        lengths = (None,) if method in ("autoregressive", "auto") else LENGTHS
+        yield from ((method, length) for length in lengths)
 
 
 def _played(player: Player, tried: Mapping[tuple[str, int | None], Tried], profile: CostProfile) -> dict[tuple[str, int | None], Tried]:

@@ -48,18 +48,29 @@ def default_folder() -> Path:
     return cache_folder() / "lab"
 
 
+def pair_title(pair: str | None, target: str, draft: str | None) -> str:
+    """Return what results call a pair: its name, or those of its models."""
+    return pair or (target if draft is None else f"{Path(draft).name}+{Path(target).name}")
+
+
 class Lab:
     """A loaded pair, its records and its draft's memory; to be closed."""
 
     def __init__(self, pair: str | None = None, target: str | None = None, draft: str | None = None, folder: Path | None = None) -> None:
         target, draft = chosen_models(pair, target, draft)
-        self.pair = pair or (target if draft is None else f"{Path(draft).name}+{Path(target).name}")
+        self.pair = pair_title(pair, target, draft)
         self.llm = LLM(target, draft)
         self.identity = {"target": target, "target_identity": identity(target)}
         place = folder or default_folder()
         self._records = Records(place / "records", self.identity["target_identity"])
         self.draft = self._remembering(draft, place)
         self.books = Books(self.draft)
+
+    @property
+    def digest(self) -> str:
+        """Tells target and draft from others, in a few characters."""
+        names = sorted(name for name in self.identity if name.endswith("identity"))
+        return sha256(" ".join(str(self.identity[name]) for name in names).encode()).hexdigest()[:16]
 
     def records(self, prompt: Prompt, workload: Workload) -> list[Record]:
         """Return what the target says, turn by turn; what is not there yet is recorded now."""

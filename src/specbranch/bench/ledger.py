@@ -80,6 +80,8 @@ class Books:
     def __init__(self, draft: Draft | None) -> None:
         self._draft = draft
         self._held: dict[tuple[Task, SpeculativeConfig], Book] = {}
+        on_cpu = draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"  # elsewhere a cache is all there from the beginning
+        self._most = OPEN if on_cpu else 1
         self._players: dict[Task, BookingPlayer] = {}  # the one used last comes last
 
     def of(self, record: Record, config: SpeculativeConfig) -> Book:
@@ -108,7 +110,7 @@ class Books:
         """The player of a record. Some stay open: a search comes back to the same records again and again, and their prompts are long."""
         player = self._players.pop(record.task, None)
         if player is None:
-            if len(self._players) == OPEN:
+            if len(self._players) >= self._most:
                 self._players.pop(next(iter(self._players))).close()
             if self._draft:
                 self._draft.memory.forget()

@@ -42,6 +42,8 @@ class Measurement:
     setting: Mapping[str, Any] = field(default_factory=dict)
     peak_memory: int | None = None
     devices: int = 1  # that the method takes
+    models: str = ""  # a digest of what tells target and draft from others
+    charges: str = ""  # a digest of what the clock charges
 
     @property
     def key(self) -> RunKey:
@@ -95,6 +97,18 @@ class RunStore:
     def done(self) -> set[RunKey]:
         """The runs that need not be repeated."""
         return {one.key for one in self.measurements}
+
+    def refuse_another(self, like: Measurement) -> None:
+        """Raise if runs of the same pair or clock are held that were made with other models, or charged otherwise."""
+        for held in self.measurements:
+            if held.pair == like.pair and held.models != like.models:
+                raise BadParameter(
+                    f"{self.path.parent} holds runs of other models under the name {like.pair}. Name a new folder with --out."
+                )
+            if held.clock == like.clock and held.charges != like.charges:
+                raise BadParameter(
+                    f"{self.path.parent} holds runs by another cost profile named {like.clock}. Name a new folder with --out, or rename it."
+                )
 
     def append(self, measurement: Measurement) -> None:
         """Keep a finished run, at once."""
@@ -167,8 +181,15 @@ def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path
     before = header.get("plan", {})
     other = [name for name in sorted(before.keys() | plan.keys()) if before.get(name) != plan.get(name)]
     if other:
-        told = "; ".join(f"{name} was {before.get(name)!r}, now {plan.get(name)!r}" for name in other)
+        told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(plan.get(name))}" for name in other)
         raise BadParameter(f"{path} was begun with other settings ({told}). Use the same to go on with it, or a new --out to begin afresh.")
+
+
+def _short(value: Any) -> str:
+    """A setting in few words: of suites, their names and how many prompts each has."""
+    if isinstance(value, dict):
+        return ", ".join(f"{len(prompts)} of {name}" for name, prompts in value.items())
+    return repr(value)
 
 
 def _measurement(line: bytes, number: int, path: Path) -> Measurement:

@@ -50,7 +50,7 @@ class Provenance:
         """Describe this machine and this moment, and what the caller says of the run."""
         return cls(
             made=datetime.now(UTC).replace(microsecond=0).isoformat(),
-            commit=_commit(),
+            commit=source_commit(),
             python=platform.python_version(),
             versions=_versions(),
             hardware=_hardware(),
@@ -87,7 +87,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str | None:
+def source_commit() -> str | None:
     """Return the commit of the checkout this code runs from, with a plus if files differ from it; None outside of one."""
     if not (_SOURCE / ".git").exists():
         return None

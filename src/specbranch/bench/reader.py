@@ -51,6 +51,8 @@ class Reader:
             self._seek(min(min(_common(sequence, self._text), len(sequence) - 1) for sequence in sequences))
         if len(self._unread(sequences)[0]) > self._slots.room:  # more than a tail holds: in two parts
             half = len(sequences) // 2
+            if not half:
+                self._slots.demand(len(self._unread(sequences)[0]))
             return self._rows_after(sequences[:half]) + self._rows_after(sequences[half:])
         return self._grown(sequences)
 

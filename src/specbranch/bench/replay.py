@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -200,9 +201,15 @@ class Memory:
         """Remember."""
         self._held |= entries
         self.misses += len(entries)
-        self._file.execute("begin")
-        self._file.executemany(f"insert or replace into {TABLE} values (?, ?)", [(key, entry.packed()) for key, entry in entries.items()])
-        self._file.execute("commit")
+        lines = [(key, entry.packed()) for key, entry in entries.items()]
+        try:
+            self._file.execute("begin")
+            self._file.executemany(f"insert or replace into {TABLE} values (?, ?)", lines)
+            self._file.execute("commit")
+        except sqlite3.Error as error:
+            with suppress(sqlite3.Error):
+                self._file.execute("rollback")
+            raise BadParameter(f"What the draft said could not be kept ({error}). Make room, or name another folder.") from None
 
     def has_read(self, draft: str, record: Record) -> bool:
         """Whether a draft has read all along a record."""

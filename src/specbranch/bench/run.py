@@ -63,6 +63,7 @@ def record_all(lab: Lab, job: Job, progress: Progress) -> None:
 def replay(lab: Lab, job: Job, clock: Clock, store: RunStore, progress: Progress) -> None:
     """Run every setting from the records, charged by a profile."""
     asked = [(workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
+    store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], clock))
     done, known = store.done, Experience(clock.profile, lab.draft is not None)  # one for all prompts, as an LLM has it
     for number, (workload, suite, prompt) in enumerate(asked):
         progress(f"Replaying {lab.pair} by {clock.name}", number, len(asked))
@@ -97,6 +98,7 @@ def _replay(lab: Lab, record: Record, config: SpeculativeConfig, profile: CostPr
 def measure(lab: Lab, job: Job, store: RunStore, progress: Progress, outside: Outside | None = None) -> None:
     """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to prompt."""
     rounds = [(r, w, suite, prompt) for r in range(job.repeats) for w in job.workloads for suite in job.suites for prompt in suite.prompts]
+    store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], Clock()))
     done, warm = store.done, set[str]()
     for number, (repeat, workload, suite, prompt) in enumerate(rounds):
         progress(f"Measuring {lab.pair}", number, len(rounds))
@@ -149,6 +151,8 @@ def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: 
         clock=clock.name,
         rule="other" if outside_the_rule else rule,
         setting=setting.shown,
+        models=lab.digest,
+        charges=clock.profile.digest if clock.profile is not None else "",
         devices=clock.profile.devices if clock.profile is not None and setting.drafts else 1,
     )
 

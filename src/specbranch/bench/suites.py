@@ -177,6 +177,8 @@ def _public(name: str, data: Path | None) -> Suite:
     """Look in the folder given; without one, in $SPECBRANCH_DATA, then on the Hub. A folder given by hand is the only place looked at."""
     variable = os.environ.get(DATA_VARIABLE)
     folder = data or (Path(variable).expanduser() if variable else None)
+    if folder is not None and not folder.is_dir():
+        raise BadParameter(f"The folder of public suites {folder} does not exist. Give another with --data DIR or {DATA_VARIABLE}=DIR.")
     tried = [folder / f"{name}.jsonl", folder / "prompts" / f"{name}.jsonl"] if folder else []
     for file in tried:
         if file.is_file():

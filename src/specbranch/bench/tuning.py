@@ -54,7 +54,6 @@ SPACES: dict[str, Knobs] = {
     },
     "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
 }
-ABOUT = {"pair", "hardware", "note", "provenance"}  # of a profile: words that change no charge
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +238,9 @@ class Tuner:
     def _file(self, method: str) -> Path:
         goal = self.goal
         models = [value for name, value in sorted(self.lab.identity.items()) if name.endswith("identity")]
-        charges = {name: value for name, value in goal.profile.to_dict().items() if name not in ABOUT}
         prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
         space = {name: list(values) for name, values in SPACES[method].items()}
-        question = [VERSION, __version__, models, charges, method, space, asdict(goal.workload), prompts, goal.trials]
+        question = [VERSION, __version__, models, goal.profile.digest, method, space, asdict(goal.workload), prompts, goal.trials]
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
     def _held(self, method: str) -> Search | None:

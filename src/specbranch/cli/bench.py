@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from specbranch.sim.profile import CostProfile
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64},
+    "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64, "tune": False},
     "wall": {
         "methods": "autoregressive,speculative,specbranch,auto,hf-generate",
         "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
         "limit": 4,
-        "repeats": 3,
+        "repeats": 2,
     },
     "modelled": {
         "methods": ",".join(METHODS),
@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "max_tokens": 128,
     "repeats": 1,
     "clock": (),
+    "tune": True,
 }
 OUT = Path("bench-results")
 _what, _how, _where = (options_of(title) for title in ("What to run", "How", "Where"))
@@ -67,7 +68,7 @@ def bench() -> None:
     cls=SectionedCommand,
     tables={
         "Presets": [
-            ("quick", "three methods on two of our own prompts of each kind: a minute or two"),
+            ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
             ("wall", "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public suite"),
             ("modelled", "all methods, pairs and shipped profiles on 16 prompts of each public suite, from records"),
         ],
@@ -81,7 +82,7 @@ def bench() -> None:
 @_what("--pair", multiple=True, metavar="NAME", help=f"Pair to run; may be repeated [{DEFAULT_PAIR}].")
 @_what("--target", metavar="MODEL", help="Target, instead of a pair.")
 @_what("--draft", metavar="MODEL", help="Draft, beside --target.")
-@_what("--methods", metavar="A,B,…", help="Methods; plain decoding always runs too [all that need nothing from outside].")
+@_what("--methods", metavar="A,B,…", help="Methods; plain decoding always runs too [all fixed ones of this engine].")
 @_what("--suites", multiple=True, metavar="NAME", help=f"Suite, see below; may be repeated, or several with commas [{ALL_SHIPPED}].")
 @_what(
     "--prompts",
@@ -95,7 +96,7 @@ def bench() -> None:
 @_what("--temperature", "temperatures", type=float, multiple=True, metavar="T", help="Temperature; may be repeated [0].")
 @_how("--clock", multiple=True, metavar="PROFILE", help="Charge time by a profile (name or file) instead of measuring it; may be repeated.")
 @_how("--repeats", type=click.IntRange(min=1), metavar="N", help="Times each prompt is measured [1; a modelled clock needs no more].")
-@_how("--tune/--no-tune", default=True, help="Tune each method on the shipped prompts first, once per pair and clock [tune].")
+@_how("--tune/--no-tune", default=None, help="Tune each method on the shipped prompts first, once per pair and clock [tune].")
 @_how(
     "--profile",
     type=click.Path(path_type=Path),
@@ -132,6 +133,7 @@ def run(**given: Any) -> None:
     suites, workloads, clocks = _suites(wanted), _workloads(wanted), _clocks(wanted["clock"])
     pairs = _pairs(wanted)
     names = _methods(wanted, pairs, clocks)
+    wanted["settings"] = _given_settings(wanted["configs"], pairs)
     with RunStore(out / "runs.jsonl", _plan(wanted, suites)) as store, _bars() as progress:
         identities: dict[str, Any] = {}
         try:
@@ -192,6 +194,9 @@ def _clocks(names: Sequence[str]) -> tuple[Clock, ...]:
     from specbranch.sim.shipped import load_profile
 
     found = tuple(Clock(Path(name).stem if name.endswith(".json") else name, load_profile(name)) for name in dict.fromkeys(names))
+    twins = [clock.name for clock in found if sum(clock.name == other.name for other in found) > 1]
+    if twins:
+        raise BadParameter(f"Two clocks are named {twins[0]}, so that their rows could not be told apart. Rename one of the files.")
     return found or (Clock(),)
 
 
@@ -244,6 +249,7 @@ def _run_pair(
     from specbranch.pairs import chosen_models
 
     pulled(chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0])
+    _measure_machine(pair, names, wanted, clocks, progress)
     progress(f"Loading {pair.get('pair') or pair.get('target')}", 0, 0)
     with Lab(**pair, folder=wanted["records"]) as lab:
         for clock in clocks:
@@ -273,21 +279,38 @@ def _settings(
     lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock, workloads: tuple[Workload, ...], progress: Progress
 ) -> tuple[Setting, ...]:
     """Return how each method is set: tuned for pair and clock, as usual, and as given by hand."""
-    from specbranch.bench.methods import Setting, default_setting
-    from specbranch.config import SpeculativeConfig
+    from specbranch.bench.methods import default_setting
 
-    by = _tuning_clock(lab, names, wanted, clock, progress)
+    by = _tuning_clock(lab, names, wanted, clock)
     if by is not None:
         from specbranch.bench.tuning import tuned
 
         found = [tuned(lab, name, by, workloads[0], progress) if name in METHODS else default_setting(name) for name in names]
     else:
         found = [default_setting(name) for name in names]
-    given = [SpeculativeConfig.from_dict(json.loads(text)) for text in wanted["configs"]]
-    return (*found, *(Setting(config.method or "speculative", config) for config in given))
+    return (*found, *wanted["settings"])
 
 
-def _tuning_clock(lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock, progress: Progress) -> Clock | None:
+def _given_settings(texts: Sequence[str], pairs: list[dict[str, Any]]) -> tuple[Setting, ...]:
+    """Read the settings given by hand, before anything is loaded."""
+    from specbranch.bench.methods import Setting, chosen_methods
+    from specbranch.config import SpeculativeConfig
+
+    found = []
+    for text in texts:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise BadParameter(f'--config is no JSON ({error}); expected an object such as \'{{"method": "pearl"}}\'.') from None
+        if not isinstance(values, dict) or "method" not in values:
+            raise BadParameter(f'--config is {text}; expected a JSON object with a method, such as \'{{"method": "pearl"}}\'.')
+        config = SpeculativeConfig.from_dict(values)
+        found.append(Setting(str(config.method), config))
+    chosen_methods([setting.method for setting in found], all("pair" in pair or pair.get("draft") for pair in pairs))
+    return tuple(found)
+
+
+def _tuning_clock(lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock) -> Clock | None:
     """Return what methods are tuned by: the clock itself, or a profile of this machine; nothing if they are not to be, or cannot."""
     from specbranch.bench.run import Clock
     from specbranch.bench.tuning import can_be_tuned
@@ -301,21 +324,46 @@ def _tuning_clock(lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], cloc
         given = load_profile(str(wanted["profile"]))
         _refuse_other_pair(given, lab, wanted["force_profile"])
         return Clock(f"profile {wanted['profile'].stem}", given)
-    return _machine(lab, wanted["out"] or OUT, progress) if lab.draft is not None else None
+    return _machine(lab, wanted["out"] or OUT) if lab.draft is not None else None
 
 
-def _machine(lab: Lab, out: Path, progress: Progress) -> Clock:
-    """Measure this machine with a pair, briefly, or take up what was measured for the same folder before."""
-    from specbranch.bench.machine import machine_profile
+def _machine(lab: Lab, out: Path) -> Clock:
+    """What was measured of this machine for a folder."""
     from specbranch.bench.run import Clock
     from specbranch.sim.profile import CostProfile
 
-    file = out / f"profile-{lab.pair}.json"
-    if not file.exists():
-        machine_profile(lab.identity["target"], lab.identity["draft"], lab.pair, progress=progress).save(file)
+    file = _machine_file(out, lab.pair)
     made = CostProfile.load(file)
-    _refuse_other_pair(made, lab, force=False)
+    if made.target_identity != lab.identity["target_identity"] or made.draft_identity != lab.identity.get("draft_identity"):
+        raise BadParameter(f"{file} was measured with other models. Delete it to have this machine measured again, or name another --out.")
     return Clock("this machine", made)
+
+
+def _machine_file(out: Path, pair: str) -> Path:
+    return out / f"profile-{pair}.json"
+
+
+def _measure_machine(
+    pair: dict[str, Any], names: tuple[str, ...], wanted: dict[str, Any], clocks: tuple[Clock, ...], progress: Progress
+) -> None:
+    """Measure this machine with a pair, briefly, if that is wanted to tune by and was not done for the folder before.
+
+    Done before the pair is loaded to be run: both at once would take twice the memory.
+    """
+    from specbranch.bench.files import write_whole
+    from specbranch.bench.lab import pair_title
+    from specbranch.bench.machine import machine_profile
+    from specbranch.bench.tuning import can_be_tuned
+    from specbranch.pairs import chosen_models
+
+    target, draft = chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))
+    by_the_wall = any(clock.profile is None for clock in clocks)
+    wants = wanted["tune"] and wanted["profile"] is None and any(can_be_tuned(name) for name in names)
+    title = pair_title(pair.get("pair"), target, draft)
+    file = _machine_file(wanted["out"] or OUT, title)
+    if by_the_wall and wants and draft is not None and not file.exists():
+        made = machine_profile(target, draft, title, progress=progress)
+        write_whole(file, json.dumps(made.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 
 def _outside(lab: Lab, names: tuple[str, ...]) -> Any:
@@ -333,7 +381,7 @@ def _results(store: Any, identities: dict[str, Any], wanted: dict[str, Any], sui
 
     workload = {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "chat_template": True}
     settings = {"repeats": wanted["repeats"], "tuned": wanted["tune"], "threads": _threads()}
-    command = shlex.join(["specbranch", *sys.argv[1:]])
+    command = shlex.join(["specbranch", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
     sources = {suite.name: Path(suite.source).name for suite in suites}
     made = Provenance.here(pairs=identities, workload=workload, settings=settings, suites=sources, command=command)
     return Results(rows_of(store.measurements), made)

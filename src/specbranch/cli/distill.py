@@ -6,13 +6,13 @@ Owns the order of the work and the folder of a run: DIR/training holds what is n
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from specbranch.models.architecture import Architecture
     from specbranch.models.tensor_file import TensorSource
 
+log = logging.getLogger("specbranch")
+
 SLICE_SECONDS, SLICE_TOKENS = 120.0, 20_000_000  # writing is kept in pieces of this size, so that a kill costs at most one
+SLICES = 1000  # most of them: more would take the seeds of the next run's
+SEEDS = 2**53  # so many of them leave room for the slices'
 HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on, and how many at least, up to a quarter
 _model, _writing, _training = (options_of(title) for title in ("Target and draft", "Writing", "Training"))
 
@@ -65,7 +69,7 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
 @_writing("--only-write", is_flag=True, help="Stop when the material is written; train on it later with --resume or --material.")
 @_writing("--writing-rows", type=int, metavar="N", help="Conversations written at once [1024 on a GPU, else 16].")
 @_writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640].")
-@_training("--seconds-training", type=float, metavar="S", help="How long the draft is trained [300].")
+@_training("--seconds-training", type=float, metavar="S", help="How long the draft is trained, 20 steps at the least [300].")
 @_training("--steps", type=int, metavar="N", help="Train for N steps instead.")
 @_training("--learning-rate", type=float, default=6e-4, metavar="X", help="Highest learning rate [0.0006].")
 @_training("--rows", type=int, metavar="N", help="Rows of a step; halved at a time if memory is short [64 on a GPU, else 8].")
@@ -99,6 +103,64 @@ def distill(as_json: bool, **given: Any) -> None:
     click.echo(json.dumps(record) if as_json else _summary(record))
 
 
+@dataclass(slots=True)
+class _Claim:
+    """The folder of a run, held by this process as long as the command runs, and whose run it is."""
+
+    out: Path
+    name: str
+    fingerprint: str
+    writing: WriterSettings
+    given_material: Path | None
+    held: dict[str, Any] = field(default_factory=dict)  # what the run that is gone on with noted
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of the run are."""
+        return self.out / "training"
+
+    def take(self, resume: bool) -> None:
+        """Lock the folder, or refuse one that holds another run."""
+        from filelock import FileLock, Timeout
+
+        from specbranch.distill.draft_folder import spoken
+
+        with spoken(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                click.get_current_context().with_resource(FileLock(self.folder / "run.lock", timeout=0))
+            except Timeout:
+                busy = f"Another distill is at work in {self.out}"
+                raise BadParameter(f"{busy}. Wait for its end, or name another folder with --out.") from None
+        if (note := self.folder / "run.json").exists():
+            self.held = _read_note(note)
+            self._check(resume)
+
+    def note(self) -> None:
+        """Leave word in the folder whose it is; what was noted of the writing stays where nothing is written now."""
+        from specbranch.distill.draft_folder import write_whole
+
+        writing = self._writing() if self.given_material is None else self.held.get("writing")
+        told = {"target": self.name, "target_fingerprint": self.fingerprint, "writing": writing}
+        write_whole(self.folder / "run.json", json.dumps(told, indent=2).encode())
+
+    def _writing(self) -> dict[str, Any]:
+        return {**asdict(self.writing), "prompts": sha256(json.dumps(self.writing.prompts).encode()).hexdigest()}
+
+    def _check(self, resume: bool) -> None:
+        if self.held.get("target_fingerprint") != self.fingerprint:
+            whose = self.held.get("target")
+            raise BadParameter(f"{self.out} holds a run for {whose}, not for this target. Name another folder with --out.")
+        if not resume:
+            raise BadParameter(f"{self.out} holds a run already. Go on with it by --resume, or name another folder with --out.")
+        theirs, ours = self.held.get("writing"), self._writing()
+        if theirs is None or self.given_material is not None:
+            return
+        if other := [name for name, value in ours.items() if theirs.get(name) != value]:
+            told = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
+            raise BadParameter(f"{self.out} was begun with other settings: {told}. Resume with the same, or name another folder.")
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Everything that was decided before the first token is written."""
@@ -115,13 +177,15 @@ class _Run:
 
     @classmethod
     def prepared(cls, given: Mapping[str, Any]) -> Self:
-        """Refuse what cannot be done, then load the target."""
+        """Refuse what cannot be done, then claim the folder and load the target."""
         from specbranch.assembly import ModelChoice, chosen_device
         from specbranch.cli.progress import pulled
         from specbranch.distill.draft_folder import fingerprint_of, refuse_other_draft
         from specbranch.models.locate import locate
         from specbranch.models.native import open_model
 
+        if given["only_write"] and given["material"] is not None:
+            raise BadParameter("--only-write and --material were given; expected one of them, as with --material nothing is written.")
         device, out = chosen_device(ModelChoice(given["target"], device=given["device"]).device), given["out"]
         source = pulled(given["target"])
         arch, file = open_model(locate(source))
@@ -133,53 +197,38 @@ class _Run:
             raise BadParameter(
                 f"There is no material at {given['material']}. Name a file that an earlier run left in DIR/training, or that folder."
             )
+        name, licence = _title_and_licence(given["target"])
+        claim = _Claim(out, name, fingerprint, writing, given["material"])
+        claim.take(given["resume"])
         target = _load(arch, file, device)
-        run = cls(out, *_title_and_licence(given["target"]), fingerprint, source, target, writing, training, given["material"])
-        run.claim(given["resume"])
-        return run
+        claim.note()  # only now: an attempt that failed up to here leaves nothing to go on with
+        return cls(out, name, licence, fingerprint, source, target, writing, training, given["material"])
 
     @property
     def folder(self) -> Path:
         """Where the files of the run are."""
         return self.out / "training"
 
-    def claim(self, resume: bool) -> None:
-        """Note in the folder whose it is, or refuse one that holds another run."""
-        from specbranch.distill.draft_folder import spoken, write_whole
-
-        note, ours = self.folder / "run.json", self._note()
-        if note.exists():
-            self._check(_read_note(note), ours, resume)
-        with spoken(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(note, json.dumps(ours, indent=2).encode())
-
-    def _note(self) -> dict[str, Any]:
-        writing = {**asdict(self.writing), "prompts": sha256(json.dumps(self.writing.prompts).encode()).hexdigest()}
-        return {"target": self.name, "target_fingerprint": self.fingerprint, "writing": writing}
-
-    def _check(self, held: dict[str, Any], ours: dict[str, Any], resume: bool) -> None:
-        if held.get("target_fingerprint") != self.fingerprint:
-            raise BadParameter(f"{self.out} holds a run for {held.get('target')}, not for this target. Name another folder with --out.")
-        if not resume:
-            raise BadParameter(f"{self.out} holds a run already. Go on with it by --resume, or name another folder with --out.")
-        theirs = held.get("writing") or {}
-        other = [name for name, value in ours["writing"].items() if theirs.get(name) != value]
-        if other and self.given_material is None:
-            told = ", ".join(f"{name} was {theirs.get(name)}, now {ours['writing'][name]}" for name in other)
-            raise BadParameter(f"{self.out} was begun with other settings: {told}. Resume with the same, or name another folder.")
-
     def material(self, bars: _Bars) -> Material:
         """Return what the target wrote, having it written first where it is not there yet."""
         if self.given_material is not None:
-            found = material_in(self.given_material)
-            if int(found.tokens.max()) >= self.target.arch.vocabulary:
-                raise BadParameter(f"{self.given_material} holds tokens that {self.name} does not have; it was written by another target.")
-            return found
+            return self._checked(material_in(self.given_material))
         slices = _slices(self.writing)
         shown = [bars.slice(settings, f"Writing {number} of {len(slices)}") for number, settings in enumerate(slices, 1)]
         parts = [self._part(number, *piece) for number, piece in enumerate(zip(slices, shown, strict=True))]
         return _joined(parts)
+
+    def _checked(self, found: Material) -> Material:
+        """Refuse what cannot be trained on, and tell of another target than this one."""
+        if not len(found):
+            raise BadParameter(f"{self.given_material} holds no conversations; expected two or more. Name other material, or write longer.")
+        if int(found.tokens.max()) >= self.target.arch.vocabulary:
+            raise BadParameter(f"{self.given_material} holds tokens that {self.name} does not have; it was written by another target.")
+        writers = {str(part["target"]) for part in found.about.get("parts", [found.about]) if "target" in part}
+        if other := writers - {Path(self.target.arch.name).name}:
+            names = ", ".join(sorted(other))
+            log.warning("%s was written by %s, not by %s: is that the same model?", self.given_material, names, self.name)
+        return found
 
     def _part(self, number: int, settings: WriterSettings, progress: Any) -> Material:
         from specbranch.assembly import ModelChoice, load_tokenizer
@@ -287,15 +336,21 @@ def _writer_settings(given: Mapping[str, Any], device: str) -> WriterSettings:
     from specbranch.distill.writer_settings import WriterSettings
 
     seconds, tokens = given["seconds_writing"], given["tokens"]
+    if abs(given["seed"]) > SEEDS:
+        raise BadParameter(f"--seed is {given['seed']}; expected {-SEEDS} to {SEEDS}.")
     return WriterSettings(
         seconds=120.0 if seconds is None and tokens is None else seconds,
         tokens=tokens,
-        rows=given["writing_rows"] or (16 if device == "cpu" else 1024),
+        rows=_or_usual(given["writing_rows"], 16 if device == "cpu" else 1024),
         length=given["writing_length"],
         question_tokens=max(min(192, given["writing_length"] // 3), 3),
         prompts=tuple(read_prompts(None, given["data"])) if given["data"] else (),
         seed=given["seed"],
     )
+
+
+def _or_usual(given: int | None, usual: int) -> int:
+    return usual if given is None else given
 
 
 def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -> TrainSettings:
@@ -309,7 +364,7 @@ def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -
         steps=steps,
         seconds=300.0 if steps is None and seconds is None else seconds,
         learning_rate=given["learning_rate"],
-        rows=given["rows"] or (8 if device == "cpu" else 64),
+        rows=_or_usual(given["rows"], 8 if device == "cpu" else 64),
         length=min(given["length"], arch.context_length),
         seed=given["seed"],
         head_tokens=head,
@@ -334,7 +389,8 @@ def _start_layers(given: str | None, count: int, held: int) -> tuple[int, ...]:
 
 def _slices(settings: WriterSettings) -> list[WriterSettings]:
     """Cut the writing into pieces of equal size, each with a seed of its own."""
-    count = max(-int(-(settings.seconds or 0) // SLICE_SECONDS), -int(-(settings.tokens or 0) // SLICE_TOKENS), 1)
+    wanted = max(-int(-(settings.seconds or 0) // SLICE_SECONDS), -int(-(settings.tokens or 0) // SLICE_TOKENS), 1)
+    count = min(wanted, SLICES)
     seconds = None if settings.seconds is None else settings.seconds / count
     tokens = None if settings.tokens is None else -(-settings.tokens // count)
     return [replace(settings, seconds=seconds, tokens=tokens, seed=settings.seed * 1000 + number) for number in range(count)]
@@ -359,12 +415,9 @@ def _hardware(device: torch.device) -> str:
 
 def _commit() -> str:
     """Return the commit this code is of: of the checkout it lies in, or as the environment says where there is none."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        found = ""
-    return found or os.environ.get("SPECBRANCH_COMMIT", "unknown")
+    from specbranch.bench.provenance import source_commit
+
+    return source_commit() or os.environ.get("SPECBRANCH_COMMIT", "unknown")
 
 
 def _summary(record: Mapping[str, Any]) -> str:

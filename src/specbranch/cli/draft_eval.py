@@ -43,7 +43,8 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
         drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice), target.target_runner)
         texts = _answers(target, asked, max_tokens, raw)
         found = compare(drafter.runner, drafter.sampler, texts)
-        ratio = target.step_seconds(texts[0].prompt) / step_seconds(drafter.runner, texts[0].prompt, sampler=drafter.sampler)
+        before = texts[0].prompt[: drafter.runner.context_length - 1]
+        ratio = target.step_seconds(before) / step_seconds(drafter.runner, before, sampler=drafter.sampler)
     click.echo(json.dumps(_record(found, ratio, len(texts))) if as_json else _table(found, ratio, len(texts)))
 
 
@@ -67,7 +68,12 @@ def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> lis
     for prompt in tracked(prompts, "The target answers"):
         ids = target.tokenizer.encode(prompt) if raw else target.tokenizer.chat([{"role": "user", "content": prompt}])
         answer = target.generate([ids], SamplingParams(max_tokens=max_tokens))[0]
+        if answer.error is not None:
+            click.echo(f"Left out: {prompt[:40]!r}… ({answer.error})", err=True)
+            continue
         texts.append(Text(tuple(ids), answer.token_ids))
+    if not texts:
+        raise BadParameter("The target could answer none of the prompts, so there is nothing to compare. Give shorter ones.")
     return texts
 
 

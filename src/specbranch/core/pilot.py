@@ -17,7 +17,7 @@ from specbranch.core.rounds import InFlight
 from specbranch.core.session import Session
 from specbranch.core.trail import Habits, Trail
 
-CARRIED = (24.0, 300.0)  # for how many tokens, of late and in the long run, the requests before count in a new one
+CARRIED = (24.0, 100.0)  # for how many tokens, of late and in the long run, the requests before count in a new one
 GUESSED = (12.0, 12.0)  # and the usual, before anything was seen
 STRETCH = 8  # tokens between two choices
 OFTEN, SELDOM = 3, 8  # choices between two looks at the costs, while they are learned and when they are known

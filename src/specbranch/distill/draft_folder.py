@@ -32,6 +32,7 @@ Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")
 FORMAT = 1
 HEAD_IDS = "draft.head_ids"
+ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where a target lies that is known by another name here
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +106,17 @@ class DraftFile:
         """Return a tensor as it was before it was stored, as nearly as its storage allows; ids as int64."""
         if name not in self:
             raise ModelError(f"{self._path} has no tensor {name!r}, which its configuration needs. Make the draft again.")
-        with safe_open(self._path, framework="pt") as file:
-            held: Tensor = file.get_tensor(name)
-            if held.dtype != torch.int8:
-                return held.long() if held.dtype == torch.int32 else held.float()
-            scale: Tensor = file.get_tensor(_scale_name(name))
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                held: Tensor = file.get_tensor(name)
+                if held.dtype != torch.int8:
+                    return held.long() if held.dtype == torch.int32 else held.float()
+                scale: Tensor = file.get_tensor(_scale_name(name))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self._path}: tensor {name!r} cannot be read ({error}). Make the draft again, or fetch it again.") from None
+        if scale.shape != held.shape[:-1]:
+            shapes = f"{list(held.shape)} and a scale of shape {list(scale.shape)}"
+            raise ModelError(f"{self._path}: tensor {name!r} has shape {shapes}; expected a scale for each row. Make the draft again.")
         return held.float() * scale.unsqueeze(-1)
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
@@ -123,7 +130,12 @@ class DraftFile:
     @property
     def head_ids(self) -> Tensor | None:
         """The tokens of a reduced head."""
-        return self.tensor(HEAD_IDS) if HEAD_IDS in self else None
+        if HEAD_IDS not in self:
+            return None
+        ids = self.tensor(HEAD_IDS)
+        if ids.dim() != 1 or ids.dtype != torch.int64:
+            raise ModelError(f"{self._path}: tensor {HEAD_IDS!r} holds no list of token ids. Make the draft again, or fetch it again.")
+        return ids
 
 
 def read_draft(folder: Path | str, fingerprint: str | None = None) -> DraftFile:
@@ -273,7 +285,7 @@ def _card(info: DraftInfo, licence: str | None, figures: Mapping[str, Any], prov
     head = "the target's whole vocabulary" if info.head_tokens is None else f"the {info.head_tokens} tokens the target wrote most often"
     return f"""---
 license: {(licence or "other").lower()}
-base_model: {info.target}
+base_model: {ON_THE_HUB.get(info.target, info.target)}
 library_name: specbranch
 ---
 

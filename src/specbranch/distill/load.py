@@ -15,6 +15,7 @@ from torch import Tensor
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.distill.draft_folder import DraftFile, fingerprint_of, read_draft
+from specbranch.errors import ModelError
 from specbranch.models.architecture import Architecture
 from specbranch.models.columns import Columns
 from specbranch.models.decoder import Decoder
@@ -57,6 +58,9 @@ def load_draft(
     target_arch, source = open_model(locate(str(target)))
     draft = read_draft(folder, fingerprint_of(target_arch, source))
     arch = Architecture.from_config(draft.config, draft.name)
+    if (arch.hidden, arch.vocabulary) != (target_arch.hidden, target_arch.vocabulary):
+        sizes = f"{arch.hidden} × {arch.vocabulary}, its target's is {target_arch.hidden} × {target_arch.vocabulary}"
+        raise ModelError(f"{draft.name}: by its config.json the embedding is {sizes}. Make the draft again, or fetch it again.")
     shared = Shared.of(beside, place, precision) or _read_shared(target_arch, source, place, precision)
     context = arch.choose_context(context_length, shorten=True)
     weights = _Builder(arch, draft, place, precision).weights(shared)
@@ -108,7 +112,18 @@ class _Builder:
         return self._held(Matrix(weight, torch.cat([self._tensor(part, index, "bias") for part in parts]) if bias else None))
 
     def _tensor(self, part: str, index: int = 0, suffix: str = "weight") -> Tensor:
-        return self.draft.tensor(f"{HUGGING_FACE[part].format(index)}.{suffix}").to(self.device, self.dtype)
+        shape = self._shape(part) if suffix == "weight" else self._shape(part)[:1]
+        held = torch.empty(shape, device=self.device, dtype=self.dtype)
+        self.draft.read(f"{HUGGING_FACE[part].format(index)}.{suffix}", held)
+        return held
+
+    def _shape(self, part: str) -> tuple[int, ...]:
+        a = self.arch
+        if part.endswith("norm"):
+            return (a.head_dim if part in ("q_norm", "k_norm") else a.hidden,)
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        rows = {"q": q, "k": kv, "v": kv, "gate": a.intermediate, "up": a.intermediate}
+        return rows.get(part, a.hidden), {"out": q, "down": a.intermediate}.get(part, a.hidden)
 
     def _held(self, matrix: Matrix) -> Matrix:
         return matrix.in_int8() if self.draft.info.storage == "int8" and takes_int8(self.device, self.dtype) else matrix

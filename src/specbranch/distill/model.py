@@ -223,7 +223,7 @@ def _compare(rows: Rows, student: Stack, head: Tensor) -> Scores:
     best = q.topk(min(3, q.shape[-1]), -1).indices
     hits = (best if ids is None else ids[best]) == whole.argmax(-1, keepdim=True)
     p = p - inside.unsqueeze(-1)
-    figures = (torch.ones_like(inside), (p.exp() * (p - q)).sum(-1), hits[:, 0], hits.any(-1), 1 - inside.exp())
+    figures = (torch.ones_like(inside), (p.exp() * (p - q)).sum(-1), hits[:, 0], hits.any(-1), (1 - inside.exp()).clamp(min=0))
     return Scores(*((figure * rows.weight).sum().item() for figure in figures))
 
 

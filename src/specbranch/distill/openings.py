@@ -99,7 +99,7 @@ class Script:
         bridge = frames[0].behind
         lines = list(_interleaved(_shuffled(frames, settings.seed), _shuffled(prompts, settings.seed)))
         openings, asked, limits = zip(*((line.before, not line.behind, (line.least, line.most)) for line in lines), strict=True)
-        script = cls(openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0]), ends)
+        script = cls(openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends)
         script.check(arch)
         return script
 
@@ -195,9 +195,9 @@ def _interleaved(frames: Sequence[_Frame], prompts: Sequence[_Frame]) -> Iterato
         yield prompts[at % len(prompts)]
 
 
-def _question_ends(tokenizer: Tokenizer, ends: Sequence[int], first: int) -> tuple[int, ...]:
+def _question_ends(tokenizer: Tokenizer, ends: Sequence[int], first: int, vocabulary: int) -> tuple[int, ...]:
     """Return the ids that close a question: the template's own if it is a special token, else any end of a line."""
     if first in ends or tokenizer.is_silent(first):
         return tuple(dict.fromkeys((first, *ends)))
-    lines = [token for token in tokenizer.vocabulary() if "\n" in tokenizer.decode([token])]
+    lines = [token for token in tokenizer.vocabulary() if token < vocabulary and "\n" in tokenizer.decode([token])]
     return tuple(dict.fromkeys((*lines, *ends)))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from specbranch.models.architecture import Architecture
 from specbranch.models.weights import Weights
 
 log = logging.getLogger("specbranch")
+T = TypeVar("T")
 
 CHECKPOINT, METRICS, PICTURE = "checkpoint.safetensors", "metrics.jsonl", "training.svg"
 CALIBRATION = 20  # steps after which a time budget becomes a number of steps
@@ -67,8 +68,10 @@ class TrainSettings:
             if getattr(self, name) < 1:
                 raise BadParameter(f"{name} is {getattr(self, name)}; expected a whole number ≥ 1.")
         for name in ("steps", "seconds", "learning_rate", "clip", "head_tokens"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise BadParameter(f"{name} is {value}; expected a number above 0.")
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise BadParameter(f"{name} is {value}; expected a finite number above 0.")
+        if not self.checkpoint_seconds >= 0:
+            raise BadParameter(f"checkpoint_seconds is {self.checkpoint_seconds}; expected 0 or more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,22 @@ class _Run:
 
     def listen(self, heard: Heard) -> None:
         """Let the target go over the material once, if what it says there can be remembered."""
-        if self.remembering and self.step != self.total:
-            self.teacher.remember(self.material, self.settings.length, self.settings.rows, heard)
+        rows = self.settings.rows  # not `micro`: a resumed run listens as the first did
+        while self.remembering and self.step != self.total and not self._remembered(rows, heard):
+            rows //= 2
+            self.remembering = rows > 0
+            log.warning("Out of memory: %s.", f"listening to {rows} rows at a time" if rows else "the target is asked at every step")
+
+    def _remembered(self, rows: int, heard: Heard) -> bool:
+        """Whether there was memory to listen to so many rows at a time."""
+        try:
+            self.teacher.remember(self.material, self.settings.length, rows, heard)
+            return True
+        except RuntimeError as error:
+            if not _short_of_memory(error):
+                raise
+        self._let_go()  # out here, see `_fitting`
+        return False
 
     def go_on(self) -> None:
         """Train up to the last step."""
@@ -201,21 +218,24 @@ class _Run:
             self.epoch, self.index = self.epoch + 1, 0
 
     def _learn(self, batch: Batch) -> Tensor:
-        """Take one step; returns its loss. Out of memory: with half as many rows at a time, which changes nothing else."""
-        while True:
-            try:
-                loss = self._gradients(batch)
-                break
-            except RuntimeError as error:
-                if not _short_of_memory(error):
-                    raise
-            # Out here, as what the failed attempt held is let go only when its error is.
-            self._halve()
+        """Take one step; returns its loss."""
+        loss = self._fitting(lambda: self._gradients(batch))
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.settings, self.step, self.total)
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.settings.clip)
         self.optimiser.step()
         return loss
+
+    def _fitting(self, work: Callable[[], T]) -> T:
+        """Do what takes `micro` rows at a time. Out of memory: all of it again with half as many, which changes nothing else."""
+        while True:
+            try:
+                return work()
+            except RuntimeError as error:
+                if not _short_of_memory(error):
+                    raise
+            # Out here, as what the failed attempt held is let go only when its error is.
+            self._halve()
 
     def _gradients(self, batch: Batch) -> Tensor:
         self.optimiser.zero_grad(set_to_none=True)
@@ -236,12 +256,18 @@ class _Run:
             raise BadParameter(f"One row of {self.settings.length} tokens does not fit into memory. Use shorter rows or fewer layers.")
         self.micro = (self.micro + 1) // 2
         log.warning("Out of memory: going on with %d rows at a time instead of %d.", self.micro, self.settings.rows)
+        self._let_go()
+
+    def _let_go(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Compare with the target on held-out answers, always the same ones."""
+        return self._fitting(self._compared)
+
+    @torch.no_grad()
+    def _compared(self) -> dict[str, float]:
         s, scores = self.settings, NOTHING
         for batch in islice(self.held_out.batches(s.length, s.rows, s.seed, 0), s.evaluate_batches):
             for part in batch.parts(self.micro):
@@ -295,8 +321,10 @@ class _Run:
         held = Checkpoint.read(self.checkpoint)
         _refuse_other_run(held.notes["identity"], self.identity, self.checkpoint)
         held.load(self.student, self.optimiser)
+        has_room = self.remembering
         for name in _WHERE:
             setattr(self, name, held.notes["where"][name])
+        self.remembering = self.remembering and has_room  # there may be less of it than there was
         kept = [record for record in _records(self.metrics) if record["step"] <= self.step and not record.get("final")]
         write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 

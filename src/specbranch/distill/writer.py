@@ -236,7 +236,7 @@ class _DeviceScript:
         self.answers = self.lengths.where(torch.tensor(script.asked, device=device), UNKNOWN)
         self.least, self.most = torch.tensor(script.limits, device=device).unbind(1)  # tokens of a question, each [openings]
         self.bridge = torch.tensor(script.bridge, device=device)
-        self.closing = torch.tensor(script.question_ends, device=device)
+        self.closing = torch.tensor(script.question_ends, dtype=torch.int64, device=device)
         self.closes_question = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, self.closing, True)
         ends = torch.tensor(script.answer_ends, dtype=torch.int64, device=device)
         self.ends_answer = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, ends, True)

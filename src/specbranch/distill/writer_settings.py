@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from specbranch.errors import BadParameter
@@ -33,7 +34,7 @@ class WriterSettings:
             if getattr(self, name) < least:
                 raise BadParameter(f"{name} is {getattr(self, name)}; expected {least} or more.")
         for name in ("seconds", "tokens", "temperature", "question_temperature"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise BadParameter(f"{name} is {value}; expected more than 0.")
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise BadParameter(f"{name} is {value}; expected a finite number above 0.")
         if not 0 < self.min_p <= 1:
             raise BadParameter(f"min_p is {self.min_p}; expected more than 0 and at most 1.")

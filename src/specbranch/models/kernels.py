@@ -34,10 +34,12 @@ _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The width of a vector, and how many outputs a tile may have before its sums no longer fit in the registers."""
+    """The width of a vector, how many outputs a tile may have before its sums no longer fit in the registers, and how many vectors of each
+    row are taken before the loop turns."""
 
     lanes: int
     outs: int
+    turns: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def load_kernel(stored: Stored = "float32") -> Kernel | None:
 def _machine(features: dict[str, bool], stored: Stored = "float32") -> Machine | None:
     small = stored != "float32"  # 16 of them make one or two loads everywhere, and then several vectors
     if is_arm():
-        return {"float32": Machine(4, 4), "bfloat16": Machine(8, 2), "int8": Machine(16, 1)}[stored]
+        return {"float32": Machine(4, 4, turns=4), "bfloat16": Machine(8, 2), "int8": Machine(16, 1)}[stored]
     if not features.get("fma"):
         return None  # a fused multiply-add would be a library call for each number
     if features.get("avx512f"):
@@ -108,7 +110,7 @@ def source(machine: Machine, stored: Stored = "float32") -> str:
     """Write the kernel in LLVM's language: tiles of every size, a walk over the rows, and the work of one thread."""
     lanes, wide = machine.lanes, machine.outs
     sizes = dict.fromkeys((wide, 1))
-    tiles = [_Tile(outs, rows, lanes, stored).source() for outs in sizes for rows in range(1, TILE_ROWS + 1)]
+    tiles = [_Tile(outs, rows, lanes, stored, machine.turns).source() for outs in sizes for rows in range(1, TILE_ROWS + 1)]
     return "\n".join([_DECLARATIONS.format(L=lanes), *tiles, *map(_all_rows, sizes), _work(wide, stored)])
 
 
@@ -139,11 +141,12 @@ class _Tile:
     rows: int
     lanes: int
     stored: Stored
+    turns: int
 
     def source(self) -> str:
         arguments = "ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %n, i64 %stride"
         head = f"define internal void @tile{self.outs}x{self.rows}({arguments}) {{"
-        return "\n".join([head, self._begin(), self._loop(), self._ragged_end(), self._fold(), self._store(), "}"])
+        return "\n".join([head, self._begin(), self._long_loop(), self._loop(), self._ragged_end(), self._fold(), self._store(), "}"])
 
     def _each_out(self, template: str) -> str:
         return "\n".join(template.format(o=o, L=self.lanes) for o in range(self.outs))
@@ -162,15 +165,45 @@ class _Tile:
 {self._each_out(f"  %w{{o}} = getelementptr {_KINDS[self.stored]}, ptr %w, i64 %w.at{{o}}")}
 {self._each_row("  %x.at{r} = mul i64 %n, {r}")}
 {self._each_row("  %x{r} = getelementptr float, ptr %x, i64 %x.at{r}")}
-  %any = icmp sgt i64 %whole, 0
+  %far = and i64 %n, {-self.lanes * self.turns}
+  %any.far = icmp sgt i64 %far, 0
+  br i1 %any.far, label %long, label %short"""
+
+    def _long_loop(self) -> str:
+        """Write the loop that takes several vectors a turn, and the way to the one that takes the rest of them; the order is the same."""
+        kind = _KINDS[self.stored]
+        turns = "\n".join(self._turn(turn) for turn in range(self.turns))
+        return f"""long:
+  %lk = phi i64 [0, %begin], [%lk.next, %long]
+{self._each("  %sofar{o}.{r}.0 = phi <{L} x float> [zeroinitializer, %begin], [%sofar{o}.{r}." + str(self.turns) + ", %long]")}
+{self._each_out(f"  %lw{{o}} = getelementptr {kind}, ptr %w{{o}}, i64 %lk")}
+{self._each_out(f"  %ln{{o}} = getelementptr {kind}, ptr %lw{{o}}, i64 %ahead")}
+{self._each_out("  call void @llvm.prefetch.p0(ptr %ln{o}, i32 0, i32 2, i32 1)")}
+{self._each_row("  %lx{r} = getelementptr float, ptr %x{r}, i64 %lk")}
+{turns}
+  %lk.next = add i64 %lk, {self.lanes * self.turns}
+  %lk.more = icmp slt i64 %lk.next, %far
+  br i1 %lk.more, label %long, label %short
+short:
+{self._each("  %start{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%sofar{o}.{r}." + str(self.turns) + ", %long]")}
+  %any = icmp slt i64 %far, %whole
   br i1 %any, label %loop, label %looped"""
+
+    def _turn(self, turn: int) -> str:
+        kind, at = _KINDS[self.stored], turn * self.lanes
+        fused = "call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %t" + str(turn) + "w{o}, <{L} x float> %t" + str(turn) + "x{r}, "
+        return f"""{self._each_out(f"  %t{turn}wp{{o}} = getelementptr {kind}, ptr %lw{{o}}, i64 {at}")}
+{self._weights("load {kind}, ptr %t" + str(turn) + "wp{o}, align {bytes}", f"t{turn}w")}
+{self._each_row(f"  %t{turn}xp{{r}} = getelementptr float, ptr %lx{{r}}, i64 {at}")}
+{self._each_row(f"  %t{turn}x{{r}} = load <{{L}} x float>, ptr %t{turn}xp{{r}}, align 4")}
+{self._each(f"  %sofar{{o}}.{{r}}.{turn + 1} = {fused}<{{L}} x float> %sofar{{o}}.{{r}}.{turn})")}"""
 
     def _loop(self) -> str:
         # The prefetch reaches for the next tile's weights while this one's are in use: rows of weights are too short for the hardware to
         # find its pace. Into the second level (2), as the first is full; beyond the end of the memory it does nothing.
         return f"""loop:
-  %k = phi i64 [0, %begin], [%k.next, %loop]
-{self._each("  %old{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
+  %k = phi i64 [%far, %short], [%k.next, %loop]
+{self._each("  %old{o}.{r} = phi <{L} x float> [%start{o}.{r}, %short], [%new{o}.{r}, %loop]")}
 {self._each_out(f"  %wp{{o}} = getelementptr {_KINDS[self.stored]}, ptr %w{{o}}, i64 %k")}
 {self._weights("load {kind}, ptr %wp{o}, align {bytes}", "wv")}
 {self._each_out(f"  %wn{{o}} = getelementptr {_KINDS[self.stored]}, ptr %wp{{o}}, i64 %ahead")}
@@ -188,7 +221,7 @@ class _Tile:
         load_weights = f"call {{kind}} @llvm.masked.load.v{{L}}{_SUFFIXES[self.stored]}.p0"
         load_weights += "(ptr %wr{o}, i32 {bytes}, <{L} x i1> %mask, {kind} zeroinitializer)"
         return f"""looped:
-{self._each("  %sum{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%new{o}.{r}, %loop]")}
+{self._each("  %sum{o}.{r} = phi <{L} x float> [%start{o}.{r}, %short], [%new{o}.{r}, %loop]")}
   %ragged = icmp slt i64 %whole, %n
   br i1 %ragged, label %rest, label %fold
 rest:

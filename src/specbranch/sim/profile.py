@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ CURVES = ("target", "draft")
 SLOPES = ("target_per_context", "draft_per_context")
 SECONDS = ("slow_down", "draft_slow_down", "host")
 TEXTS = ("pair", "hardware", "note", "target_identity", "draft_identity")
+
+ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charge
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,12 @@ class CostProfile:
     def save(self, path: Path) -> None:
         """Write as JSON, leaving out what is as the defaults have it."""
         path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @property
+    def digest(self) -> str:
+        """Tells what it charges from what others do, in a few characters; words about it change nothing."""
+        charges = {name: value for name, value in self.to_dict().items() if name not in ABOUT}
+        return sha256(json.dumps(charges, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without what is as the defaults have it."""
