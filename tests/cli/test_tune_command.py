@@ -71,7 +71,7 @@ def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str]
     table = command(*asked, *options).out
     told = json.loads(command(*asked, *options, "--json").out)
     assert [row["method"] for row in told["methods"]] == ["autoregressive", "speculative", "specbranch"]
-    assert told["methods"][0]["speedup"] == 1.0 and len(told["methods"][1]["tried"]) == 12
+    assert told["methods"][0]["speedup"] == 1.0 and 1 < len(told["methods"][1]["tried"]) <= told["methods"][1]["looked_at"] <= 12
     best = max(told["methods"], key=lambda row: row["speedup"])
     assert told["best"]["method"] == best["method"] and told["best"]["tuned_for"]["speedup"] == best["speedup"]
     for row in told["methods"]:

@@ -66,7 +66,7 @@ def cli(debug: bool) -> None:
       specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
       specbranch models
 
-    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (98 MB) and kept in the cache folder,
+    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept in the cache folder,
     and a draft for it that is part of the package.
     """
 
