@@ -183,6 +183,11 @@ def config_of(arm: Arm) -> SpeculativeConfig:
     return SpeculativeConfig(num_speculative_tokens=arm.length or 1, stop_below=arm.stop_below, max_branches=arm.width)
 
 
+def test_what_is_found_is_verified_as_far_as_further_rows_are_cheap() -> None:
+    flat, steep = (CostProfile(target=((1, 1.0), (16, last)), draft=((1, 0.1),)) for last in (1.0, 4.0))
+    assert Prices(flat).found.length == 15 and Prices(steep).found.length <= 5
+
+
 def test_text_that_repeats_is_looked_up() -> None:
     script = Scripted.of(repeating(300), 0.5, 4)
     session = play(script, AUTO, TEN, Experience(TEN))

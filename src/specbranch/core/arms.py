@@ -41,7 +41,7 @@ class Arm:
 
 PLAIN = Arm("autoregressive")
 LOOKUPS = tuple(Arm("lookup", length) for length in (2, 5, 10, 15))
-FOUND = LOOKUPS[-1]  # how an arm that looks first verifies what it finds
+REPEATS = 0.8  # the chance that a token found is right, as an arm that looks first takes it to be
 KNOWN = 2  # tokens
 LATELY, LONG = 60.0, 300.0  # tokens
 SERIAL = (
@@ -66,6 +66,7 @@ class Prices:
         self.host = costs.host
         self.step = costs.draft_seconds(1, context)
         self._verified: dict[int, float] = {}
+        self._found: Arm | None = None
         self._beside: dict[tuple[int, int, int], float] = {}
 
     def verified(self, rows: int) -> float:
@@ -91,6 +92,13 @@ class Prices:
         if arm.method in ("pearl", "specbranch"):
             return length / self.beside(length, length, 1)
         return (length + 1) / (self.drafted(length) + self.verified(length + 1))
+
+    @property
+    def found(self) -> Arm:
+        """How an arm that looks first verifies what it finds: as many tokens as pay, which depends on what further rows cost."""
+        if self._found is None:
+            self._found = max(LOOKUPS, key=lambda arm: _expected(arm.length) / max(self.verified(arm.length + 1), 1e-9))
+        return self._found
 
     def reading(self, tokens: int) -> float:
         """Seconds the draft takes to read what it has missed."""
@@ -176,7 +184,7 @@ def _plain(walker: Walker, trail: Trail, prices: Prices) -> Outcome:
 
 
 def _lookup(walker: Walker, trail: Trail, prices: Prices) -> Outcome:
-    found = trail.looked_up(walker.place, walker.arm.length if walker.arm.method == "lookup" else FOUND.length)
+    found = trail.looked_up(walker.place, walker.arm.length if walker.arm.method == "lookup" else prices.found.length)
     if found is None:
         return None
     return found[1] + 1, prices.verified(found[0] + 1), -1
@@ -232,6 +240,11 @@ _ROUNDS = {
     "pearl": _pearl,
     "specbranch": _branching,
 }
+
+
+def _expected(length: int) -> float:
+    """Tokens that a forward over so many found ones emits."""
+    return sum(REPEATS**count for count in range(length + 1))
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.arms import FOUND, LOOKUPS, OVERLAPPED, PLAIN, SERIAL, Arm, Prices, Walker, as_top
+from specbranch.core.arms import LOOKUPS, OVERLAPPED, PLAIN, SERIAL, Arm, Prices, Walker, as_top
 from specbranch.core.costs import Costs, LearnedCosts
 from specbranch.core.orders import Branch, Orders, Reports
 from specbranch.core.policy import Entropy, Policy, make_policy
@@ -112,7 +112,7 @@ class Pilot:
     def _now(self, pending: InFlight) -> Arm:
         """What the chosen arm does next: it may look first."""
         free = pending is None or not pending.tokens
-        return FOUND if self.arm.look and free and self.trail.known >= self.arm.look else self.arm
+        return self._prices.found if self.arm.look and free and self.trail.known >= self.arm.look else self.arm
 
     def policy(self, arm: Arm, config: SpeculativeConfig) -> Policy:
         """The arm's policy, the same one each time."""
