@@ -71,7 +71,7 @@ def _origin(results: Results) -> list[str]:
 def _beside_the_paper(rows: Sequence[Row]) -> list[str]:
     lines = []
     for clock, (models, pearl, branches) in PAPER.items():
-        for pair in _names(rows, lambda row: row.pair):
+        for pair in _pairs_by(rows, clock):
             cells = [_speedup(rows, pair, suite, clock, method) for method in ("pearl", "specbranch") for suite in COMPARED]
             lines.append([clock, pair.removeprefix("smollm2-"), *_means(cells)])
         lines.append([clock, f"*paper: {models}*", *(f"*{text}*" for text in _means([*pearl, *branches]))])
@@ -86,7 +86,7 @@ def _means(cells: Sequence[float]) -> list[str]:
 def _modelled(rows: Sequence[Row]) -> list[str]:
     lines = []
     for clock in _names(rows, lambda row: row.clock):
-        for pair in _names(rows, lambda row: row.pair):
+        for pair in _pairs_by(rows, clock):
             means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in METHODS}
             best = max(means.values())
             told = [f"**{mean:.2f}**" if mean == best else f"{mean:.2f}" for mean in means.values()]
@@ -98,7 +98,7 @@ def _auto(rows: Sequence[Row]) -> list[str]:
     """How `auto` compares with the best fixed method, tuned, in the worst and the middle of all cells."""
     cells = []
     for clock in _names(rows, lambda row: row.clock):
-        for pair in _names(rows, lambda row: row.pair):
+        for pair in _pairs_by(rows, clock):
             for suite in SUITES:
                 fixed = {m: _speedup(rows, pair, suite, clock, m) for m in ("autoregressive", *METHODS) if m != "auto"}
                 best = max(fixed, key=fixed.__getitem__)
@@ -121,6 +121,15 @@ def _wall(rows: Sequence[Row]) -> list[str]:
             told = [f"{row.tokens_per_second:.1f} ({row.speedup:.2f}, ±{100 * (row.spread or 0):.1f} %)" for row in found]
             lines.append([pair.removeprefix("smollm2-"), method, *told])
     return _table(["pair", "method", *SUITES.values()], lines)
+
+
+def _pairs_by(rows: Sequence[Row], clock: str) -> list[str]:
+    """The pairs whose rows by a clock are all there: a run may have been broken off."""
+    whole = len(METHODS) + 1, len(SUITES)
+    found = {pair: [row for row in rows if (row.pair, row.clock) == (pair, clock)] for pair in _names(rows, lambda row: row.pair)}
+    fewest = {pair: min((row.prompts for row in some), default=0) for pair, some in found.items()}
+    most = max((row.prompts for row in rows), default=0)
+    return [pair for pair, some in found.items() if len(some) >= whole[0] * whole[1] and fewest[pair] == most]
 
 
 def _names(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
