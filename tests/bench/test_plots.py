@@ -27,7 +27,7 @@ def bars_of(chart: str) -> list[ElementTree.Element]:
     return [element for element in parsed(chart).iter(f"{SVG}rect") if element.find(f"{SVG}title") is not None]
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.3, 0.31), (-5, 7), (0, 12345), (1e-6, 3e-6), (2, 2), (0, 0), (-3, -3)])
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.3, 0.31), (-5, 7), (0, 12345), (1e-6, 3e-6), (2, 2), (0, 0), (-3, -3), (0, 1e-16)])
 def test_ticks_are_round_rising_and_enclose_the_range(low: float, high: float) -> None:
     ticks = round_ticks(low, high)
     assert ticks[0] <= low and high <= ticks[-1] and 2 <= len(ticks) <= 8

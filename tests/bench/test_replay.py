@@ -123,7 +123,7 @@ def test_reading_ahead_back_and_beside_gives_the_rows_of_a_fresh_draft() -> None
 def fresh(tokens: list[int]) -> Entry:
     row, spot = law(DRIFT).logits_of(tokens), Spot(CASES[0].session().request, len(tokens), lambda: tokens)
     top, bound = (ToySampler().propose([row], [spot], [Ask(WIDTH, measure=kind)])[0] for kind in ("top", "entropy"))  # type: ignore[arg-type]
-    return Entry(top.tokens, top.confidence, bound.confidence)
+    return Entry(top.tokens, top.confidence, bound.confidence, top.odds)
 
 
 def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(draft: Draft) -> None:

@@ -115,7 +115,7 @@ def histogram(title: str, counts: Sequence[float], x_label: str = "", y_label: s
 
 def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
     """Return rising round numbers, about so many, that enclose the range; `whole` numbers only, where others mean nothing."""
-    if not high > low:
+    if not high - low > 1e-9:  # all alike, but for rounding
         low, high = (low - 1.0, low + 1.0) if low else (0.0, 1.0)
     power = 10.0 ** math.floor(math.log10((high - low) / about))
     steps = (power * r for r in (*ROUND, 20.0, 100.0))

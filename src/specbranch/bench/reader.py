@@ -33,7 +33,7 @@ class Reader:
         rows = self._rows_after([list(spot.history()) for spot in spots])
         top = self._sampler.propose(rows, spots, [Ask(WIDTH)] * len(rows))
         entropy = self._sampler.propose(rows, spots, [Ask(measure="entropy")] * len(rows))
-        return [Entry(a.tokens, a.confidence, b.confidence) for a, b in zip(top, entropy, strict=True)]
+        return [Entry(a.tokens, a.confidence, b.confidence, a.odds) for a, b in zip(top, entropy, strict=True)]
 
     def close(self) -> None:
         """Free the cache."""

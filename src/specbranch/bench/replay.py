@@ -26,7 +26,7 @@ from specbranch.errors import BadParameter
 NONE = -1  # no token: what a target picks where its record says nothing
 WIDTH = 12  # candidates remembered of a row
 AT_HAND = 300_000  # proposals kept in memory: about 200 MB
-TABLE, READ = "proposals_1", "read_1"
+TABLE, READ = "proposals_2", "read_2"
 
 Mark = TypeVar("Mark")
 
@@ -154,22 +154,26 @@ class Entry:
     tokens: tuple[int, ...]
     top: float
     entropy: float
+    odds: tuple[float, ...]
 
     def proposal(self, ask: Ask) -> Proposal:
         """Cut to what is asked for."""
         if ask.width > WIDTH:
             raise BadParameter(f"{ask.width} branches at one token were asked for; a replay remembers {WIDTH}. Lower max_branches.")
-        return Proposal(self.tokens[: ask.width], self.top if ask.measure == "top" else self.entropy)
+        confidence = self.top if ask.measure == "top" else self.entropy
+        return Proposal(self.tokens[: ask.width], confidence, odds=self.odds[: ask.width])
 
     def packed(self) -> bytes:
         """As bytes."""
-        return struct.pack(f"<dd{len(self.tokens)}I", self.top, self.entropy, *self.tokens)
+        many = len(self.tokens)
+        return struct.pack(f"<dd{many}I{many}d", self.top, self.entropy, *self.tokens, *self.odds)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Entry:
         """From bytes."""
-        top, entropy, *tokens = struct.unpack(f"<dd{(len(data) - 16) // 4}I", data)
-        return cls(tuple(tokens), top, entropy)
+        many = (len(data) - 16) // 12
+        top, entropy, *rest = struct.unpack(f"<dd{many}I{many}d", data)
+        return cls(tuple(rest[:many]), top, entropy, tuple(rest[many:]))
 
 
 class Memory:

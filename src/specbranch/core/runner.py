@@ -80,11 +80,15 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidates for one position, best first, with the draft's confidence there and, if the first was drawn, its law."""
+    """Candidates for one position, best first, with the draft's confidence there and, if the first was drawn, its law.
+
+    `odds` tells how likely each candidate is beside the best one, by the draft's own scores; nothing: it was not said.
+    """
 
     tokens: tuple[int, ...]
     confidence: float
     q: Sparse | None = None
+    odds: tuple[float, ...] = ()
 
 
 class Law(Protocol):

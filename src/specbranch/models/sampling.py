@@ -149,12 +149,13 @@ def _confidence(shaped: Tensor, scores: Tensor, asks: Sequence[Ask]) -> Tensor:
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
     confidence, ranked = packed[0], _ranked(_entries_of(packed[1:]))
     if not spot.request.by_ratio:
-        return Proposal(tuple(token for token, _ in ranked[: ask.width]), confidence)
+        best = ranked[: ask.width]
+        return Proposal(tuple(token for token, _ in best), confidence, odds=tuple(math.exp(score - best[0][1]) for _, score in best))
     q = _sparse(ranked[:MOST_ENTRIES])
     if ask.measure == "top":
         confidence = q.probs[0]
     if ask.heads == "top":
-        return Proposal(q.ids[: ask.width], confidence)
+        return Proposal(q.ids[: ask.width], confidence, odds=tuple(prob / q.probs[0] for prob in q.probs[: ask.width]))
     drawn = _draw(q, spot)
     others = tuple(token for token in q.ids if token != drawn)
     return Proposal((drawn, *others[: ask.width - 1]), confidence, q)

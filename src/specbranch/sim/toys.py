@@ -194,7 +194,8 @@ class ToySampler:
         confidence = max(shaped(scores, 1.0))
         if ask.measure == "entropy":
             confidence = _entropy_bound(shaped(row, spot.request.params.temperature or 1.0))
-        return Proposal(tuple(ranked[: ask.width]), confidence)
+        best = ranked[: ask.width]
+        return Proposal(tuple(best), confidence, odds=tuple(math.exp(scores[t] - scores[best[0]]) for t in best))
 
     def _propose_by_ratio(self, row: Logits, spot: Spot, ask: Ask) -> Proposal:
         probs = shaped(row, spot.request.params.temperature)
@@ -203,7 +204,7 @@ class ToySampler:
         q = Sparse(tuple(ranked), tuple(probs[t] / total for t in ranked))
         confidence = q.probs[0] if ask.measure == "top" else _entropy_bound(q.probs)
         if ask.heads == "top":
-            return Proposal(q.ids[: ask.width], confidence)
+            return Proposal(q.ids[: ask.width], confidence, odds=tuple(prob / q.probs[0] for prob in q.probs[: ask.width]))
         request = spot.request
         first = q.ids[_invert(q.probs, noise.uniform(request.seed, request.sample, spot.position, "draft", spot.attempt))]
         others = tuple(t for t in q.ids if t != first)
