@@ -128,7 +128,7 @@ def verdict(here: dict[str, Row], there: dict[str, Row]) -> str:
     else:
         choice = f"Fastest here: {best.method}, {best.speedup:.2f} × plain decoding."
     if here["specbranch"].speedup <= 1.0:
-        choice += " specbranch does not pay here: its branches are meant to be drafted while the target works, and here the two take turns."
+        choice += " specbranch does not pay here: drafting costs more than it brings, and on so short a text it has hardly found that out."
     if any(row.speedup > 1.1 * row.tokens_per_forward for row in here.values()):
         choice += (
             " But something else kept this machine busy: no method can gain more than its tokens per forward. Try again when it is quiet."

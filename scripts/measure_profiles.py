@@ -1,4 +1,4 @@
-"""Measure the shipped H200 profiles on a GPU: Llama shapes with random weights, bfloat16, torch.compile and CUDA graphs, 1k of context.
+"""Measure the shipped H200 profiles on a GPU: Llama shapes with random weights, bfloat16, CUDA graphs, 1k of context.
 
 For each pair: a target forward by its rows, a draft step by its width, then both at once on two streams: what a draft step adds to the
 target, and what the target adds to a draft step. Writes one profile a pair into --out and prints a table; last line: JSON. Weights are
@@ -96,7 +96,6 @@ class Model:
         return chosen(hidden, self.top)
 
 
-
 def layer(
     shape: Shape,
     hidden: Tensor,
@@ -111,7 +110,7 @@ def layer(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """One layer over the rows, compiled once for each shape and number of rows."""
+    """One layer over the rows."""
     rows = hidden.shape[0]
     split = (normed(hidden) @ qkv.T).split([shape.hidden, *[shape.key_heads * shape.head] * 2], -1)
     q, k, v = (x.view(rows, -1, shape.head) for x in split)
@@ -122,7 +121,6 @@ def layer(
     hidden = hidden + seen[0].transpose(0, 1).reshape(rows, -1) @ out.T
     gate, up = (normed(hidden) @ gate_up.T).chunk(2, -1)
     return hidden + (torch.nn.functional.silu(gate) * up) @ down.T
-
 
 
 def chosen(hidden: Tensor, top: Tensor) -> Tensor:
@@ -211,8 +209,8 @@ def profile_of(found: dict[str, Any], context: int) -> dict[str, Any]:
         "pair": f"Llama shapes of {small.upper()} (draft) and {large.upper()} (target)",
         "hardware": "one H200",
         "note": (
-            f"Measured by scripts/measure_profiles.py: random weights, bfloat16, torch.compile {torch.__version__} and CUDA graphs, {context} tokens "
-            f"of context; both at once on two streams, {BESIDE} rows verified. No time outside the models."
+            f"Measured by scripts/measure_profiles.py: random weights, bfloat16, torch {torch.__version__} and CUDA graphs, "
+            f"{context} tokens of context; both at once on two streams, {BESIDE} rows verified. No time outside the models."
         ),
         "target": sorted(found["target"].items()),
         "draft": sorted(found["draft"].items()),
@@ -230,7 +228,6 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=Path("measured-profiles"))
     given = options.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    torch._dynamo.config.recompile_limit = 1000  # one for each shape and number of rows
     lines = []
     for name in given.pairs.split(","):
         found = measured(name, given.context)
@@ -240,9 +237,8 @@ def main() -> None:
         print(name, "target", {n: f"{s * 1e3:.2f}" for n, s in found["target"].items()}, flush=True)
         print(name, "draft", {n: f"{s * 1e3:.3f}" for n, s in found["draft"].items()}, flush=True)
         for n, width, seconds, busy in found["beside"]:
-            print(
-                f"  {n:3} steps of width {width} beside: target {found['lone'] * 1e3:.2f} -> {seconds * 1e3:.2f} ms, a step {busy / n * 1e3:.3f} ms"
-            )
+            target = f"target {found['lone'] * 1e3:.2f} -> {seconds * 1e3:.2f} ms"
+            print(f"  {n:3} steps of width {width} beside: {target}, a step {busy / n * 1e3:.3f} ms")
         print(f"  slow_down {profile['slow_down'] * 1e3:.4f} ms, draft_slow_down {profile['draft_slow_down'] * 1e3:.4f} ms", flush=True)
         torch.cuda.empty_cache()
     print(json.dumps(lines))

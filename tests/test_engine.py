@@ -28,13 +28,21 @@ def plain(pair: tuple[str, str]) -> LLM:
     return LLM(pair[0], method="autoregressive", dtype="float64", device="cpu", context_length=256)
 
 
-def test_branches_are_for_models_that_work_at_once(pair: tuple[str, str]) -> None:
-    assert LLM(pair[0], device="cpu", context_length=64).method == "lookup"
+def test_the_usual_method_plans_by_itself(pair: tuple[str, str]) -> None:
+    assert LLM(pair[0], device="cpu", context_length=64).method == "auto"
     by_turns = LLM(*pair, device="cpu", context_length=64, speculative=SpeculativeConfig(max_branches=4))
-    assert (by_turns.method, by_turns.config) == ("adaptive", SpeculativeConfig(method="adaptive", max_branches=4))
+    assert (by_turns.method, by_turns.config) == ("specbranch", SpeculativeConfig(method="specbranch", max_branches=4))
     with LLM(*pair, device="cpu", context_length=64, executor="process") as at_once:
         assert at_once.method == "specbranch"
     assert LLM(*pair, device="cpu", context_length=64, clock="h200-1b-8b").method == "specbranch"
+
+
+def test_each_way_to_decode_has_an_experience_of_its_own(pair: tuple[str, str]) -> None:
+    with LLM(*pair, device="cpu", context_length=256) as llm:
+        other = llm.using("tree")
+        other.generate(PROMPT, SamplingParams(max_tokens=30))
+        assert other._experience.insight.tokens > 0 == llm._experience.insight.tokens
+        assert llm.using("tree")._experience is other._experience and other._experience.costs is llm._experience.costs
 
 
 def test_a_method_that_was_asked_for_is_taken(pair: tuple[str, str]) -> None:
@@ -157,7 +165,8 @@ def test_a_text_that_outgrows_the_draft_goes_on_without_it(runner: Any, pair: tu
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     with LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128) as llm:
         expected = llm.generate(PROMPT, params).token_ids
-    with LLM(pair[0], short, "specbranch", runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
+    alone = {"method": "specbranch", "without": ["lookup"]}
+    with LLM(pair[0], short, speculative=alone, runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
         output = llm.generate(PROMPT, params)
     assert output.token_ids == expected
     assert output.stats["drafted"] > 0
@@ -197,7 +206,7 @@ def test_statistics_have_every_promised_metric(llm: LLM) -> None:
     assert stats["tokens"] == 40
     assert stats["ttft_seconds"] > 0 and stats["tokens_per_second"] > 0
     assert stats["tokens_per_forward"] == pytest.approx(39 / stats["target_forwards"])
-    assert set(stats["rollback"]) == {"rejected", "losing_branches", "dropped_by_length"}
+    assert set(stats["rollback"]) == {"rejected", "tree_siblings", "losing_branches", "dropped_by_length"}
     assert stats["branch_points"] >= stats["branch_hits"] >= 0
     assert {"acceptance_by_position", "branch_hit_rate", "draft_idle_seconds", "target_idle_seconds"} <= stats.keys()
 

@@ -102,7 +102,7 @@ def test_llm_decodes_a_pair_by_name_as_plain_decoding_does(tiny: Pair) -> None:
 
 def test_llm_without_names_is_the_default_pair(tiny: Pair) -> None:
     llm = LLM(device="cpu", context_length=64)
-    assert (llm.target, llm.method) == (tiny.target, "adaptive")
+    assert (llm.target, llm.method) == (tiny.target, "specbranch")
     assert llm.generate(PROMPT, SamplingParams(max_tokens=10)).stats["drafted"] > 0
 
 

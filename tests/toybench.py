@@ -15,16 +15,19 @@ from functools import partial
 
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
-from specbranch.core.arms import Arm
+from specbranch.core.experience import Experience
+from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
-from specbranch.core.methods import METHODS
-from specbranch.core.pilot import Experience, Pilot
+from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy
 from specbranch.core.request import Request
-from specbranch.core.rounds import InFlight
 from specbranch.core.runner import Feed
 from specbranch.core.session import Session, Watcher
+from specbranch.core.slots import ROOT
 from specbranch.core.trace import Trace
+from specbranch.core.tree_rounds import growing
+from specbranch.core.trees import Growth, Tree
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import MakeDrafter
 from specbranch.exec.process import Process
@@ -168,25 +171,40 @@ def _draw(logits: Logits, case: Case, position: int) -> int:
     return scores.index(max(scores))
 
 
-class Wanderer(Pilot):
-    """Takes one arm after the other without a reason, each for a few tokens; what it takes hangs on the text and on past verdicts."""
+class Wanderer(Planner):
+    """Grows and sends whatever comes to its mind; what that is hangs on the text and on past verdicts."""
 
-    def choose(self, pending: InFlight) -> Arm:
-        text, stats = self.session.tokens, self.session.stats
-        self.trail.follow(text)
-        rng = random.Random(hash((tuple(text), stats.rejected, stats.losing)))
-        method = rng.choice(sorted({walker.arm.method for walker in self.walkers}))
-        self.arm = rng.choice([walker.arm for walker in self.walkers if walker.arm.method == method])
-        self._until = len(text) + rng.choice((1, 2, 3, 6))
-        self._at_work = self._now(pending)
-        return self._at_work
+    def __init__(self, session: Session, ngrams: Ngrams | None = None) -> None:
+        super().__init__(Experience(PROFILE), ngrams=ngrams)
+        self.session = session
+
+    def _random(self, purpose: str) -> random.Random:
+        stats = self.session.stats
+        return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
+
+    def alone(self, tree: Tree, unread: int) -> Growth | None:
+        return self._any("alone") if self._random("whether").random() < 0.6 else None
+
+    def beside(self, tree: Tree, rows: int) -> Growth | None:
+        return self._any("beside", free=1e9) if self._random("also").random() < 0.7 else None
+
+    def sent(self, tree: Tree, room: int) -> list[int]:
+        rng, numbers = self._random("sent"), list[int]()
+        for n, node in enumerate(tree.nodes):
+            there = node.parent == ROOT or node.parent in numbers
+            if there and node.depth < room and len(numbers) < 12 and rng.random() < 0.8:
+                numbers.append(n)
+        return numbers
+
+    def _any(self, purpose: str, free: float = 0.0) -> Growth:
+        rng = self._random(purpose)
+        steps, lanes = rng.choice((1, 2, 4, 6)), rng.choice((1, 2, 3))
+        return Growth((0.0,) * lanes, self.insight.chances(), free=free, children=rng.choice((1, 2, 4)), most=steps * lanes, worth=1.0)
 
 
-class Wandering(Experience):
-    """Experience that never makes wise: every order of arms comes up."""
-
-    def pilot(self, session: Session, config: SpeculativeConfig) -> Pilot:
-        return Wanderer(self, session, config)
+def wandering(session: Session) -> Rounds:
+    """Every order of growing and sending comes up."""
+    return growing(session, Wanderer(session, Ngrams(session.tokens, 2)))
 
 
 def decode(
@@ -196,10 +214,14 @@ def decode(
     trace: Trace | None = None,
     policy: Policy | None = None,
     experience: Experience | None = None,
+    start: Callable[[Session], Rounds] | None = None,
 ) -> Session:
-    """Run one session alone to its end and check its statistics; `policy` takes the place of the method's own."""
+    """Run one session alone to its end and check its statistics; `policy` replaces the method's own, `start` the method."""
     loop, session, method = Loop(executor, trace), case.session(next(_numbers)), METHODS[config.method]
-    loop.join(session, method.run(session, config, policy) if policy else method.start(session, config, experience))
+    if start:
+        loop.join(session, start(session))
+    else:
+        loop.join(session, method.run(session, config, policy) if policy else method.start(session, config, experience))
     run_out(loop)
     session.stats.check()
     return session

@@ -16,7 +16,9 @@ from specbranch.errors import BadParameter, unknown
 
 Rule = Literal["match", "ratio"]
 HeadKind = Literal["top", "sampled"]
-PolicyName = Literal["fixed", "confidence", "entropy"]
+PolicyName = Literal["fixed", "confidence", "entropy", "planner"]
+
+Part = Literal["overlap", "trees", "branches", "lookup", "learning"]
 
 TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
 LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
@@ -119,8 +121,10 @@ class SpeculativeConfig:
     until_target: bool = False  # draft on until the target is done, instead of a fixed length
     ngram_max: int = 4
     ngram_min: int = 1
+    without: tuple[Part, ...] = ()  # parts of the planner to leave out, to see what each brings
 
     def __post_init__(self) -> None:
+        self._check_parts()
         _require(self.method is None or isinstance(self.method, str), "method", self.method, "a name")
         asked = self.num_speculative_tokens
         _require(
@@ -135,6 +139,14 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown(name, str(value), choices)
+
+    def _check_parts(self) -> None:
+        parts = (self.without,) if isinstance(self.without, str) else self.without
+        _require(isinstance(parts, Iterable), "without", parts, f"some of {', '.join(get_args(Part))}")
+        object.__setattr__(self, "without", tuple(parts))
+        for part in self.without:
+            if part not in get_args(Part):
+                raise unknown("part of the planner", str(part), get_args(Part))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

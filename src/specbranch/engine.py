@@ -17,10 +17,10 @@ from typing import Any, Self, TypeVar, overload
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import ModelChoice, RunnerName, assemble, cost_profile
 from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
-from specbranch.core.costs import LearnedCosts
+from specbranch.core.costs import Costs, LearnedCosts
+from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
-from specbranch.core.pilot import Experience
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner
 from specbranch.core.trace import Trace
@@ -72,7 +72,8 @@ class LLM:
         drafting = replace(choice, name=named, device=draft_device or device, shorten=True) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)
-        self._experience = Experience(profile or LearnedCosts(self._overlap), self._has_draft)
+        self._costs: Costs = profile or LearnedCosts(self._overlap)
+        self._experiences: dict[SpeculativeConfig, Experience] = {}  # of each way to decode its own
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
         self._loop = Loop(self._parts.executor)
@@ -182,8 +183,13 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def _experience(self) -> Experience:
+        """What requests of this configuration have shown."""
+        return self._experiences.setdefault(self.config, Experience(self._costs, self._has_draft))
+
     def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:
-        self.method, self.config = best_fit(config, has_draft, self._overlap)
+        self.method, self.config = best_fit(config, has_draft)
         self._method = find_method(self.method, has_draft)
 
     def _ids(self, prompt: Prompt) -> list[int]:

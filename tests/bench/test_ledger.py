@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.ledger import BookingPlayer, Books
+from specbranch.bench.ledger import BookingPlayer, Books, has_book
+from specbranch.bench.methods import default_setting
 from specbranch.bench.play import Draft, Player
 from specbranch.bench.record import Record, Task
 from specbranch.bench.replay import Memory
@@ -44,13 +45,26 @@ def record_of(case: Case) -> Record:
     return Record(Task(case.prompt, case.params, case.seed, ()), answer.tokens, ())
 
 
-@pytest.mark.parametrize("method", SPACES)
+def setting(method: str, **values: object) -> SpeculativeConfig:
+    config = default_setting(method, values).config
+    assert config is not None
+    return config
+
+
+BOOKED = [method for method in SPACES if has_book(setting(method))]
+
+
+def test_what_plans_by_itself_and_nothing_else_has_no_book() -> None:
+    assert set(SPACES) - set(BOOKED) == {"tree", "specbranch"}
+
+
+@pytest.mark.parametrize("method", BOOKED)
 def test_a_book_charges_what_a_play_is_charged(method: str, draft: Draft) -> None:
     profiles = [PROFILE, TURNS, FAR, load_profile("c10"), load_profile("h200-1b-8b")]
     seen = set()
     for case in CASES:
         for length in (2, 7):
-            config = SpeculativeConfig(method=method, num_speculative_tokens=length, max_branches=3, stop_below=0.5)
+            config = setting(method, num_speculative_tokens=length, max_branches=3, stop_below=0.5)
             book = BookingPlayer(record_of(case), draft).book(config)
             for profile in profiles:
                 stats = Player(record_of(case), draft).play(config, profile)
@@ -78,7 +92,8 @@ def test_what_was_played_once_is_not_played_again(draft: Draft, monkeypatch: pyt
     books.close()
 
 
-def test_a_draft_that_goes_on_until_the_target_is_done_has_no_book(draft: Draft) -> None:
-    for config in (SpeculativeConfig(method="specbranch", until_target=True), SpeculativeConfig(method="auto")):
+def test_what_goes_on_until_the_target_is_done_or_plans_by_itself_is_refused(draft: Draft) -> None:
+    for config in (setting("specbranch:confidence", until_target=True), *map(setting, ("tree", "specbranch", "auto"))):
+        assert not has_book(config)
         with pytest.raises(ValueError, match="depends on the profile"):
             BookingPlayer(record_of(CASES[0]), draft).book(config)

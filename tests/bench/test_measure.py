@@ -153,7 +153,7 @@ def real(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_a_measured_profile_drives_the_clock_of_its_own_pair(pair: tuple[str, str], real: Path) -> None:
     with LLM(*pair, device="cpu", clock=str(real)) as llm:
-        assert llm.method == "adaptive"  # nothing overlaps, so branches do not pay
+        assert llm.method == "specbranch"
         assert llm.generate("A branch", {"max_tokens": 8}).stats["decode_seconds"] > 0
 
 

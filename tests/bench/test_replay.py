@@ -13,6 +13,7 @@ from specbranch.bench.reader import ROWS, Reader
 from specbranch.bench.record import Record, Task
 from specbranch.bench.replay import NONE, WIDTH, Entry, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
+from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Feed
@@ -24,12 +25,13 @@ from toybench import PROFILE, VOCABULARY, Case, Ending, decode, law, plainly, vi
 DRIFT = 0.3
 ENDINGS = (Ending("length", 40), Ending("eos", 200, eos_ids=(2,)))
 CASES = [Case((seed % 5, 3, 1), temperature, seed, ending) for seed in range(6) for temperature in (0.0, 0.9) for ending in ENDINGS]
-CONFIGS = [
-    SpeculativeConfig(method=name, num_speculative_tokens=length, max_branches=4, stop_below=0.5)
-    for name in METHODS
+FIXED = [
+    SpeculativeConfig(method=name, policy=policy, num_speculative_tokens=length, max_branches=4, stop_below=0.5)
+    for name, policy in (*((name, None) for name in METHODS if METHODS[name].policy != "planner"), ("specbranch", "confidence"))
     for length in (2, 6)
-    if name != "auto"
 ]
+PLANNED = [SpeculativeConfig(method=name) for name in METHODS if METHODS[name].policy == "planner"]
+CONFIGS = [*FIXED, *PLANNED]
 
 
 class CountingRunner(ToyRunner):
@@ -57,31 +59,33 @@ def draft(tmp_path: Path) -> Iterator[Draft]:
     memory.close()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.method}-{c.num_speculative_tokens}")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.method}-{c.policy}-{c.num_speculative_tokens}")
 def test_a_replay_counts_and_charges_what_a_live_run_does(config: SpeculativeConfig, draft: Draft) -> None:
     drafted = 0
+    mine, theirs = Experience(PROFILE), Experience(PROFILE)  # each learns from its own runs
     for case in CASES:
-        live = decode(virtual_clock(DRIFT), case, config).stats
+        live = decode(virtual_clock(DRIFT), case, config, experience=mine).stats
         player = Player(record_of(case), draft)
-        replayed = player.play(config, PROFILE)
+        replayed = player.play(config, PROFILE, experience=theirs)
         player.close()
         assert asdict(replayed) == asdict(live)
         drafted += live.rejected
     assert drafted > 50 or config.method == "autoregressive", "nothing was ever rejected"
 
 
-def test_what_was_drafted_once_is_never_drafted_again(draft: Draft, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [FIXED[-1], *PLANNED], ids=lambda c: f"{c.method}-{c.policy}")
+def test_what_was_drafted_once_is_never_drafted_again(config: SpeculativeConfig, draft: Draft, tmp_path: Path) -> None:
     player = Player(record_of(CASES[0]), draft)
-    first = player.play(CONFIGS[-3], PROFILE)
+    first = player.play(config, PROFILE)
     runner = draft.runner
     assert isinstance(runner, CountingRunner)
     fed, misses = runner.fed, draft.memory.misses
     assert fed > 0
-    assert asdict(player.play(CONFIGS[-3], PROFILE)) == asdict(first)
+    assert asdict(player.play(config, PROFILE)) == asdict(first)
     assert (runner.fed, draft.memory.misses) == (fed, misses)
     again = Memory(tmp_path / "memory.sqlite")  # and from the file alone
     other = Player(player.record, replace(draft, memory=again))
-    assert asdict(other.play(CONFIGS[-3], PROFILE)) == asdict(first)
+    assert asdict(other.play(config, PROFILE)) == asdict(first)
     assert runner.fed == fed and again.misses == 0
 
 
@@ -165,4 +169,4 @@ def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: Draft) -> N
 
 def test_more_branches_than_are_remembered_is_a_sentence(draft: Draft) -> None:
     with pytest.raises(BadParameter, match="a replay remembers 12"):
-        Player(record_of(CASES[0]), draft).play(SpeculativeConfig(method="specbranch", max_branches=13), PROFILE)
+        Player(record_of(CASES[0]), draft).play(SpeculativeConfig(method="specbranch", policy="confidence", max_branches=13), PROFILE)

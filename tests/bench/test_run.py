@@ -15,9 +15,10 @@ from specbranch.bench import run as running
 from specbranch.bench.aggregate import rows_of
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.measurement import RunStore
-from specbranch.bench.methods import Setting, chosen_methods, default_setting
+from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting
 from specbranch.bench.run import Clock, Job, check_replay, measure, record_all, replay
 from specbranch.bench.suites import Prompt, Suite
+from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.sim.shipped import load_profile
@@ -26,7 +27,8 @@ torch.set_num_threads(1)
 CODE = Suite("code", (Prompt("c1", "coding", ("def add(a, b):",)), Prompt("c2", "coding", ("import os",))), "a test")
 TALK = Suite("talk", (Prompt("t1", "writing", ("Tell me of herons.", "And of reeds?")),), "a test")
 C5 = Clock("c5", load_profile("c5"))
-FIXED = tuple(default_setting(name, {"num_speculative_tokens": 3}) for name in METHODS if name != "auto")
+NAMES = (*METHODS, "specbranch:confidence")
+SETTINGS = tuple(default_setting(name, {"num_speculative_tokens": 3}) for name in NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield made
 
 
-def job(settings: tuple[Setting, ...] = FIXED, temperature: float = 0.0, repeats: int = 1) -> Job:
+def job(settings: tuple[Setting, ...] = SETTINGS, temperature: float = 0.0, repeats: int = 1) -> Job:
     return Job((CODE, TALK), (Workload(temperature=temperature, max_tokens=24),), settings, repeats)
 
 
@@ -47,12 +49,13 @@ def nothing(what: str, done: int, of: int) -> None:
 def test_replays_count_what_live_runs_on_the_same_clock_count(lab: Lab, pair: tuple[str, str], temperature: float) -> None:
     workload = Workload(temperature=temperature, max_tokens=24)
     with LLM(*pair, clock="c5") as live:
-        for setting in FIXED:
+        for setting in SETTINGS:
             assert setting.config is not None and C5.profile is not None
+            known = Experience(C5.profile)  # the LLM has one of its own for each setting
             for record in lab.records(TALK.prompts[0], workload):
                 output = live.using(speculative=setting.config).repeat(record.task.prompt, record.task.params, record.task.seed, 0)
                 with lab.player(record) as player:
-                    replayed = player.play(setting.config, C5.profile)
+                    replayed = player.play(setting.config, C5.profile, experience=known)
                 assert tuple(output.token_ids) == record.tokens
                 assert output.stats == _about(replayed.summary()), setting.method
 
@@ -81,7 +84,7 @@ def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossle
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
         replay(lab, job(), C5, store, nothing)
         rows = rows_of(store.measurements)
-    assert {(row.suite, row.method) for row in rows} == {(suite, s.method) for suite in ("code", "talk") for s in FIXED}
+    assert {(row.suite, row.method) for row in rows} == {(suite, s.method) for suite in ("code", "talk") for s in SETTINGS}
     assert all(row.lossless and row.clock == "c5" and row.tokens_per_second for row in rows)
     assert {row.speedup for row in rows if row.method == "autoregressive"} == {1.0}
 
@@ -100,7 +103,7 @@ def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, mo
     )  # type: ignore[func-returns-value]
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
-        assert len(store.measurements) == kept + len(FIXED)
+        assert len(store.measurements) == kept + len(SETTINGS)
     assert set(played) == {"t1"}
 
 
@@ -141,8 +144,18 @@ def test_a_run_that_says_something_else_is_not_lossless(lab: Lab, tmp_path: Path
 
 
 def test_a_sample_of_replays_repeated_with_both_models_agrees(lab: Lab) -> None:
-    agreement = check_replay(lab, job(), C5, most=6)
-    assert (agreement.runs, agreement.same_text, agreement.same_counts) == (6, 6, 6)
+    agreement = check_replay(lab, job(), C5, most=6)  # of six settings with a draft two plan by the clock
+    assert (agreement.runs, agreement.same_text, agreement.counted, agreement.same_counts) == (6, 6, 4, 4)
+
+
+def test_two_settings_of_a_planned_method_learn_apart(lab: Lab, tmp_path: Path) -> None:
+    both = (default_setting("specbranch", {"without": ["lookup"]}), default_setting("specbranch"))
+    found = []
+    for settings in (both, both[1:]):
+        with RunStore(tmp_path / f"{len(settings)}.jsonl", {}) as store:
+            replay(lab, job(settings), C5, store, nothing)
+            found.append([one for one in store.measurements if not one.setting])
+    assert found[0] == found[1] and found[0]
 
 
 def test_plain_decoding_always_runs_and_a_draft_is_asked_for_where_it_is_needed() -> None:
@@ -157,5 +170,16 @@ def test_a_setting_tells_what_matters_and_nothing_else() -> None:
     assert default_setting("autoregressive").shown == {}
     assert default_setting("speculative", {"num_speculative_tokens": 3}).shown == {"num_speculative_tokens": 3}
     assert default_setting("speculative", {"policy": "confidence"}).shown["stop_below"] == 0.4
-    assert set(default_setting("specbranch").shown) == {"num_speculative_tokens", "stop_below", "max_branches"}
+    assert set(default_setting("specbranch:confidence").shown) == {"num_speculative_tokens", "stop_below", "max_branches"}
+    assert default_setting("specbranch:entropy").shown.keys() == {"num_speculative_tokens", "max_branches"}
+    assert default_setting("specbranch").shown == default_setting("tree").shown == {}
+    assert default_setting("specbranch", {"without": "trees"}).shown == {"without": ("trees",)}
     assert default_setting("hf-generate").shown == {}
+
+
+def test_settings_given_by_hand_go_by_the_name_that_tells_how_they_decode() -> None:
+    assert given_setting({"method": "specbranch", "policy": "confidence"}) == default_setting("specbranch:confidence")
+    assert given_setting({"method": "specbranch", "policy": "planner"}).method == "specbranch"
+    assert given_setting({"method": "speculative", "policy": "confidence"}).shown["policy"] == "confidence"
+    with pytest.raises(BadParameter, match="cannot follow policy 'entropy'"):
+        given_setting({"method": "tree", "policy": "entropy"})

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 
 import pytest
 
+from specbranch.bench.methods import default_setting
 from specbranch.bench.rounds import Fate, Round, read_rounds, times, usual_seconds
 from specbranch.bench.timeline import Style, draw_text
 from specbranch.bench.timeline_svg import COLOURS, WIDTH, draw_comparison, draw_svg
-from specbranch.config import SpeculativeConfig
+from specbranch.core.experience import Experience
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
 from specbranch.sim.profile import CostProfile
 from toybench import Case, Ending, decode, serial, virtual_clock
 
-METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "lookup")
+METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "tree", "specbranch:confidence", "specbranch", "auto", "lookup")
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
+TURNS = CostProfile(target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False)  # often only the text is looked up
 ENDINGS = (Ending("long", max_tokens=60), Ending("stopped", max_tokens=80, stop_token_ids=(3,)))
 
 
@@ -29,19 +32,20 @@ class Run:
 
 def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostProfile | None = PROFILE) -> Run:
     trace = Trace()
-    config = SpeculativeConfig(method=method, num_speculative_tokens=4, max_branches=12)
+    config = default_setting(method, {"num_speculative_tokens": 4, "max_branches": 12}).config
+    assert config is not None
     executor = virtual_clock(0.25, profile=profile) if profile else serial(0.25)
-    session = decode(executor, Case((seed, 2), 0.7, seed, ending), config, trace=trace)
-    return Run(session, read_rounds(trace.events, session.stats.emitted))
+    session = decode(executor, Case((seed, 2), 0.7, seed, ending), config, trace=trace, experience=Experience(profile))
+    return Run(session, read_rounds(trace.events, session.stats.emitted, session.origins))
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
-@pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "specbranch"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("autoregressive", "lookup")])
 def test_what_became_of_drafted_tokens_is_what_the_statistics_count(method: str, ending: Ending) -> None:
-    for seed in range(12):
-        made = run(method, seed, ending)
+    for seed, profile in itertools.product(range(12), (PROFILE, TURNS)):
+        made = run(method, seed, ending, profile)
         stats, fate = made.session.stats, sum((one.fate for one in made.rounds), Fate())
-        assert (fate.used, fate.rolled_back, fate.lost) == (stats.accepted, stats.rejected, stats.losing)
+        assert (fate.used, fate.rolled_back, fate.beside, fate.lost) == (stats.accepted, stats.rejected, stats.siblings, stats.losing)
         assert fate.dropped + fate.unused == stats.dropped + stats.unused
         assert fate.total == stats.drafted
 
@@ -63,7 +67,7 @@ def test_the_kinds_of_time_add_up_and_idleness_is_that_of_the_statistics(method:
     assert spent.neither == pytest.approx(0.0)
     if spent.has_draft:
         assert spent.draft_idle == pytest.approx(stats["draft_idle_seconds"])
-    assert (spent.together > 0) == (method in ("pearl", "specbranch"))
+    assert (spent.together > 0) == (method in ("pearl", "specbranch:confidence", "specbranch", "auto"))
 
 
 def test_models_that_take_turns_are_never_together() -> None:

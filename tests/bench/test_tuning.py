@@ -20,6 +20,7 @@ from specbranch.bench.run import Clock
 from specbranch.bench.suites import SHIPPED, Prompt, Suite, load_suite
 from specbranch.bench.tuning import SPACES, Goal, Trial, Tuner, candidates, tuned, tuning_suites
 from specbranch.config import SpeculativeConfig
+from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
@@ -28,6 +29,7 @@ WORDS = ("A branch is a guess", "1 2 3 1 2 3 1 2 3")
 SUITES = (Suite("ours", tuple(Prompt(str(at), "", (words,)) for at, words in enumerate(WORDS)), "test"),)
 WORKLOAD = Workload(max_tokens=32)
 CHEAP = Clock("cheap", load_profile("c20"))
+BRANCHES = "specbranch:confidence"  # by its own name it plans by itself
 DEAR = Clock("dear", CostProfile(target=((1, 1.0), (16, 3.0)), draft=((1, 0.9),), overlap=False))
 
 
@@ -62,14 +64,14 @@ def goal(clock: Clock = CHEAP, trials: int = 12) -> Goal:
     return Goal(clock, WORKLOAD, SUITES, trials)
 
 
-def charged(lab: Lab, config: SpeculativeConfig, clock: Clock) -> float:
-    """The seconds of real replays under the profile."""
+def charged(lab: Lab, config: SpeculativeConfig, clock: Clock, known: Experience | None = None) -> float:
+    """The seconds of real replays under the profile; nothing `known` before each of them unless it is given."""
     assert clock.profile is not None
     total = 0.0
     for prompt in SUITES[0].prompts:
         for record in lab.records(prompt, WORKLOAD):
             with lab.player(record) as player:
-                total += player.play(config, clock.profile).decode_seconds
+                total += player.play(config, clock.profile, experience=known).decode_seconds
     return total
 
 
@@ -98,7 +100,7 @@ def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
     assert best[0].num_speculative_tokens < best[1].num_speculative_tokens
 
 
-@pytest.mark.parametrize("method", ["specbranch", "lookup"])
+@pytest.mark.parametrize("method", [BRANCHES, "lookup"])
 def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_worse(method: str, fresh: Lab) -> None:
     found = Tuner(fresh, goal(DEAR, 16)).search(method)
     usual = default_setting(method).config
@@ -113,17 +115,27 @@ def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_wors
 
 def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_played_on_all(fresh: Lab) -> None:
     many = Suite("many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test")
-    found = Tuner(fresh, Goal(DEAR, Workload(max_tokens=12), (many,), 14)).search("specbranch")
+    found = Tuner(fresh, Goal(DEAR, Workload(max_tokens=12), (many,), 14)).search(BRANCHES)
     played = Counter(fresh.books.played)
     assert {config for config, records in played.items() if records == 10} == {trial.config for trial in found.trials}
     assert set(played.values()) == {tuning.PART, 10} and found.looked_at == 14
 
 
-def test_a_search_repeats_itself(fresh: Lab) -> None:
-    first = Tuner(fresh, goal()).search("specbranch")
+@pytest.mark.parametrize("method", [BRANCHES, "specbranch"])
+def test_a_search_repeats_itself(method: str, fresh: Lab) -> None:
+    first = Tuner(fresh, goal()).search(method)
     for file in kept(fresh):
         file.unlink()
-    assert Tuner(fresh, goal()).search("specbranch") == first
+    assert Tuner(fresh, goal()).search(method) == first
+
+
+@pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
+@pytest.mark.parametrize("method", ["tree", "specbranch"])
+def test_a_method_that_plans_by_itself_is_played_by_the_clock_with_one_experience_for_all(method: str, clock: Clock, fresh: Lab) -> None:
+    found = Tuner(fresh, goal(clock)).search(method)
+    assert found.looked_at == 1 and [trial.config for trial in found.trials] == [default_setting(method).config]
+    assert found.best.seconds == pytest.approx(charged(fresh, found.best.config, clock, Experience(clock.profile)))
+    assert not fresh.books.played and tuned(fresh, method, clock, WORKLOAD, suites=SUITES) == found.setting
 
 
 def test_the_same_question_is_answered_without_playing(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,14 +173,14 @@ def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(fresh: Lab, mon
     tuner, seconds = Tuner(fresh, goal()), Tuner._seconds
 
     def third_fails(self: Tuner, config: SpeculativeConfig, records: list[Record]) -> float:
-        if len(self.tried["specbranch"]) == 2:
+        if len(self.tried[BRANCHES]) == 2:
             raise KeyboardInterrupt
         return seconds(self, config, records)
 
     monkeypatch.setattr(Tuner, "_seconds", third_fails)
     with pytest.raises(KeyboardInterrupt):
-        tuner.search("specbranch")
-    found = tuner.found("specbranch")
+        tuner.search(BRANCHES)
+    found = tuner.found(BRANCHES)
     assert found is not None and len(found.trials) == 2 and all(isinstance(trial, Trial) for trial in found.trials)
     assert tuner.found("pearl") is None and not kept(fresh)
 
@@ -197,4 +209,4 @@ def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:
 
 def test_without_a_draft_only_what_needs_none_is_searched() -> None:
     assert candidates(has_draft=False) == ("autoregressive", "lookup")
-    assert candidates(has_draft=True)[0] == "autoregressive" and "specbranch" in candidates(has_draft=True)
+    assert candidates(has_draft=True)[0] == "autoregressive" and {BRANCHES, "tree", "specbranch"} < set(candidates(has_draft=True))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("tiny")
 def test_generate_takes_a_pair_and_the_answer_verifies(command: Command, tmp_path: Path, pair: tuple[str, str]) -> None:
     done = command("generate", PROMPT, "--pair", "tiny", *SMALL, "--temperature", "0.7", "--seed", "2", "--json")
     (answer,) = done.answers()
-    assert answer["target"] == pair[0] and answer["stats"]["drafted"] > 0 and answer["method"] == "adaptive"
+    assert answer["target"] == pair[0] and answer["stats"]["drafted"] > 0 and answer["method"] == "specbranch"
     (tmp_path / "answer.jsonl").write_text(done.out)
     for option in ((), ("--pair", "tiny")):
         checked = command("verify", str(tmp_path / "answer.jsonl"), "--device", "cpu", *option)
@@ -30,7 +30,7 @@ def test_generate_takes_a_pair_and_the_answer_verifies(command: Command, tmp_pat
 def test_without_names_generate_and_chat_use_the_default_pair(command: Command) -> None:
     (answer,) = command("generate", PROMPT, *SMALL, "--json").answers()
     assert answer["stats"]["drafted"] > 0
-    assert "[adaptive]" in command("chat", *SMALL, stdin="Hello\n").err
+    assert "[specbranch]" in command("chat", *SMALL, stdin="Hello\n").err
 
 
 def test_chat_takes_a_pair(command: Command) -> None:

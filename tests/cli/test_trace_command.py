@@ -54,6 +54,15 @@ def test_all_files_are_written(models: list[str], tmp_path: Path, command: Comma
     assert "modelled" in (out / "timeline.txt").read_text(encoding="utf-8")
 
 
+def test_parts_of_the_planner_can_be_left_out(models: list[str], command: Command) -> None:
+    asked = ["trace", PROMPT, *models, "--max-tokens", "24", "--clock", "c10", "--json"]
+    (whole,), (less,) = (command(*asked, *more).answers() for more in ([], ["--without", "overlap, trees"]))
+    assert whole["times"]["both_at_work_seconds"] > 0 == less["times"]["both_at_work_seconds"] and whole["text"] == less["text"]
+    assert less["stats"]["rollback"]["tree_siblings"] == 0
+    refused = command(*asked, "--without", "tree")
+    assert refused.code == 2 and "Did you mean 'trees'" in refused.err
+
+
 def test_the_answer_is_short_unless_told(models: list[str], command: Command) -> None:
     (told,) = command("trace", PROMPT, *models, "--json", "--ignore-eos").answers()
     assert told["stats"]["tokens"] == 64

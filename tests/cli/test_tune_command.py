@@ -59,6 +59,15 @@ def test_what_is_written_is_what_generate_chat_and_llm_use(command: Command, ask
         assert llm.config == SpeculativeConfig.from_dict(written)
 
 
+def test_another_policy_is_told_and_written(command: Command, asked: list[str], tmp_path: Path) -> None:
+    done = command(*asked, "--profile", profile(tmp_path, 0.01), "--methods", "specbranch:confidence", *SOME[2:])
+    assert done.code == 0 and "Best: specbranch:confidence, predicted" in done.out
+    written = SpeculativeConfig.from_file(tmp_path / "tuned.json")
+    assert (written.method, written.policy) == ("specbranch", "confidence")
+    (answer,) = command("generate", "A branch", "--config", str(tmp_path / "tuned.json"), *SMALL, "--json").answers()
+    assert answer["method"] == "specbranch"
+
+
 def test_options_beside_a_config_win(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "own.json"
     file.write_text(json.dumps({"method": "pearl", "num_speculative_tokens": 3}))
@@ -79,7 +88,8 @@ def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str]
 
 
 def test_where_nothing_pays_plain_decoding_is_written(command: Command, asked: list[str], tmp_path: Path) -> None:
-    done = command(*asked, "--profile", profile(tmp_path, 5.0, overlap=False), *SOME)
+    methods = ("--methods", "speculative,tree,specbranch:confidence", *SOME[2:])  # specbranch has the text itself to draw on
+    done = command(*asked, "--profile", profile(tmp_path, 5.0, overlap=False), *methods)
     assert done.code == 0 and "Nothing tried is faster than plain decoding" in done.out
     assert json.loads((tmp_path / "tuned.json").read_text())["method"] == "autoregressive"
     (answer,) = command("generate", "A branch", "--config", str(tmp_path / "tuned.json"), *SMALL, "--json").answers()

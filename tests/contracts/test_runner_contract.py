@@ -114,6 +114,7 @@ class Exercise:
         self.opened = 0
         self.compared = 0
         self.rewound = 0  # times part of a prefix was forgotten
+        self.others = 0  # nodes kept beside a path
 
     def run(self, steps: int) -> None:
         self.open()
@@ -160,10 +161,22 @@ class Exercise:
         path = held.path(self.rng.randint(ROOT, len(held.tokens) - 1))
         commit = self.rng.choice([0, len(path), self.rng.randint(0, len(path))])
         commit = min(commit, CONTEXT - len(held.prefix))
-        self.runner.keep(seq, path, commit)
-        held.prefix += [held.tokens[n] for n in path[:commit]]
-        held.tokens, held.rows = [held.tokens[n] for n in path[commit:]], [held.rows[n] for n in path[commit:]]
-        held.parents = list(range(ROOT, len(held.tokens) - 1))
+        nodes = self.with_others(held, path, commit)
+        self.runner.keep(seq, nodes, commit)
+        place = {node: at for at, node in enumerate(nodes[commit:])}
+        held.prefix += [held.tokens[n] for n in nodes[:commit]]
+        held.parents = [place.get(held.parents[n], ROOT) for n in nodes[commit:]]
+        held.tokens, held.rows = [held.tokens[n] for n in nodes[commit:]], [held.rows[n] for n in nodes[commit:]]
+
+    def with_others(self, held: Held, path: list[int], commit: int) -> list[int]:
+        """The path, and often a part of the tree below its committed nodes."""
+        end, nodes = (path[commit - 1] if commit else ROOT), list(path)
+        for node, above in enumerate(held.parents):
+            hangs = above == end or above in nodes[commit:]
+            if node not in nodes and hangs and self.rng.random() < 0.5:
+                nodes = sorted([*nodes, node])
+                self.others += 1
+        return nodes
 
     def rewind(self) -> None:
         seq = self.rng.choice(list(self.held))
@@ -211,6 +224,7 @@ def test_every_live_row_is_that_of_its_own_tokens(subject: Subject, seed: int) -
     exercise.run(60)
     assert exercise.compared > 300
     assert exercise.opened > 2
+    assert exercise.others > 5
 
 
 def test_a_sequence_opened_again_remembers_nothing(subject: Subject) -> None:
@@ -257,9 +271,9 @@ def test_a_sequence_not_open_has_no_slots(subject: Subject) -> None:
 class MovesNothing(ToyRunner):
     """Renumbers a kept path without moving its states."""
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         states = self._states[seq].copy()
-        super().keep(seq, path, commit)
+        super().keep(seq, nodes, commit)
         self._states[seq][:] = states[: len(self._states[seq])]
 
 
@@ -277,8 +291,8 @@ class SeesTheNodeBefore(ToyRunner):
 class CommitsOneLess(ToyRunner):
     """Commits a node too few."""
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
-        super().keep(seq, path, max(commit - 1, 0))
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        super().keep(seq, nodes, max(commit - 1, 0))
 
 
 class ReusesItsRows(ToyRunner):

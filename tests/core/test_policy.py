@@ -69,7 +69,12 @@ def test_entropy_learns_nothing_from_a_round_without_a_proposal() -> None:
 
 @pytest.mark.parametrize(
     ("method", "asked", "kind"),
-    [("speculative", None, Fixed), ("adaptive", None, Entropy), ("specbranch", None, Confidence), ("pearl", "confidence", Confidence)],
+    [
+        ("speculative", None, Fixed),
+        ("adaptive", None, Entropy),
+        ("specbranch", "confidence", Confidence),
+        ("pearl", "confidence", Confidence),
+    ],
 )
 def test_a_method_brings_its_own_policy_unless_another_is_asked_for(method: str, asked: str | None, kind: type[Fixed]) -> None:
     config = SpeculativeConfig.from_dict({"method": method, "policy": asked, "num_speculative_tokens": 7})

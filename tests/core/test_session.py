@@ -25,7 +25,7 @@ def chain(*tokens: int) -> Branch:
 def accept(made: Session, pending: Branch, count: int, token: int) -> None:
     made.stats.drafted += len(pending.tokens)
     verdict = Verdict(tuple(range(count)), token)
-    made.stats.judge(pending, verdict, made.commit(pending, verdict))
+    made.stats.judge(pending, verdict, made.commit(pending.tokens, verdict))
 
 
 def test_a_commit_appends_the_accepted_tokens_and_the_targets_own() -> None:
@@ -39,13 +39,13 @@ def test_a_commit_appends_the_accepted_tokens_and_the_targets_own() -> None:
 
 def test_a_commit_follows_the_path_through_a_tree() -> None:
     made = session()
-    made.commit(chain(4, 5, 6), Verdict((0, 2), 9))
+    made.commit((4, 5, 6), Verdict((0, 2), 9))
     assert made.output == [4, 6, 9]
 
 
 def test_the_head_of_a_kept_branch_is_told_apart() -> None:
     made = session()
-    made.commit(chain(4), Verdict((0,), 9), kept=Branch(1, (9, 8), (0.5, 0.5)))
+    made.commit((4,), Verdict((0,), 9), foreseen=True)
     assert made.origins == ["draft", "branch"]
 
 
@@ -113,7 +113,7 @@ def test_the_context_limit_counts_the_prompt() -> None:
 def test_logprobs_stay_in_step_with_the_output() -> None:
     made = session(eos_ids=(5,))
     logprobs = tuple(TokenLogprobs(-float(i)) for i in range(4))
-    made.commit(chain(4, 5, 6), Verdict((0, 1, 2), 9, logprobs))
+    made.commit((4, 5, 6), Verdict((0, 1, 2), 9, logprobs))
     assert made.logprobs == list(logprobs[:2])
 
 

@@ -78,7 +78,13 @@ class SlotsAgainstLists(RuleBasedStateMachine):
         node = data.draw(st.integers(ROOT, len(self.nodes) - 1))
         path = self.slots.path(node)
         commit = data.draw(st.integers(0, len(path)))
-        start = len(self.prefix)
+        end = path[commit - 1] if commit else ROOT
+        chosen: list[int] = path[:commit] if data.draw(st.booleans()) else path
+        for other in range(len(self.nodes)):  # whatever hangs below the end of the line may stay, too
+            above = self.slots.parents[other]
+            if other not in chosen and (above == end or above in chosen[commit:]) and data.draw(st.booleans()):
+                chosen = sorted([*chosen, other])
+        start, path = len(self.prefix), chosen
         for source, place in self.slots.keep(path, commit):
             assert place < source
             self.memory[place] = self.memory[source]
@@ -169,7 +175,7 @@ def test_a_parent_that_does_not_exist_is_refused_and_nothing_is_added(parent: in
 @pytest.mark.parametrize("path", [[1], [2, 1], [0, 2], [0, 0]])
 def test_a_path_that_is_no_line_is_refused_and_nothing_is_dropped(path: list[int]) -> None:
     slots = grown()
-    with pytest.raises(ValueError, match="is no child of"):
+    with pytest.raises(ValueError, match=r"is no child of|in ascending order"):
         slots.keep(path, 1)
     assert slots.tokens == [7, 8, 9]
     assert slots.prefix == [5, 6]

@@ -118,7 +118,7 @@ def test_the_summary_follows_the_definitions() -> None:
     assert summary["end_to_end_tokens_per_second"] == 11 / 7.0
     assert summary["tokens_per_forward"] == 10 / 4
     assert summary["rollback_rate"] == (5 + 2) / (20 - 4), "on the surviving line"
-    assert summary["rollback"] == {"rejected": 5, "losing_branches": 4, "dropped_by_length": 2}
+    assert summary["rollback"] == {"rejected": 5, "tree_siblings": 0, "losing_branches": 4, "dropped_by_length": 2}
     assert (summary["draft_idle_seconds"], summary["target_idle_seconds"]) == (3.5, 1.0)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from specbranch.config import Rule, SpeculativeConfig
+from specbranch.config import PolicyName, Rule, SpeculativeConfig
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.session import Session
@@ -61,8 +61,13 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     made.close()
 
 
+NAMES = (*METHODS, "confidence")
+
+
 def config_of(method: str, rule: Rule) -> SpeculativeConfig:
-    return SpeculativeConfig(method=method, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule)
+    policy: PolicyName | None = "confidence" if method == "confidence" else None
+    named = "specbranch" if policy else method
+    return SpeculativeConfig(method=named, policy=policy, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule)
 
 
 def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeConfig]]:
@@ -70,9 +75,9 @@ def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeCo
     rng = random.Random(4)
     out: list[tuple[Case, SpeculativeConfig]] = []
     for seed in range(count):
-        method, rule = list(METHODS)[seed % len(METHODS)], rng.choice(rules)
-        if method == "auto":
-            rule = "match"  # it goes by the times it sees, and under ratio another arm says other tokens of the same law
+        method, rule = NAMES[seed % len(NAMES)], rng.choice(rules)
+        if method in METHODS and METHODS[method].policy == "planner":
+            rule = "match"  # it goes by the times it sees, and under ratio another plan says other tokens of the same law
         prompt = tuple(rng.randrange(6) for _ in range(rng.choice((1, 4, 30))))
         case = Case(prompt, rng.choice((0.0, 0.7, 1.3)), seed, rng.choice(ENDINGS), rule)
         out.append((case, config_of(method, rule)))
@@ -109,7 +114,7 @@ def test_sessions_joining_at_different_times_give_what_each_gives_alone(executor
     for session, (case, config) in zip(joined, requests, strict=True):
         expected = decode(alone, case, config)
         assert answer(session) == answer(expected)
-        assert session.stats.tested_at == expected.stats.tested_at or config.method == "auto"
+        assert session.stats.tested_at == expected.stats.tested_at or METHODS[config.method].plans(config)
         session.stats.check()
 
 
@@ -137,7 +142,7 @@ def test_a_session_that_leaves_early_disturbs_no_other(executor: Executor) -> No
 
 def test_leaving_twice_is_harmless(executor: Executor) -> None:
     loop = Loop(executor)
-    session = start(loop, Case((1,), 0.0, 0, LONG), config_of("specbranch", "match"))
+    session = start(loop, Case((1,), 0.0, 0, LONG), config_of("confidence", "match"))
     loop.step()
     loop.leave(session)
     loop.leave(session)
@@ -163,8 +168,8 @@ def test_a_session_whose_cache_is_full_fails_alone(executor: Executor, method: s
 
 def test_a_prompt_beyond_the_cache_fails_at_once_and_alone(executor: Executor) -> None:
     loop = Loop(executor)
-    other = start(loop, Case((1, 2), 0.7, 3, LONG), config_of("specbranch", "match"))
-    failing = start(loop, Case((1,) * 500, 0.0, 0, LONG), config_of("specbranch", "match"), limit=1000)
+    other = start(loop, Case((1, 2), 0.7, 3, LONG), config_of("confidence", "match"))
+    failing = start(loop, Case((1,) * 500, 0.0, 0, LONG), config_of("confidence", "match"), limit=1000)
     loop.step()
     assert isinstance(failing.error, CacheFull)
     assert failing.output == []
@@ -186,7 +191,7 @@ def test_finished_sessions_hold_nothing() -> None:
                 worker.slots(session.number)
 
 
-@pytest.mark.parametrize("method", ["speculative", "pearl", "specbranch"])
+@pytest.mark.parametrize("method", ["speculative", "pearl", "confidence", "tree"])
 def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_what_they_have(method: str) -> None:
     executor = Serial(small_verifier(), make_drafter(0.0))
     loop = Loop(executor)
@@ -201,4 +206,4 @@ def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_wha
     for session, (case, _) in zip(sessions, requests, strict=True):
         assert answer(session) == plainly(case, law())
         assert session.stats.accepted_at == session.stats.tested_at, "a perfect draft was rejected"
-        assert session.stats.branch_hits == session.stats.branch_points
+        assert session.stats.branch_hits == session.stats.branch_points or method == "tree"

@@ -14,6 +14,7 @@ import pytest
 from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, draw, joint_law, requests
 from specbranch.config import HeadKind, PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
+from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS, Rounds
 from specbranch.core.noise import Purpose
 from specbranch.core.orders import Branch, Plan, Sparse, Verdict
@@ -23,7 +24,7 @@ from specbranch.core.session import Session
 from specbranch.core.verify import Uniform
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToySampler
-from toybench import PROFILE, Wandering
+from toybench import PROFILE, wandering
 
 LENGTH = 5  # tokens of the joint window: several rounds of every method
 SEEDS = 3000
@@ -60,7 +61,7 @@ class Case:
     @property
     def config(self) -> SpeculativeConfig:
         return SpeculativeConfig(
-            method=self.method,
+            method="auto" if self.method == "wandering" else self.method,
             rule="ratio",
             num_speculative_tokens=self.length,
             policy=self.policy,
@@ -70,9 +71,11 @@ class Case:
         )
 
     def start(self, session: Session) -> Rounds:
-        method = METHODS[self.method]
-        if self.method == "auto":
-            return method.start(session, self.config, Wandering(PROFILE))
+        method = METHODS["auto" if self.method == "wandering" else self.method]
+        if self.method == "wandering":
+            return wandering(session)
+        if method.plans(self.config) and not self.make:
+            return method.start(session, self.config, Experience(PROFILE))
         return method.run(session, self.config, self.make()) if self.make else method.start(session, self.config)
 
     def draw(self, seeds: int | None = None, first: int = 0) -> Drawn:
@@ -84,7 +87,7 @@ class Case:
 
 
 INSIDE, ALL, TRIMMED = "rounds_rejected_inside", "rounds_all_accepted", "dropped"
-HIT, OTHER = "branch_hits", "branch_hits_other"
+HIT, OTHER, SIBLING = "branch_hits", "branch_hits_other", "siblings"
 CHAIN, FORK, HEDGE = (INSIDE, ALL), (INSIDE, ALL, HIT), (INSIDE, ALL, HIT, OTHER, TRIMMED)
 
 
@@ -102,16 +105,18 @@ CASES = {
     "pearl-sampled": Case("pearl", FORK, heads="sampled"),
     "pearl-top": Case("pearl", FORK, heads="top"),
     "pearl-confidence": Case("pearl", (ALL, HIT, OTHER, TRIMMED), policy="confidence"),
-    "specbranch-sampled": Case("specbranch", HEDGE, heads="sampled", seeds=8000),
-    "specbranch-top": Case("specbranch", HEDGE, heads="top", seeds=8000),
+    "specbranch-sampled": Case("specbranch", HEDGE, policy="confidence", heads="sampled", seeds=8000),
+    "specbranch-top": Case("specbranch", HEDGE, policy="confidence", heads="top", seeds=8000),
     "specbranch-fixed": Case("specbranch", FORK, policy="fixed", length=2),
     "specbranch-entropy": Case("specbranch", FORK, make=strict_entropy),
-    "specbranch-cool": Case("specbranch", (ALL, HIT, OTHER, TRIMMED), temperature=0.6),
-    "specbranch-hot": Case("specbranch", (ALL, HIT, OTHER, TRIMMED), heads="top", temperature=1.5),
+    "specbranch-cool": Case("specbranch", (ALL, HIT, OTHER, TRIMMED), policy="confidence", temperature=0.6),
+    "specbranch-hot": Case("specbranch", (ALL, HIT, OTHER, TRIMMED), policy="confidence", heads="top", temperature=1.5),
     "speculative-reduced": Case("speculative", CHAIN, pair=REDUCED),
-    "specbranch-reduced": Case("specbranch", (INSIDE, ALL, HIT, TRIMMED), pair=REDUCED),
-    "auto": Case("auto", FORK, seeds=5000),
-    "auto-top": Case("auto", FORK, heads="top", seeds=10000),
+    "specbranch-reduced": Case("specbranch", (INSIDE, ALL, HIT, TRIMMED), policy="confidence", pair=REDUCED),
+    "tree": Case("tree", (INSIDE, ALL, SIBLING), seeds=5000),
+    "tree-reduced": Case("tree", (INSIDE, ALL, SIBLING), pair=REDUCED, seeds=5000),
+    "specbranch": Case("specbranch", (INSIDE, ALL, HIT, SIBLING), seeds=5000),
+    "wandering": Case("wandering", (INSIDE, ALL, HIT, OTHER, SIBLING), seeds=10000),
 }
 
 
@@ -174,7 +179,7 @@ class CutByNextConfidence(Confidence):
 
 FAULTS = {
     "argmax residual": Case("speculative", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
-    "argmax residual at a branch point": Case("specbranch", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
+    "argmax residual at a branch point": Case("specbranch", policy="confidence", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
     "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, verifier=OneUniform)),
     "cut at the token's own probability": Case("speculative", make=lambda: CutAtOwnProbability(3, 0.5)),
     "cut a surviving branch at the token's own probability": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top")),

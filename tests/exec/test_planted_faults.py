@@ -30,28 +30,28 @@ METHODS_WITH_DRAFT = ("speculative", "pearl", "specbranch")
 class CommitsOneTooMany(ToyRunner):
     """Rolls back one token less than was rejected."""
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         slots = self.slots(seq)
-        last = path[-1] if path else ROOT
-        extra = [node for node, parent in enumerate(slots.parents) if parent == last][:1] if commit == len(path) > 0 else []
-        super().keep(seq, [*path, *extra], commit + len(extra))
+        last = nodes[-1] if nodes else ROOT
+        extra = [node for node, parent in enumerate(slots.parents) if parent == last][:1] if commit == len(nodes) > 0 else []
+        super().keep(seq, [*nodes, *extra], commit + len(extra))
 
 
 class KeepsTheLastRows(ToyRunner):
     """Cuts the cache at the wrong end of the tail."""
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         start, states = len(self.slots(seq).prefix), self._states[seq].copy()
-        super().keep(seq, path, commit)
-        self._states[seq][start:] = states[len(states) - len(path) :]
+        super().keep(seq, nodes, commit)
+        self._states[seq][start:] = states[len(states) - len(nodes) :]
 
 
 class MovesNothing(ToyRunner):
     """Renumbers a kept path without moving its rows."""
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         states = self._states[seq].copy()
-        super().keep(seq, path, commit)
+        super().keep(seq, nodes, commit)
         self._states[seq][:] = states[: len(self._states[seq])]
 
 
@@ -162,7 +162,8 @@ def cases() -> list[tuple[Case, SpeculativeConfig]]:
     """Requests as in the identity test, fewer."""
     out = []
     for seed, method in ((seed, method) for seed in range(6) for method in METHODS_WITH_DRAFT):
-        config = SpeculativeConfig(method=method, num_speculative_tokens=4, max_branches=24, stop_below=0.45)
+        policy = "confidence" if method == "specbranch" else None
+        config = SpeculativeConfig(method=method, policy=policy, num_speculative_tokens=4, max_branches=24, stop_below=0.45)
         prompt = tuple((seed + i * i) % 6 for i in range(4 if seed % 2 else 25))
         out.append((Case(prompt, (0.0, 0.7, 1.3)[seed % 3], seed, Ending("long", max_tokens=40)), config))
     return out

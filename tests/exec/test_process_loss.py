@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from specbranch.config import Rule, SpeculativeConfig
+from specbranch.config import PolicyName, Rule, SpeculativeConfig
 from specbranch.core.loop import Loop
-from specbranch.core.methods import METHODS
+from specbranch.core.methods import METHODS, Rounds
 from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
@@ -27,13 +27,13 @@ from specbranch.exec.messages import MakeDrafter, TargetDone, Work
 from specbranch.exec.process import MOST_FAILURES, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.toys import Logits, ToySampler
-from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_maker, law, make_drafter, next_number, plainly
+from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_maker, law, make_drafter, next_number, plainly, wandering
 
 DRIFT = 0.1
 KILLS = 20
 WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
 LONG = Ending("long", max_tokens=240)
-METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "specbranch")
+METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "confidence", "wandering")
 
 
 class Target(SlowRunner):
@@ -123,9 +123,18 @@ def executor_with(make: MakeDrafter | None = None, hung_after: float = 30.0) -> 
 def begin(executor: Process, method: str, seed: int, rule: Rule = "match", until_target: bool = False) -> tuple[Loop, Session, Case]:
     case = Case((seed % 6, 1), 0.7, seed, LONG, rule)
     session, loop = case.session(next_number()), Loop(executor)
-    config = SpeculativeConfig(method=method, num_speculative_tokens=3, max_branches=8, rule=rule, until_target=until_target)
-    loop.join(session, METHODS[method].start(session, config))
+    loop.join(session, started(session, method, rule, until_target))
     return loop, session, case
+
+
+def started(session: Session, method: str, rule: Rule = "match", until_target: bool = False) -> Rounds:
+    """Begin a session by a method's name; `confidence` is specbranch by that policy, `wandering` one that grows trees without a reason."""
+    if method == "wandering":
+        return wandering(session)
+    policy: PolicyName | None = "confidence" if method == "confidence" else None
+    named = "specbranch" if policy else method
+    config = SpeculativeConfig(method=named, policy=policy, num_speculative_tokens=3, max_branches=8, rule=rule, until_target=until_target)
+    return METHODS[named].start(session, config)
 
 
 def finish(loop: Loop, each_round: Callable[[], None] = lambda: None) -> None:
@@ -165,7 +174,7 @@ def test_a_draft_process_killed_in_mid_request_changes_nothing_twenty_times() ->
     executor, target = executor_with()
     with closing(executor):
         for seed in range(KILLS):
-            method = METHODS_WITH_DRAFT[seed % 4]
+            method = METHODS_WITH_DRAFT[seed % 5]
             session, resumed = run_with_loss(executor, target, method, seed, partial(send, executor, signal.SIGKILL), rng.randint(1, 40))
             assert session.stats.rounds_without_draft > 0
             assert session.stats.draft_restarts == 1
@@ -182,7 +191,7 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
         for seed in range(4):
             case = Case((seed, 1), 0.7, seed, LONG)
             session = case.session(next_number())
-            loop.join(session, METHODS["specbranch"].start(session, SpeculativeConfig(method="specbranch", num_speculative_tokens=3)))
+            loop.join(session, started(session, "wandering" if seed % 2 else "confidence"))
             runs.append((session, case))
         for _ in range(5):
             loop.step()
@@ -231,7 +240,7 @@ def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_i
 def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
     executor, target = executor_with()
     with closing(executor):
-        for seed, method in enumerate(("pearl", "specbranch")):
+        for seed, method in enumerate(("pearl", "confidence", "wandering")):
             loop, session, _ = begin(executor, method, seed, "ratio")
             target.surprise, target.at = partial(send, executor, signal.SIGKILL), 7
             finish(loop)
@@ -245,7 +254,7 @@ def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how:
     notes = tmp_path / "starts"
     executor, target = executor_with(partial(make_faulty_once, notes, how), hung_after=1.0)
     with closing(executor):
-        session, resumed = run_with_loss(executor, target, "specbranch", 3, lambda: None, at=-1)
+        session, resumed = run_with_loss(executor, target, "confidence", 3, lambda: None, at=-1)
         assert session.stats.rounds_without_draft > 0
         assert starts(notes) == 2
         assert executor.restarts == session.stats.draft_restarts == 1
@@ -276,7 +285,7 @@ def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(t
     notes = tmp_path / "starts"
     executor, target = executor_with(partial(make_only_once, notes, how))
     with closing(executor):
-        loop, session, case = begin(executor, "specbranch", 8)
+        loop, session, case = begin(executor, "confidence", 8)
         target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
 
         def slowly() -> None:
@@ -297,7 +306,7 @@ def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(t
 def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     executor, target = executor_with()
     with closing(executor):
-        loop, session, case = begin(executor, "specbranch", 8)
+        loop, session, case = begin(executor, "confidence", 8)
         target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
 
         def refuse(*_: Any, **__: Any) -> None:
@@ -330,7 +339,7 @@ def test_no_child_is_left_after_close() -> None:
 
 def test_a_child_that_is_drafting_is_gone_after_close_too() -> None:
     executor, _ = executor_with(drafter_maker(DRIFT, seconds=0.2))
-    begin(executor, "specbranch", 1)
+    begin(executor, "confidence", 1)
     pid = executor.child_pid
     assert pid
     executor.close()

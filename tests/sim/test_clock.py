@@ -96,7 +96,7 @@ def test_overlap_pays_on_the_clock_where_the_draft_is_dear() -> None:
 
 
 def test_the_clock_changes_no_decision() -> None:
-    config = SpeculativeConfig(method="specbranch", num_speculative_tokens=4, max_branches=12)
+    config = SpeculativeConfig(method="specbranch", policy="confidence", num_speculative_tokens=4, max_branches=12)
     for seed in range(5):
         case = Case((seed, 1), 0.7, seed, LONG)
         on_clock, reference = decode(virtual_clock(0.3), case, config), decode(serial(0.3), case, config)

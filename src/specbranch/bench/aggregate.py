@@ -178,6 +178,7 @@ def _add(total: Stats, turn: Mapping[str, Any]) -> None:
     total.first_token += turn["ttft_seconds"]
     total.finished += turn["ttft_seconds"] + decode
     total.rejected += rollback.get("rejected", 0)
+    total.siblings += rollback.get("tree_siblings", 0)
     total.losing += rollback.get("losing_branches", 0)
     total.dropped += rollback.get("dropped_by_length", 0)
     for name in ("target_forwards", "drafted", "accepted", "unused", "rejections", "branch_points", "branch_points_reached", "branch_hits"):

@@ -15,7 +15,7 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Draft, Plan
 from specbranch.core.request import Request
 from specbranch.errors import ModelError
-from specbranch.exec.messages import Drafted, HeadDrawn, MakeDrafter, Open, Work
+from specbranch.exec.messages import HeadDrawn, MakeDrafter, Open, RoundDrafted, Work
 from specbranch.exec.process import Child, Lost
 
 START_WITHIN = 600.0  # seconds
@@ -58,7 +58,7 @@ class Companion:
         message = self._child.receive(ANSWER_WITHIN)
         while isinstance(message, HeadDrawn):  # told early, for verdicts that wait for it
             message = self._child.receive(ANSWER_WITHIN)
-        if not isinstance(message, Drafted):
+        if not isinstance(message, RoundDrafted):
             raise ModelError(f"The draft worker answered {type(message).__name__} where drafted tokens were expected.")
         return message.span.seconds
 

@@ -311,7 +311,7 @@ class Tried:
 def _settings() -> Iterator[tuple[str, int | None]]:
     """Each method with each length of draft, where it has one to set."""
     for method in METHODS:
-        lengths = (None,) if method in ("autoregressive", "auto") else LENGTHS
+        lengths = (None,) if method == "autoregressive" or METHODS[method].policy == "planner" else LENGTHS
         yield from ((method, length) for length in lengths)
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from specbranch.bench.play import Draft, Player
 from specbranch.bench.record import Record, Task
+from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
+from specbranch.core.methods import METHODS
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.stats import Stats
 from specbranch.sim.clock import Charge, VirtualClock
@@ -71,7 +73,7 @@ def _charge(one: Round, profile: CostProfile) -> Charge:
 
 def has_book(config: SpeculativeConfig) -> bool:
     """Whether a method's decisions are the same under every profile."""
-    return config.method != "auto" and not config.until_target
+    return not (config.until_target or METHODS[config.method or BASELINE].plans(config))
 
 
 class Books:
@@ -126,7 +128,7 @@ class BookingPlayer(Player):
     def book(self, config: SpeculativeConfig) -> Book:
         """Play a record and write down what was done."""
         if not has_book(config):
-            raise ValueError("what a draft does until the target is done, and what `auto` chooses, depends on the profile")
+            raise ValueError("what a draft does until the target is done, and what the planner decides, depends on the profile")
         meter = _Meter()
         stats = self.play(config, meter)
         numbers = (number for target, steps in meter.rounds for number in (len(steps), *target, *(x for step in steps for x in step)))

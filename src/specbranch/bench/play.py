@@ -12,9 +12,9 @@ from specbranch.bench.reader import Reader
 from specbranch.bench.record import Record
 from specbranch.bench.replay import MemoRunner, Memory, MemoSampler, RecordedRunner, RecordedSampler
 from specbranch.config import SpeculativeConfig
+from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import find_method
-from specbranch.core.pilot import Experience
 from specbranch.core.runner import Runner, Sampler
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats

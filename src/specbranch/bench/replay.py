@@ -60,10 +60,10 @@ class Places(Generic[Mark]):
         """Add nodes; a node's row is its mark."""
         return [self._grow(item) for item in work]
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
-        """Keep one line of the tail."""
-        marks, line = self._marks[seq], [ROOT, *path]
-        self._slots[seq].keep(path, commit)
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        """Keep some nodes of the tail."""
+        marks, line = self._marks[seq], [ROOT, *nodes]
+        self._slots[seq].keep(nodes, commit)
         self._marks[seq] = {at - commit - 1: marks[node] for at, node in enumerate(line) if at >= commit}
 
     def rewind(self, seq: int, length: int) -> None:

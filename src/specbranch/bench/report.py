@@ -20,7 +20,12 @@ from specbranch.bench.table import losslessness, rate_text
 
 Scene = tuple[str, str, float]  # pair, clock, temperature: what can stand in one chart
 IDLE = {"draft idle": "draft_idle", "target idle": "target_idle"}
-SPLIT = {"rejected": "rejected by the target", "losing_branches": "on losing branches", "dropped_by_length": "dropped by the length rule"}
+SPLIT = {
+    "rejected": "rejected by the target",
+    "tree_siblings": "alternatives verified beside",
+    "losing_branches": "on losing branches",
+    "dropped_by_length": "dropped by the length rule",
+}
 
 
 def save_report(results: Results, path: Path) -> None:

@@ -67,7 +67,7 @@ class Row:
     speedup_high: float | None = None
     end_to_end_tokens_per_second: float | None = None  # prefill included
     ttft_seconds: float | None = None
-    rollback: Mapping[str, float] = field(default_factory=dict)  # rejected, losing_branches, dropped_by_length
+    rollback: Mapping[str, float] = field(default_factory=dict)  # rejected, tree_siblings, losing_branches, dropped_by_length
     accepted_lengths: tuple[int, ...] = ()
     acceptance_by_position: tuple[float | None, ...] = ()
     tested_by_position: tuple[int, ...] = ()  # how often each was put to the test
@@ -170,7 +170,9 @@ def _plain(value: Any) -> str:
 
 def _flat(row: Row) -> dict[str, Any]:
     values = row.to_dict()
-    split = {f"rollback_{name}": values["rollback"].get(name) for name in ("rejected", "losing_branches", "dropped_by_length")}
+    split = {
+        f"rollback_{name}": values["rollback"].get(name) for name in ("rejected", "tree_siblings", "losing_branches", "dropped_by_length")
+    }
     lists = {name: json.dumps(values[name]) for name in LISTS}
     values.pop("rollback")
     return {**values, **lists, "setting": setting_text(row.setting), **split}

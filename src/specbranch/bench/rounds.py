@@ -6,20 +6,26 @@ Owns the reading of a `core.trace.Trace`, not its drawing. Invariant: the fates 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from specbranch.core.trace import Event
 
+Pair = tuple[Event | None, Event | None]  # of a round: the draft's, the target's
+
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of one branch's tokens, in their order: emitted, refused by the target, cut by the length rule, never judged, or lost."""
+    """What became of one branch's tokens, or of those a tree was given in one round.
+
+    Emitted, refused by the target (on the main line, or beside it in a tree), cut by the length rule, never judged, or lost.
+    """
 
     used: int = 0
     rolled_back: int = 0
+    beside: int = 0
     dropped: int = 0
     unused: int = 0
     lost: int = 0
@@ -28,9 +34,9 @@ class Fate:
         return Fate(*(a + b for a, b in zip(self.counts, other.counts, strict=True)))
 
     @property
-    def counts(self) -> tuple[int, int, int, int, int]:
+    def counts(self) -> tuple[int, int, int, int, int, int]:
         """The numbers, in the order of the tokens."""
-        return self.used, self.rolled_back, self.dropped, self.unused, self.lost
+        return self.used, self.rolled_back, self.beside, self.dropped, self.unused, self.lost
 
     @property
     def total(self) -> int:
@@ -45,8 +51,9 @@ class Round:
     number: int
     draft: Event | None
     target: Event | None
-    fates: tuple[Fate, ...] = ()  # one for each branch drafted in this round
+    fates: tuple[Fate, ...] = ()  # one for each branch drafted in this round; of a tree, one for all that came to it
     emitted: int = 0  # tokens
+    is_tree: bool = False  # a tree is decoded by, not branches
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -123,16 +130,19 @@ class Times:
         }
 
 
-def read_rounds(events: Iterable[Event], emitted: int | None = None) -> list[Round]:
-    """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its last chain."""
+def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Sequence[str] = ()) -> list[Round]:
+    """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its last chain.
+
+    `origins` tell where each came from: a token that was looked up and never sent is in no event, though the target said it, too.
+    """
     found = [list(group) for _, group in groupby(events, key=lambda event: event.round)]
     pairs = [(_only(group, "draft"), _only(group, "target")) for group in found]
     counts = _emitted([target for _, target in pairs], emitted)
-    verdicts = [_Verdict.of(target, count) for (_, target), count in zip(pairs, counts, strict=True)]
-    after = [*verdicts[1:], None]
+    is_tree = any(target and target.settled is not None for _, target in pairs)
+    fates = _tree_fates(pairs, counts, origins) if is_tree else _branch_fates(pairs, counts)
     return [
-        Round(number, draft, target, _fates(draft, verdict, following), count)
-        for number, ((draft, target), verdict, following, count) in enumerate(zip(pairs, verdicts, after, counts, strict=True))
+        Round(number, draft, target, fate, count, is_tree)
+        for number, ((draft, target), fate, count) in enumerate(zip(pairs, fates, counts, strict=True))
     ]
 
 
@@ -182,6 +192,41 @@ class _Verdict:
         return cls(target.pending, min(target.accepted, emitted), ended)
 
 
+def _branch_fates(pairs: Sequence[Pair], counts: Sequence[int]) -> list[tuple[Fate, ...]]:
+    verdicts = [_Verdict.of(target, count) for (_, target), count in zip(pairs, counts, strict=True)]
+    after = [*verdicts[1:], None]
+    return [_fates(draft, verdict, following) for (draft, _), verdict, following in zip(pairs, verdicts, after, strict=True)]
+
+
+def _tree_fates(pairs: Sequence[Pair], counts: Sequence[int], origins: Sequence[str]) -> list[tuple[Fate, ...]]:
+    """Gather what verdicts tell of each round's tokens, as `core.stats` counts it."""
+    fates = [Fate()] * len(pairs)
+    place = 0
+    targets = [(number, target, count) for number, ((_, target), count) in enumerate(zip(pairs, counts, strict=True)) if target]
+    for number, target, count in targets:
+        place += count
+        foreseen = 0 < place <= len(origins) and origins[place - 1] == "branch"
+        for at, fate in _told(target, number, count, foreseen, is_last=number == targets[-1][0]):
+            fates[at] += fate
+    return [(fate,) if fate.total else () for fate in fates]
+
+
+def _told(target: Event, number: int, emitted: int, foreseen: bool, is_last: bool) -> Iterator[tuple[int, Fate]]:
+    """What a verdict tells: fates, each with the round it belongs to. Where the request ended among its tokens, the rest was not judged."""
+    if target.settled is None or target.accepted is None:
+        return
+    ended = emitted <= target.accepted
+    taken = target.used[: target.accepted]
+    yield from ((at, Fate(used=1) if place < emitted else Fate(unused=1)) for place, at in enumerate(taken))
+    if not ended and (foreseen or len(target.used) > target.accepted):
+        yield (*target.used, number)[target.accepted], Fate(used=1)
+    for one in target.settled:
+        if ended:
+            yield one.round, Fate(unused=one.rejected + one.siblings + one.lost + one.left + one.head)
+        else:
+            yield one.round, Fate(rolled_back=one.rejected, beside=one.siblings, lost=one.lost, unused=one.left if is_last else 0)
+
+
 def _fates(draft: Event | None, beside: _Verdict | None, following: _Verdict | None) -> tuple[Fate, ...]:
     """What became of each branch, as `core.stats` counts it.
 
@@ -206,4 +251,4 @@ def _kept(length: int, heads: int, following: _Verdict | None) -> Fate:
     sent = min(following.pending, length - heads)
     accepted = min(following.accepted, sent)
     refused = 0 if following.ended else sent - accepted
-    return Fate(heads + accepted, refused, length - heads - sent, sent - accepted - refused)
+    return Fate(used=heads + accepted, rolled_back=refused, dropped=length - heads - sent, unused=sent - accepted - refused)

@@ -6,7 +6,7 @@ whatever the machine does besides is shared by all, and the first run of each is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,10 +18,11 @@ from specbranch.bench.record import Record
 from specbranch.bench.results import WALL
 from specbranch.bench.suites import Prompt, Suite
 from specbranch.config import SpeculativeConfig
-from specbranch.core.pilot import Experience
+from specbranch.core.experience import Experience
 from specbranch.core.stats import Stats
 from specbranch.sim.profile import CostProfile
 
+Known = Mapping[SpeculativeConfig | None, Experience]  # what each way to decode has learned
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
 
@@ -64,7 +65,8 @@ def replay(lab: Lab, job: Job, clock: Clock, store: RunStore, progress: Progress
     """Run every setting from the records, charged by a profile."""
     asked = [(workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
     store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], clock))
-    done, known = store.done, Experience(clock.profile, lab.draft is not None)  # one for all prompts, as an LLM has it
+    done = store.done
+    known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings}  # for all prompts, as in an LLM
     for number, (workload, suite, prompt) in enumerate(asked):
         progress(f"Replaying {lab.pair} by {clock.name}", number, len(asked))
         blanks = [_blank(lab, suite, prompt, workload, setting, clock) for setting in job.settings]
@@ -75,13 +77,13 @@ def replay(lab: Lab, job: Job, clock: Clock, store: RunStore, progress: Progress
 
 
 def _replayed(
-    lab: Lab, records: Sequence[Record], missing: list[tuple[Measurement, Setting]], clock: Clock, known: Experience
+    lab: Lab, records: Sequence[Record], missing: list[tuple[Measurement, Setting]], clock: Clock, known: Known
 ) -> Iterator[Measurement]:
     turns: list[list[dict[str, Any]]] = [[] for _ in missing]
     for record in records:
         for lines, (_, setting) in zip(turns, missing, strict=True):
             assert setting.config is not None and clock.profile is not None
-            lines.append(told(_replay(lab, record, setting.config, clock.profile, known)))
+            lines.append(told(_replay(lab, record, setting.config, clock.profile, known[setting.config])))
     text = output_digest(record.tokens for record in records)  # what a play gave is checked against it
     for lines, (blank, _) in zip(turns, missing, strict=True):
         yield replace(blank, turns=tuple(lines), output=text)
@@ -163,7 +165,8 @@ class Agreement:
 
     runs: int
     same_text: int
-    same_counts: int  # drafted, accepted and target forwards alike
+    counted: int  # runs whose counts can be the same: what the planner decides depends on the clock, and these are not run by it
+    same_counts: int  # of them: drafted, accepted and target forwards alike
 
 
 def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
@@ -173,7 +176,7 @@ def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
     workload = job.workloads[0]
     settings = [setting for setting in job.settings if setting.config is not None and setting.needs_draft] or list(job.settings[:1])
     prompts = [suite.prompts[0] for suite in job.suites]
-    text = counts = runs = 0
+    text = counted = counts = runs = 0
     for prompt, setting in itertools.islice(zip(itertools.cycle(prompts), itertools.cycle(settings), strict=False), most):
         record = lab.records(prompt, workload)[0]
         assert setting.config is not None and clock.profile is not None
@@ -182,5 +185,7 @@ def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
         tokens, live = _answer(lab, setting, record, None)
         runs += 1
         text += tokens == record.tokens
-        counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
-    return Agreement(runs, text, counts)
+        if has_book(setting.config):
+            counted += 1
+            counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
+    return Agreement(runs, text, counted, counts)

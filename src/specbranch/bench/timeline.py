@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specbranch.bench.rounds import Fate, Round, Times, times
@@ -17,7 +17,7 @@ from specbranch.core.trace import Event
 NARROWEST = 40
 MARGIN = 11  # columns before a bar: the round's number and the model
 FAR = 3.0  # times the usual round: longer bars are cut off
-Kind = Literal["target", "used", "rolled_back", "dropped", "unused", "lost", "reading", "waiting", "cut"]
+Kind = Literal["target", "used", "rolled_back", "beside", "dropped", "unused", "lost", "reading", "waiting", "cut"]
 Spell = Callable[[Sequence[int]], str]  # token ids to text
 Paint = Callable[[str, Kind], str]
 
@@ -25,6 +25,7 @@ GLYPHS: Mapping[Kind, str] = {  # a character each, and what stands for it where
     "target": "█#",
     "used": "▓=",
     "rolled_back": "xx",
+    "beside": "//",
     "dropped": "~~",
     "unused": "??",
     "lost": "--",
@@ -36,6 +37,7 @@ MEANING: Mapping[Kind, str] = {
     "target": "target at work",
     "used": "drafted, in the answer",
     "rolled_back": "drafted, rolled back",
+    "beside": "drafted beside the main line, not taken",
     "dropped": "drafted, dropped by the length rule",
     "unused": "drafted, never judged",
     "lost": "drafted on a branch that lost",
@@ -43,7 +45,7 @@ MEANING: Mapping[Kind, str] = {
     "waiting": "waiting for the other",
     "cut": "longer than drawn",
 }
-FATES: tuple[Kind, ...] = ("used", "rolled_back", "dropped", "unused", "lost")
+FATES: tuple[Kind, ...] = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
 
 
 def plain(text: str, kind: Kind) -> str:
@@ -122,6 +124,7 @@ def _tokens(stats: Mapping[str, Any]) -> list[str]:
     fates = {
         "in the answer": stats["accepted"],
         "rolled back": lost["rejected"],
+        "beside the main line": lost["tree_siblings"],
         "on lost branches": lost["losing_branches"],
         "dropped by the length rule": lost["dropped_by_length"],
         "never judged": stats["unused"],
@@ -137,7 +140,7 @@ def _tokens(stats: Mapping[str, Any]) -> list[str]:
 def _legend(rounds: Sequence[Round], style: Style) -> list[str]:
     fate = sum((one.fate for one in rounds), Fate())
     present: list[Kind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
-    present += ["reading"] if any(one.draft and not one.draft.branches for one in rounds[1:]) else []
+    present += ["reading"] if any(one.draft and not one.fate.total for one in rounds[1:]) else []
     present += ["waiting"] if any(one.draft and one.target for one in rounds[1:]) else []
     entries = [f"{style.glyphs[kind]} {MEANING[kind]}" for kind in present]
     lines = _wrapped("   ".join(entry.replace(" ", "\0") for entry in entries), style.bound(), 0)
@@ -230,6 +233,8 @@ def _said(one: Round, event: Event, style: Style) -> str:
 
 
 def _drafting(one: Round, event: Event) -> str:
+    if one.is_tree:
+        return f"tree: {_became(one.fate)}" if one.fate.total else "drafts nothing"
     if not event.branches:
         return "drafts nothing"
     lengths = set(event.branches)
@@ -242,10 +247,13 @@ def _drafting(one: Round, event: Event) -> str:
 def _outcome(one: Round, event: Event) -> str:
     if one.target is not None and event.kept is None and not one.fate.unused:
         return "none kept" if len(event.branches) > 1 else "rolled back"
-    fate = one.fate
-    told = [f"number {event.kept + 1} kept"] if event.kept is not None and len(event.branches) > 1 else []
-    words = {"in the answer": fate.used, "rolled back": fate.rolled_back, "dropped": fate.dropped, "never judged": fate.unused}
-    return ", ".join([*told, *(f"{count} {word}" for word, count in words.items() if count)]) or "nothing came of it"
+    told = f"number {event.kept + 1} kept" if event.kept is not None and len(event.branches) > 1 else ""
+    return ", ".join(part for part in (told, _became(replace(one.fate, lost=0))) if part) or "nothing came of it"
+
+
+def _became(fate: Fate) -> str:
+    words = ("in the answer", "rolled back", "beside the main line", "dropped", "never judged", "left behind")
+    return ", ".join(f"{count} {word}" for word, count in zip(words, fate.counts, strict=True) if count)
 
 
 def _wrapped(line: str, width: int, indent: int) -> list[str]:

@@ -18,7 +18,7 @@ TARGET, DRAFT, GAP, ROW = 22.0, 26.0, 3.0, 86.0  # heights
 USUAL = 56.0  # pixels of a usual round
 PREFILL = 74.0
 LEGIBLE = 20.0  # pixels a label needs
-COLOURS: Mapping[Kind, int] = {"target": 0, "used": 2, "rolled_back": 3, "dropped": 5, "unused": 4, "lost": 1}
+COLOURS: Mapping[Kind, int] = {"target": 0, "used": 2, "rolled_back": 3, "beside": 6, "dropped": 5, "unused": 4, "lost": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,14 @@ from typing import Any
 from specbranch import __version__
 from specbranch.bench.files import write_whole
 from specbranch.bench.lab import Lab, Workload
+from specbranch.bench.ledger import has_book
 from specbranch.bench.methods import Setting, default_setting
 from specbranch.bench.record import Record
 from specbranch.bench.results import BASELINE
 from specbranch.bench.run import Clock, Progress
 from specbranch.bench.suites import SHIPPED, Suite, load_suite
 from specbranch.config import SpeculativeConfig
+from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
 from specbranch.sim.profile import CostProfile
 
@@ -47,12 +49,14 @@ SPACES: dict[str, Knobs] = {
     "speculative": {"num_speculative_tokens": range(1, 13)},
     "adaptive": {"num_speculative_tokens": range(1, 13)},
     "pearl": {"num_speculative_tokens": range(1, 17)},
-    "specbranch": {
+    "specbranch:confidence": {
         "num_speculative_tokens": range(1, 17),
         "stop_below": tuple(n / 20 for n in range(20)),
         "max_branches": range(1, 7),
     },
     "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
+    "tree": {},  # these plan by themselves
+    "specbranch": {},
 }
 
 
@@ -211,7 +215,17 @@ class Tuner:
         return self._records[:: max(len(self._records) // PART, 1)]
 
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        return sum(self.lab.books.of(record, config).seconds(self.goal.profile) for record in records)
+        if has_book(config):
+            return sum(self.lab.books.of(record, config).seconds(self.goal.profile) for record in records)
+        return self._planned_seconds(config, records)
+
+    def _planned_seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
+        """Play by this clock what depends on it; one experience for all, as an LLM has it."""
+        known, seconds = Experience(self.goal.profile, self.lab.draft is not None), 0.0
+        for record in records:
+            with self.lab.player(record) as player:
+                seconds += player.play(config, self.goal.profile, experience=known).decode_seconds
+        return seconds
 
     def _recorded(self) -> None:
         if self._records:
@@ -260,14 +274,21 @@ class Tuner:
 
 def chosen(config: SpeculativeConfig) -> dict[str, Any]:
     """Return what of a setting a search decides."""
-    return {name: getattr(config, name) for name in SPACES.get(config.method or "", {})}
+    return {name: getattr(config, name) for name in SPACES.get(_label(config), {})}
+
+
+def _label(config: SpeculativeConfig) -> str:
+    """The name under which a configuration is searched."""
+    return f"{config.method}:{config.policy}" if config.policy else config.method or BASELINE
 
 
 def _config(method: str, values: Mapping[str, int | float]) -> SpeculativeConfig:
-    made = {**values, "method": method}
+    made = dict(values)
     if "ngram_min" in values:  # the shortest n-gram is no longer than the longest
         made["ngram_min"] = min(values["ngram_min"], values["ngram_max"])
-    return SpeculativeConfig.from_dict(made)
+    config = default_setting(method, made).config
+    assert config is not None
+    return config
 
 
 def _places(method: str) -> dict[str, int]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specbranch.bench.suites import Suite
     from specbranch.sim.profile import CostProfile
 
+MODELLED = (*(name for name in METHODS if name != "specbranch"), "specbranch:confidence", "specbranch")
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64, "tune": False},
     "wall": {
@@ -38,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "repeats": 2,
     },
     "modelled": {
-        "methods": ",".join(METHODS),
+        "methods": ",".join(MODELLED),
         "pair": tuple(PAIRS),
         "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
         "limit": 16,
@@ -82,7 +83,12 @@ def bench() -> None:
 @_what("--pair", multiple=True, metavar="NAME", help=f"Pair to run; may be repeated [{DEFAULT_PAIR}].")
 @_what("--target", metavar="MODEL", help="Target, instead of a pair.")
 @_what("--draft", metavar="MODEL", help="Draft, beside --target.")
-@_what("--methods", metavar="A,B,…", help="Methods; plain decoding always runs too [all fixed ones of this engine].")
+@_what(
+    "--methods",
+    metavar="A,B,…",
+    help="Methods, see below, or METHOD:POLICY for another policy than its own, such as specbranch:confidence; plain decoding always runs "
+    "too [all of this engine but tree and auto].",
+)
 @_what("--suites", multiple=True, metavar="NAME", help=f"Suite, see below; may be repeated, or several with commas [{ALL_SHIPPED}].")
 @_what(
     "--prompts",
@@ -264,7 +270,7 @@ def _run_pair(
                 agreement = check_replay(lab, job, clock)
                 click.echo(
                     f"{lab.pair}: of {agreement.runs} replays repeated with both models {agreement.same_text} gave the same text and "
-                    f"{agreement.same_counts} drafted and accepted exactly as much.",
+                    f"{agreement.same_counts} of the {agreement.counted} that do not go by the clock drafted and accepted exactly as much.",
                     err=True,
                 )
         return {lab.pair: lab.identity}
@@ -285,7 +291,7 @@ def _settings(
     if by is not None:
         from specbranch.bench.tuning import tuned
 
-        found = [tuned(lab, name, by, workloads[0], progress) if name in METHODS else default_setting(name) for name in names]
+        found = [tuned(lab, name, by, workloads[0], progress) if name not in OUTSIDE else default_setting(name) for name in names]
     else:
         found = [default_setting(name) for name in names]
     return (*found, *wanted["settings"])
@@ -293,8 +299,7 @@ def _settings(
 
 def _given_settings(texts: Sequence[str], pairs: list[dict[str, Any]]) -> tuple[Setting, ...]:
     """Read the settings given by hand, before anything is loaded."""
-    from specbranch.bench.methods import Setting, chosen_methods
-    from specbranch.config import SpeculativeConfig
+    from specbranch.bench.methods import chosen_methods, given_setting
 
     found = []
     for text in texts:
@@ -304,8 +309,7 @@ def _given_settings(texts: Sequence[str], pairs: list[dict[str, Any]]) -> tuple[
             raise BadParameter(f'--config is no JSON ({error}); expected an object such as \'{{"method": "pearl"}}\'.') from None
         if not isinstance(values, dict) or "method" not in values:
             raise BadParameter(f'--config is {text}; expected a JSON object with a method, such as \'{{"method": "pearl"}}\'.')
-        config = SpeculativeConfig.from_dict(values)
-        found.append(Setting(str(config.method), config))
+        found.append(given_setting(values))
     chosen_methods([setting.method for setting in found], all("pair" in pair or pair.get("draft") for pair in pairs))
     return tuple(found)
 

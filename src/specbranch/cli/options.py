@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from specbranch.cli.sections import F, options_of
-from specbranch.config import TUNED_FOR, SamplingParams, SpeculativeConfig, read_settings
+from specbranch.config import TUNED_FOR, Part, SamplingParams, SpeculativeConfig, read_settings
 from specbranch.core.methods import METHODS, find_method
 from specbranch.errors import BadParameter
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, chosen_models, draft_path
@@ -65,13 +65,13 @@ SPECULATION = (
     _speculation(
         "--method",
         metavar="METHOD",
-        help="Decoding method, see below [lookup without a draft; adaptive with one, which takes turns with the target; specbranch where "
-        "--executor process lets both work at once].",
+        help="Decoding method, see below [specbranch with a draft, auto without one].",
     ),
     _speculation(
         "--rule", metavar="RULE", help="match: exactly what plain decoding gives with this seed; ratio: the same distribution [match]."
     ),
     _speculation("--num-speculative-tokens", type=int, metavar="N", help="Longest draft of a round [5]."),
+    _speculation("--without", metavar="PART,…", help=f"Parts of the planner to leave out: {', '.join(get_args(Part))} [none]."),
     _speculation("--executor", metavar="NAME", help="serial, or process: the draft in a process of its own, beside the target [serial]."),
     _speculation(
         "--config",
@@ -130,6 +130,8 @@ def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
     """Collect the speculative settings: those of a file, then the JSON, then the options of their own, which win."""
     values = _from_file(given.get("config")) | _parsed(given.get("speculative_config"))
     values |= {k: given[k] for k in ("method", "rule", "num_speculative_tokens") if given.get(k) is not None}
+    if given.get("without") is not None:
+        values["without"] = [part.strip() for part in given["without"].split(",") if part.strip()]
     SpeculativeConfig.from_dict(values)  # refuse mistakes before a model is loaded
     return values
 

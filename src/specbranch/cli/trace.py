@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specbranch.engine import LLM
 
 TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
-COLOURS = {"target": "blue", "used": "green", "rolled_back": "red", "lost": "yellow", "dropped": "magenta"}
+COLOURS = {"target": "blue", "used": "green", "rolled_back": "red", "beside": "cyan", "lost": "yellow", "dropped": "magenta"}
 NAME = "timeline"  # of the files
 
 _option = options_of("Prompt and output")
@@ -73,7 +73,7 @@ def _tell(llm: LLM, recorded: Trace, output: Output, clock: str | None, out: Pat
     from specbranch.bench.rounds import read_rounds
     from specbranch.bench.timeline import draw_text
 
-    rounds = read_rounds(recorded.events, len(output.token_ids))
+    rounds = read_rounds(recorded.events, len(output.token_ids), [piece.origin for piece in output.pieces])
     head = f"[{output.method}] {_clock(clock)}"
     if out is not None:
         _write(out, recorded, rounds, output, head, clock is not None)
@@ -105,7 +105,7 @@ def _summary(rounds: Sequence[Round], output: Output, clock: str | None, out: Pa
 
 
 def _round(one: Round) -> dict[str, Any]:
-    names = ("used", "rolled_back", "dropped", "unused", "lost")
+    names = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
     return {
         "round": one.number,
         "emitted": one.emitted,

@@ -37,7 +37,7 @@ PLAIN = "autoregressive"
 @with_options(PAIR)
 @_what("--target", metavar="MODEL", help="Target model, instead of a pair's.")
 @_what("--draft", metavar="MODEL", help="Draft model, beside --target.")
-@_what("--methods", metavar="A,B,…", help="Methods to search among; plain decoding always takes part [all that can be set].")
+@_what("--methods", metavar="A,B,…", help="Methods, or METHOD:POLICY, to search among; plain decoding always takes part [all].")
 @_what("--trials", type=click.IntRange(min=1), metavar="N", help="Settings to try of a method with several knobs [40].")
 @_how("--profile", metavar="PROFILE", help="Hardware: a shipped profile, see below, or a FILE.json [this machine, measured first].")
 @_how("--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same.")
@@ -111,7 +111,8 @@ class Request:
         rows = [_row(found, plain) for found in done.searches]
         about = {**done.identity, "tokens_per_second": best.tokens_per_second, "speedup": best.tokens_per_second / plain}
         about |= {"plain_tokens_per_second": plain, "complete": done.complete}
-        chosen = {"method": best.method, **_row(best, plain)["setting"]}
+        method, _, policy = best.method.partition(":")
+        chosen = {"method": method, **({"policy": policy} if policy else {}), **_row(best, plain)["setting"]}
         return {"pair": done.pair, "methods": rows, "complete": done.complete, "best": {**chosen, TUNED_FOR: about}}
 
 
@@ -240,13 +241,17 @@ def _table(report: dict[str, Any], out: Path) -> list[str]:
     lines = [
         f"{report['pair']} by profile {about['profile']} (modelled time), temperature {about['temperature']:g}",
         f"on {prompts}: {about['tokens']} tokens",
-        f"{'method':16}{'tok/s':>8}{'× plain':>9}{'tried':>7}  best setting",
+        f"{'method':23}{'tok/s':>8}{'× plain':>9}{'tried':>7}  best setting",
     ]
     for row in report["methods"]:
         rate = rate_text(row["tokens_per_second"])
-        lines.append(f"{row['method']:16}{rate:>8}{row['speedup']:8.2f}×{row['looked_at']:>7}  {setting_text(row['setting'])}".rstrip())
-    lines += ["", *_verdict(best["method"], about), f'Written to {out}; use it with: specbranch generate --config {out} "…"']
+        lines.append(f"{row['method']:23}{rate:>8}{row['speedup']:8.2f}×{row['looked_at']:>7}  {setting_text(row['setting'])}".rstrip())
+    lines += ["", *_verdict(_name(best), about), f'Written to {out}; use it with: specbranch generate --config {out} "…"']
     return lines
+
+
+def _name(best: dict[str, Any]) -> str:
+    return f"{best['method']}:{best['policy']}" if "policy" in best else str(best["method"])
 
 
 def _verdict(method: str, about: dict[str, Any]) -> list[str]:

@@ -26,6 +26,16 @@ class Costs(Protocol):
         ...
 
     @property
+    def knows_target(self) -> bool:
+        """Whether it can say what a target forward takes."""
+        ...
+
+    @property
+    def knows_draft(self) -> bool:
+        """Whether it can say what a draft step takes."""
+        ...
+
+    @property
     def slow_down(self) -> float:
         """Seconds added to the target for each draft step run beside it."""
         ...
@@ -117,16 +127,16 @@ class LearnedCosts:
         """Learn from a round."""
         drafting, verifying = reports.drafting, reports.verifying
         beside = drafting is not None and verifying is not None and min(drafting.end, verifying.end) > max(drafting.start, verifying.start)
-        if drafting is not None and orders.draft is not None and reports.branches and len(orders.draft.on.tail) <= MOST_ROWS:
+        if drafting is not None and orders.draft is not None and len(orders.draft.on.tail) <= MOST_ROWS and _steps(reports):
             self._drafted(reports, drafting)
         if verifying is not None and orders.verify is not None:
             self._verified(orders, reports, verifying, beside)
         self._between([span for span in (drafting, verifying) if span is not None])
 
     def _drafted(self, reports: Reports, span: Span) -> None:
-        steps = max(len(branch.confidence) for branch in reports.branches)
-        width = len(reports.branches)
-        self._step.setdefault(width, Running()).add(span.seconds / steps)
+        steps = _steps(reports)
+        width = round(sum(steps) / len(steps))
+        self._step.setdefault(width, Running()).add(span.seconds / len(steps))
 
     def _verified(self, orders: Orders, reports: Reports, span: Span, beside: bool) -> None:
         assert orders.verify is not None
@@ -135,9 +145,8 @@ class LearnedCosts:
             return
         if not beside:
             self._target.setdefault(rows, Running()).add(span.seconds)
-        elif self._target and reports.branches:
-            steps = max(len(branch.confidence) for branch in reports.branches)
-            self._slow_down.add((span.seconds - self.target_seconds(rows)) / steps)
+        elif self._target and (steps := _steps(reports)):
+            self._slow_down.add((span.seconds - self.target_seconds(rows)) / len(steps))
 
     def _between(self, spans: list[Span]) -> None:
         if not spans:
@@ -145,6 +154,14 @@ class LearnedCosts:
         if self._ended is not None:
             self._host.add(max(min(span.start for span in spans) - self._ended, 0.0))
         self._ended = max(span.end for span in spans)
+
+
+def _steps(reports: Reports) -> list[int]:
+    """The rows of each draft step of a round."""
+    if reports.tree is not None:
+        return list(reports.tree.steps)
+    longest = max((len(branch.confidence) for branch in reports.branches), default=0)
+    return [len(reports.branches)] * longest
 
 
 def _at(known: dict[int, Running], rows: int, slope: float) -> float:

@@ -86,8 +86,8 @@ class Loop:
             self._live.pop(session.number)[1].close()
             orders = self._orders.pop(session.number)
             session.stats.finished = self.executor.now()
-            if session.finished in (None, "error") and orders.verify:
-                session.stats.unused += len(orders.verify.tokens)  # in flight: no verdict will come
+            if session.finished in (None, "error") and orders.verify and orders.verify.parents is None:
+                session.stats.unused += len(orders.verify.tokens)  # in flight: no verdict will come; a tree's tokens count once judged
             self.executor.leave(session.number)
 
     def close(self) -> None:

@@ -1,19 +1,21 @@
 """The decoding methods by name, what each needs, and which one fits.
 
-Owns the table; how a method drafts and verifies is in `rounds`, how `auto` chooses among them in `pilot`.
+Owns the table; how a method drafts and verifies is in `rounds` and `tree_rounds`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbranch.config import HeadKind, PolicyName, SpeculativeConfig
+from specbranch.config import HeadKind, Part, PolicyName, SpeculativeConfig
 from specbranch.core import rounds
-from specbranch.core.auto import auto
-from specbranch.core.pilot import Experience
+from specbranch.core.experience import Experience
+from specbranch.core.lookup import Ngrams
+from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy, make_policy
-from specbranch.core.rounds import Rounds, Stretcher
+from specbranch.core.rounds import Decode, Rounds
 from specbranch.core.session import Session
+from specbranch.core.tree_rounds import growing
 from specbranch.errors import BadParameter, unknown
 
 __all__ = ["METHODS", "Method", "Rounds", "best_fit", "find_method"]
@@ -23,28 +25,52 @@ __all__ = ["METHODS", "Method", "Rounds", "best_fit", "find_method"]
 class Method:
     """A decoding method and what it needs."""
 
-    stretch: Stretcher | None  # nothing: it is made of the others' stretches
+    decode: Decode | None  # over chains; nothing: it grows trees, by the planner alone
     summary: str
     needs_draft: bool = True
     policy: PolicyName = "fixed"
     heads: HeadKind = "sampled"  # under the ratio rule; under match heads are always the top ones
+    without: tuple[Part, ...] = ()  # parts of the planner it does not have
 
     @property
     def uses_draft(self) -> bool:
         """Whether a draft model is of any use to it."""
-        return self.needs_draft or self.stretch is None
+        return self.needs_draft or self.policy == "planner"
+
+    def plans(self, config: SpeculativeConfig) -> bool:
+        """Whether the planner decides, so that what is done depends on costs."""
+        return (config.policy or self.policy) == "planner"
+
+    def check(self, name: str, config: SpeculativeConfig) -> None:
+        """Refuse a policy that the method cannot follow."""
+        if config.policy is None or (self.decode is not None and self.policy == "planner"):
+            return
+        if (config.policy == "planner") != (self.policy == "planner"):
+            fitting = "planner" if self.policy == "planner" else "fixed, confidence or entropy"
+            raise BadParameter(f"Method {name!r} cannot follow policy {config.policy!r}; expected {fitting}. Leave the policy out.")
 
     def start(self, session: Session, config: SpeculativeConfig, experience: Experience | None = None) -> Rounds:
-        """Begin decoding a session; `experience` is what `auto` goes by, and adds to."""
-        if self.stretch is None:
-            return auto(session, config, (experience or Experience()).pilot(session, config))
+        """Begin decoding a session; `experience` is what the planner goes by, and adds to."""
+        if self.plans(config):
+            return growing(session, self._planner(session, config, experience or Experience()))
         return self.run(session, config, make_policy(config, self.policy, self.heads))
 
     def run(self, session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
         """Begin decoding a session by another policy than the method's own."""
-        if self.stretch is None:
-            raise ValueError("auto has no policy of its own")
-        return rounds.whole(session, config, policy, self.stretch, self.needs_draft)
+        if self.decode is None:
+            raise ValueError("a method that grows trees has no policy but the planner")
+        return rounds.whole(session, config, policy, self.decode, self.needs_draft)
+
+    def _planner(self, session: Session, config: SpeculativeConfig, experience: Experience) -> Planner:
+        without = {*self.without, *config.without}
+        return Planner(
+            experience,
+            ngrams=None if "lookup" in without else Ngrams(session.tokens, config.ngram_max, config.ngram_min),
+            overlap="overlap" not in without,
+            trees="trees" not in without,
+            branches="branches" not in without,
+            learns="learning" not in without,
+        )
 
 
 METHODS: dict[str, Method] = {
@@ -52,22 +78,19 @@ METHODS: dict[str, Method] = {
     "speculative": Method(rounds.speculative, "serial speculative decoding with a fixed draft length"),
     "adaptive": Method(rounds.speculative, "AdaEDL: serial, the draft stops by entropy", policy="entropy"),
     "pearl": Method(rounds.pearl, "PEARL: draft and verify at the same time, one branch"),
+    "tree": Method(None, "serial, but the draft proposes a tree instead of a chain", policy="planner", without=("overlap", "lookup")),
     "specbranch": Method(
-        rounds.specbranch, "SpecBranch: draft and verify at the same time, branches at the unsure token", policy="confidence"
+        rounds.specbranch, "SpecBranch: trees and branches while the target verifies, planned by what pays", policy="planner"
     ),
     "lookup": Method(rounds.lookup, "prompt n-grams instead of a draft model", needs_draft=False),
-    "auto": Method(None, "whichever of these promises most, chosen anew as the text goes on", needs_draft=False),
+    "auto": Method(None, "like specbranch, with a draft or without one: whatever pays", needs_draft=False, policy="planner"),
 }
 
 
-def best_fit(config: SpeculativeConfig, has_draft: bool, overlap: bool) -> tuple[str, SpeculativeConfig]:
-    """Return the method to use and its settings: the one asked for, else what fits.
-
-    Without a draft the text itself is looked up. Branches are drafted while the target is at work, so they pay where the two overlap; where
-    they take turns, each branch that loses is time lost, and a chain that stops where the draft is unsure is quicker.
-    """
-    fit = "lookup" if not has_draft else "specbranch" if overlap else "adaptive"
-    name = fit if config.method is None else config.method
+def best_fit(config: SpeculativeConfig, has_draft: bool) -> tuple[str, SpeculativeConfig]:
+    """Return the method to use and its settings: the one asked for, else what fits. Without a draft the text itself is looked up."""
+    name = config.method or ("specbranch" if has_draft else "auto")
+    find_method(name, has_draft).check(name, config)
     return name, replace(config, method=name)
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from specbranch.config import HeadKind
+from specbranch.core.trees import Growth, Tree
 from specbranch.errors import SpecBranchError
 
 Measure = Literal["top", "entropy"]
@@ -84,6 +85,32 @@ class Draft:
     pending: int = 0
     number: int = 0
 
+    @property
+    def until_target(self) -> bool:
+        """Whether it ends when the target is done."""
+        return self.plan.until == "target"
+
+    @property
+    def announces(self) -> bool:
+        """Whether its first head is drawn, and judged with the target's row."""
+        return self.plan.length > 0 and self.plan.heads == "sampled"
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Grow `tree` behind the sequence `on`, all of which is committed. What the worker no longer holds of it, it reads again."""
+
+    on: Context
+    tree: Tree
+    growth: Growth
+    number: int = 0
+    announces: ClassVar[bool] = False
+
+    @property
+    def until_target(self) -> bool:
+        """Whether it ends when the target is done."""
+        return self.growth.free > 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Verify:
@@ -155,11 +182,15 @@ class Span:
         return self.end - self.start
 
 
+DraftOrder = Draft | Grow
+Drafted = tuple[Branch, ...] | Tree  # what comes back for the one, and for the other
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
     """One session's orders for one round; either may be absent."""
 
-    draft: Draft | None = None
+    draft: DraftOrder | None = None
     verify: Verify | None = None
 
 
@@ -173,6 +204,7 @@ class Reports:
     verifying: Span | None = None
     draft_lost: bool = False
     error: SpecBranchError | None = None  # this session cannot go on; the others can
+    tree: Tree | None = None  # what a Grow order brought
 
     @property
     def kept(self) -> Branch | None:
@@ -181,3 +213,8 @@ class Reports:
             return None
         outcome = (len(self.verdict.path), self.verdict.token)
         return next((b for b in self.branches if b.tokens and (b.after, b.tokens[0]) == outcome), None)
+
+
+def as_drafted(what: Drafted) -> dict[str, Any]:
+    """Return what was drafted as fields of a report."""
+    return {"tree": what} if isinstance(what, Tree) else {"branches": what}

@@ -1,9 +1,7 @@
-"""How each method drafts and verifies, round by round. A method is a generator: it yields orders, receives reports, commits verdicts.
+"""How methods over chains draft and verify, round by round. A method is a generator: it yields orders, receives reports, commits verdicts.
 
-Owns the order of drafting and verifying; never calls a model. A *stretch* of a method may begin with a chain that another one left in
-flight and may be left before any round, handing on its own; so methods can follow one another within a request. Invariants: whatever is
-drafted, the session receives only what the verdict says; a chain that is handed on is verified, never dropped, since whether a drafted
-token is judged must not depend on the token (under the ratio rule that would bend the law).
+Owns the order of drafting and verifying; never calls a model. `tree_rounds` is the same for trees. Invariant: whatever is drafted, the
+session receives only what the verdict says.
 """
 
 from __future__ import annotations
@@ -18,73 +16,63 @@ from specbranch.core.session import Session
 
 Rounds = Generator[Orders, Reports, None]
 InFlight = Branch | None  # a chain that was drafted and not judged yet; None: the next one is still to be drafted
-Stretch = Generator[Orders, Reports, InFlight]
-Going = Callable[[InFlight], bool]  # asked before each round, and told what is in flight; False leaves the method
-Stretcher = Callable[[Session, SpeculativeConfig, Policy, InFlight, Going], Stretch]
+Decode = Callable[[Session, SpeculativeConfig, Policy], Rounds]
 PREFILL = Plan(0)
 
 
-def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
     """One token a forward: what every other method must equal."""
-    while going(pending):
-        reports = yield Orders(verify=session.verify(pending or NOTHING))
-        pending = absorb(session, policy, pending or NOTHING, reports)
-    return None
+    while not session.finished:
+        reports = yield Orders(verify=session.verify())
+        absorb(session, policy, NOTHING, reports)
 
 
-def speculative(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
     """Serial speculative decoding: draft a chain, then verify it; AdaEDL with the entropy policy."""
-    while going(pending):
-        if pending is None:
-            reports = yield Orders(draft=session.draft(policy.chain()))
-            pending = _chain(session, policy, reports)
+    while not session.finished:
+        reports = yield Orders(draft=session.draft(policy.chain()))
+        pending = _chain(session, policy, reports)
         reports = yield Orders(verify=session.verify(pending))
-        pending = absorb(session, policy, pending, reports)
-    return None
+        absorb(session, policy, pending, reports)
 
 
-def lookup(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
     """Verify what followed the same words earlier in the text; nothing is drafted by a model."""
-    return looking(session, Ngrams(session.tokens, config.ngram_max, config.ngram_min), policy, pending, going)
-
-
-def looking(session: Session, ngrams: Ngrams, policy: Policy, pending: InFlight, going: Going) -> Stretch:
-    """Lookup in an index that is there already."""
-    while going(pending):
-        if pending is None:
-            tokens = ngrams.propose(min(policy.chain().length, session.room - 1))
-            pending = Branch(0, tokens, (1.0,) * len(tokens))
-            session.stats.drafted += len(tokens)
+    ngrams = Ngrams(session.tokens, config.ngram_max, config.ngram_min)
+    while not session.finished:
+        tokens = ngrams.propose(min(policy.chain().length, session.room - 1))
+        pending = Branch(0, tokens, (1.0,) * len(tokens))
+        session.stats.drafted += len(tokens)
         reports = yield Orders(verify=session.verify(pending))
-        pending = absorb(session, policy, pending, reports)
-    return None
+        absorb(session, policy, pending, reports)
 
 
-def pearl(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
     """PEARL: while the pending chain is verified, draft its one likeliest continuation; after a rollback start from nothing pending."""
-    while going(pending):
+    pending: InFlight = None
+    while not session.finished:
         chain = pending or NOTHING
         reports = yield Orders(session.draft(policy.fork(chain), chain), session.verify(chain))
         pending = absorb(session, policy, chain, reports)
-    return pending
+    _abandon(session, pending)
 
 
-def specbranch(session: Session, config: SpeculativeConfig, policy: Policy, pending: InFlight, going: Going) -> Stretch:
+def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
     """SpecBranch: a serial draft stage, then branch stages, in which the draft hedges at the unsure token, until none is hit."""
-    while going(pending):
+    pending: InFlight = None
+    while not session.finished:
         if pending is None:
             reports = yield Orders(draft=session.draft(policy.chain()))
             pending = _chain(session, policy, reports)
         reports = yield Orders(session.draft(policy.fork(pending), pending), session.verify(pending))
         pending = absorb(session, policy, pending, reports)
-    return pending
+    _abandon(session, pending)
 
 
-def whole(session: Session, config: SpeculativeConfig, policy: Policy, stretch: Stretcher, with_draft: bool) -> Rounds:
-    """Decode a request from its prompt to its end by one method."""
+def whole(session: Session, config: SpeculativeConfig, policy: Policy, decode: Decode, with_draft: bool) -> Rounds:
+    """Decode a request from its prompt to its end."""
     yield from prefill(session, with_draft)
-    left = yield from stretch(session, config, policy, None, lambda pending: not session.finished)
-    abandon(session, left)
+    yield from decode(session, config, policy)
 
 
 def prefill(session: Session, with_draft: bool) -> Rounds:
@@ -92,13 +80,13 @@ def prefill(session: Session, with_draft: bool) -> Rounds:
     draft = session.draft(PREFILL) if with_draft else None
     reports = yield Orders(draft, session.verify())
     session.stats.take(reports)
-    session.commit(NOTHING, _verdict(reports))
+    session.commit((), _verdict(reports))
 
 
 def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) -> InFlight:
     """Commit a verdict and settle the branches; returns what the surviving one drafted beyond its head, trimmed, or None."""
     verdict, kept, stats = _verdict(reports), reports.kept, session.stats
-    taken = session.commit(pending, verdict, kept)
+    taken = session.commit(pending.tokens, verdict, kept is not None)
     ended = taken <= len(verdict.path)
     stats.take(reports)
     stats.judge(pending, verdict, taken)
@@ -109,7 +97,7 @@ def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) 
     return _trim(session, policy, kept.cut(1))
 
 
-def abandon(session: Session, pending: InFlight) -> None:
+def _abandon(session: Session, pending: InFlight) -> None:
     """Count what was in flight when the request ended."""
     session.stats.unused += len(pending.tokens) if pending else 0
 

@@ -56,8 +56,8 @@ class Runner(Protocol):
         """Score new nodes of several sequences in one forward; one row a node, valid until its node is dropped."""
         ...
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
-        """Keep one line of the tail, the first `commit` nodes of it as prefix; drop the rest (see Slots.keep)."""
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        """Keep some nodes of the tail, the first `commit` of them, a line, as prefix; drop the rest (see Slots.keep)."""
         ...
 
     def rewind(self, seq: int, length: int) -> None:

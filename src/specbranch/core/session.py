@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from specbranch.core.orders import NOTHING, Branch, Context, Draft, Plan, TokenLogprobs, Verdict, Verify
+from specbranch.core.orders import NOTHING, Branch, Context, Draft, Grow, Plan, TokenLogprobs, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.stats import Stats
+from specbranch.core.trees import Growth, Tree
 from specbranch.errors import SpecBranchError
 
 Origin = Literal["target", "draft", "branch"]
@@ -50,6 +51,11 @@ class Session:
         """How many tokens may still be emitted."""
         return self.limit - len(self.tokens)
 
+    @property
+    def untold(self) -> int:
+        """How many committed tokens the draft was not told yet."""
+        return len(self.tokens) - self._told["draft"]
+
     def draft(self, plan: Plan, pending: Branch = NOTHING) -> Draft | None:
         """Order a draft after the pending chain, clipped to what could still be emitted; None if that is nothing."""
         length = min(plan.length, self.room - len(pending.tokens) - 1)
@@ -58,18 +64,27 @@ class Session:
         self._drafts += 1
         return Draft(self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens), self._drafts)
 
+    def grow(self, tree: Tree, growth: Growth) -> Grow:
+        """Order a tree to be grown behind the committed text, no deeper than could still be emitted."""
+        self._drafts += 1
+        return Grow(self._context("draft"), tree, replace(growth, deepest=min(growth.deepest, self.room - 1)), self._drafts)
+
     def verify(self, pending: Branch = NOTHING) -> Verify:
         """Order the pending chain to be judged."""
         return Verify(self._context("target"), pending.tokens, None, pending.q)
 
-    def commit(self, pending: Branch, verdict: Verdict, kept: Branch | None = None) -> int:
-        """Append the accepted tokens, then the target's own, up to the request's end; returns how many were appended.
+    def verify_tree(self, tree: Tree) -> Verify:
+        """Order a tree to be judged."""
+        return Verify(self._context("target"), tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes))
 
-        `kept` is the branch that presumed this very outcome.
+    def commit(self, pending: Sequence[int], verdict: Verdict, foreseen: bool = False) -> int:
+        """Append the accepted ones of the pending tokens, then the target's own, up to the request's end; returns how many were appended.
+
+        `foreseen`: the draft had presumed this very outcome.
         """
-        tokens = [*(pending.tokens[node] for node in verdict.path), verdict.token]
+        tokens = [*(pending[node] for node in verdict.path), verdict.token]
         origins: list[Origin] = ["draft"] * len(verdict.path)
-        origins.append("branch" if kept else "target")
+        origins.append("branch" if foreseen else "target")
         for index, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self._append(token, origin)
             if verdict.logprobs:

@@ -7,6 +7,7 @@ place `len(prefix) + j`, so a chain that is committed does not move.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from specbranch.errors import CacheFull
 
@@ -56,24 +57,33 @@ class Slots:
         self.parents.extend(parents)
         return range(start, start + len(tokens))
 
-    def keep(self, path: Sequence[int], commit: int) -> list[Move]:
-        """Keep only `path` (a line of nodes from the root); its first `commit` nodes join the prefix. Returns the moves it takes.
+    def keep(self, nodes: Sequence[int], commit: int) -> list[Move]:
+        """Keep only `nodes`, in ascending order; the first `commit` of them, a line from the root, join the prefix. Returns the moves.
 
-        The remaining nodes of the path are renumbered from 0. Moves go to lower places in ascending order, so they can be done
-        one after the other in place.
+        The others, each below the end of that line, are renumbered from 0. Moves go to lower places in ascending order, so they can be
+        done one after the other in place.
         """
-        if not 0 <= commit <= len(path):
-            raise ValueError(f"{commit} of a path of {len(path)} nodes cannot be committed")
-        for node, parent in zip(path, (ROOT, *path), strict=False):
+        if not 0 <= commit <= len(nodes):
+            raise ValueError(f"{commit} of {len(nodes)} nodes cannot be committed")
+        place = {node: at - commit for at, node in enumerate(nodes)}
+        place[nodes[commit - 1] if commit else ROOT] = ROOT
+        self._check_kept(nodes, commit, place)
+        here = len(self.prefix)
+        moves = [(here + node, here + at) for at, node in enumerate(nodes) if node != at]
+        self.prefix.extend(self.tokens[node] for node in nodes[:commit])
+        self.parents = [place[self.parents[node]] for node in nodes[commit:]]
+        self.tokens = [self.tokens[node] for node in nodes[commit:]]
+        return moves
+
+    def _check_kept(self, nodes: Sequence[int], commit: int, place: dict[int, int]) -> None:
+        for node, parent in zip(nodes[:commit], (ROOT, *nodes), strict=False):
             if self.parents[node] != parent:
                 raise ValueError(f"node {node} is no child of {parent}")
-        here = len(self.prefix)
-        moves = [(here + node, here + at) for at, node in enumerate(path) if node != at]
-        line = [self.tokens[node] for node in path]
-        self.prefix.extend(line[:commit])
-        self.tokens = line[commit:]
-        self.parents = list(range(ROOT, len(self.tokens) - 1))
-        return moves
+        if any(a >= b for a, b in pairwise(nodes)):
+            raise ValueError(f"nodes to keep must be told in ascending order, not {list(nodes)}")
+        for node in nodes[commit:]:
+            if place.get(self.parents[node], -2) < ROOT:
+                raise ValueError(f"node {node} is no child of a node that stays in the tail, nor of the end of the line")
 
     def truncate(self, length: int) -> None:
         """Forget the tail, and the prefix beyond `length` tokens."""

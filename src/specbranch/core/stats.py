@@ -1,15 +1,18 @@
 """What a request did and where its drafted tokens went; every metric is defined here and nowhere else.
 
-Invariant (`check`): drafted = accepted + rejected + losing + dropped + unused.
+Invariant (`check`): drafted = accepted + rejected + siblings + losing + dropped + unused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from specbranch.core.orders import Branch, Reports, Span, Verdict
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import Tree
 
 
 @dataclass(slots=True)
@@ -21,6 +24,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0  # drafted tokens that were emitted, branch heads included
     rejected: int = 0  # on the main line: the chain a plain method would have sent
+    siblings: int = 0  # verified beside the main line, and not taken
     losing: int = 0  # on branches that lost
     dropped: int = 0  # by the length rule
     unused: int = 0  # still in flight, or beyond the end of the request
@@ -31,6 +35,7 @@ class Stats:
     branch_points_reached: int = 0  # those whose presumed tokens were all accepted, so that they could be hit
     branch_hits: int = 0
     branch_hits_other: int = 0  # on a head that was not the first
+    hits_at: list[int] = field(default_factory=list)  # by how many tokens were taken before the head
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
@@ -116,6 +121,77 @@ class Stats:
         self.accepted += 1
         self.branch_hits += 1
         self.branch_hits_other += kept is not next(b for b in branches if b.after == kept.after)
+        self._hit(kept.after)
+
+    def judge_tree(self, tree: Tree, sent: Sequence[int], path: Sequence[int], hit: int | None, taken: int) -> None:
+        """Count what a verdict did to a tree: `sent` was verified, `path` accepted, then the target said the token of `hit`.
+
+        `taken` tokens were emitted; beyond the request's end they are unused. What was drafted and not sent counts when it is thrown away.
+        """
+        ended = taken <= len(path)
+        good = min(taken, len(path))
+        line = tree.main_line(sent)
+        missed = 0 if ended else sum(n not in path for n in line)
+        self.target_forwards += 1
+        self.rounds_without_draft += self._lost
+        self._lost = False
+        self.drafted += len(sent)
+        self.accepted += good
+        self.rejected += missed
+        self.rejections += missed > 0
+        self.rounds_all_accepted += not missed and good > 0
+        self.rounds_rejected_inside += missed > 0 and good > 0
+        self.siblings += 0 if ended else len(sent) - good - missed
+        self.unused += len(sent) - good if ended else 0
+        self._positions(line, path[:good], ended)
+        self._settle_tree(tree, path, None if ended else hit, ended)
+
+    def abandon_tree(self, tree: Tree) -> None:
+        """Count what was left when the request ended."""
+        left = sum(node.fed and not node.sent for node in tree.nodes)
+        self.drafted += left
+        self.unused += left
+
+    def _positions(self, line: Sequence[int], path: Sequence[int], ended: bool) -> None:
+        """Count acceptance by position along the main line, as far as it was followed."""
+        for at, node in enumerate(line):
+            good = at < len(path) and path[at] == node
+            if not good and ended:
+                return
+            if at == len(self.tested_at):
+                self.tested_at.append(0)
+                self.accepted_at.append(0)
+            self.tested_at[at] += 1
+            self.accepted_at[at] += good
+            if not good:
+                return
+
+    def _settle_tree(self, tree: Tree, path: Sequence[int], hit: int | None, ended: bool) -> None:
+        below = {hit} if hit is not None else set()
+        lost = 0
+        for n, node in enumerate(tree.nodes):
+            if node.parent in below:
+                below.add(n)
+            elif node.fed and not node.sent and n != hit:
+                lost += 1
+        self.drafted += lost + (hit is not None)
+        self.unused += lost if ended else 0
+        self.losing += 0 if ended else lost
+        end = path[-1] if path else ROOT
+        heads = [n for n in tree.children(end) if not tree.nodes[n].sent]
+        self.branch_points += len(
+            {node.parent for node in tree.nodes if not node.sent and (node.parent == ROOT or tree.nodes[node.parent].sent)}
+        )
+        self.branch_points_reached += bool(heads) and not ended
+        if hit is not None:
+            self.accepted += 1
+            self.branch_hits += 1
+            self.branch_hits_other += hit != max(tree.children(end), key=lambda n: (tree.nodes[n].reach, -n))
+            self._hit(len(path))
+
+    def _hit(self, after: int) -> None:
+        self.hits_at += [0] * (after + 1 - len(self.hits_at))
+        self.hits_at[after] += 1
 
     def clock(self, reports: Reports) -> None:
         """Add the time both models worked in a decoding round."""
@@ -124,13 +200,13 @@ class Stats:
 
     def check(self) -> None:
         """Raise if a drafted token went missing."""
-        fate = self.accepted + self.rejected + self.losing + self.dropped + self.unused
+        fate = self.accepted + self.rejected + self.siblings + self.losing + self.dropped + self.unused
         if fate != self.drafted:
             raise AssertionError(f"{self.drafted} drafted, but {fate} accounted for: {self}")
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics under their public names."""
-        line = self.drafted - self.losing
+        line = self.drafted - self.losing - self.siblings
         decoded = max(self.emitted - 1, 0)
         return {
             "tokens": self.emitted,
@@ -145,7 +221,12 @@ class Stats:
             "rollback_rate": _over(self.rejected + self.dropped, line),
             "rejections": self.rejections,
             "run_between_rejections": _over(decoded, self.rejections),
-            "rollback": {"rejected": self.rejected, "losing_branches": self.losing, "dropped_by_length": self.dropped},
+            "rollback": {
+                "rejected": self.rejected,
+                "tree_siblings": self.siblings,
+                "losing_branches": self.losing,
+                "dropped_by_length": self.dropped,
+            },
             "unused": self.unused,
             "acceptance_by_position": [_over(a, t) for a, t in zip(self.accepted_at, self.tested_at, strict=True)],
             "tested_by_position": list(self.tested_at),
@@ -153,6 +234,7 @@ class Stats:
             "branch_hits": self.branch_hits,
             "branch_hits_other_head": self.branch_hits_other,
             "branch_points_reached": self.branch_points_reached,
+            "branch_hits_by_position": list(self.hits_at),
             "branch_hit_rate": _over(self.branch_hits, self.branch_points_reached),
             "draft_idle_seconds": max(self.decode_seconds - self.draft_busy, 0.0) if self.draft_busy else None,
             "target_idle_seconds": max(self.decode_seconds - self.target_busy, 0.0),

@@ -17,7 +17,7 @@ from typing import Any
 
 from specbranch.core.orders import Span
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import Broken, Drafted, HeadDrawn, Hello, Leave, Open, Ready, StaleHolding, TargetDone, Work
+from specbranch.exec.messages import Broken, HeadDrawn, Hello, Leave, Open, Ready, RoundDrafted, StaleHolding, TargetDone, Work
 from specbranch.exec.worker import Stale
 
 
@@ -60,7 +60,7 @@ def _answer(connection: Connection[Any, Any], drafter: Drafter, message: object,
 def _work(connection: Connection[Any, Any], drafter: Drafter, work: Work, backlog: deque[object]) -> None:
     start, fed = time.perf_counter(), drafter.rows_fed
     try:
-        branches = drafter.draft(
+        made = drafter.draft(
             work.orders,
             done=_TargetDone(connection, work.ticket, backlog),
             announce=lambda session, branch: connection.send(HeadDrawn(work.ticket, session, branch)),
@@ -71,7 +71,7 @@ def _work(connection: Connection[Any, Any], drafter: Drafter, work: Work, backlo
         connection.send(Broken(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     else:
-        connection.send(Drafted(work.ticket, branches, Span(start, time.perf_counter(), drafter.rows_fed - fed)))
+        connection.send(RoundDrafted(work.ticket, made, Span(start, time.perf_counter(), drafter.rows_fed - fed)))
 
 
 class _TargetDone:

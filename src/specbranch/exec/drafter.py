@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from specbranch.core.orders import Branch, Draft, Sparse
+from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Sparse
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.slots import ROOT
+from specbranch.core.trees import Tree
+from specbranch.exec.grower import Done, grow
 from specbranch.exec.worker import Worker, chain_after
 
-Done = Callable[[], bool]
 Announce = Callable[[int, Branch], None]  # told of a session's first head as soon as it is drawn
 
 
@@ -61,8 +62,18 @@ class Lane:
 class Drafter(Worker):
     """The draft model at work."""
 
-    def draft(self, orders: Mapping[int, Draft], done: Done = never, announce: Announce | None = None) -> dict[int, tuple[Branch, ...]]:
-        """Carry out the orders; `done` ends lanes that draft only until the target is done."""
+    def draft(self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None) -> dict[int, Drafted]:
+        """Carry out the orders; `done` ends those that draft only until the target is done."""
+        trees = {session: order for session, order in orders.items() if isinstance(order, Grow)}
+        chains = {session: order for session, order in orders.items() if isinstance(order, Draft)}
+        return {**(self._branches(chains, done, announce) if chains else {}), **(self._trees(trees, done) if trees else {})}
+
+    def _trees(self, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
+        """Grow trees; one that has come out of reach stays as it is."""
+        within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order, 1)}
+        return {session: order.tree for session, order in orders.items()} | grow(self, within, done)
+
+    def _branches(self, orders: Mapping[int, Draft], done: Done, announce: Announce | None) -> dict[int, tuple[Branch, ...]]:
         lines = self._read(orders)
         lanes = [lane for session, line in lines.items() for lane in self._fork(session, orders[session], line)]
         if announce:
@@ -76,7 +87,7 @@ class Drafter(Worker):
         ends: dict[int, int] = {}
         work: list[Feed] = []
         for session, order in orders.items():
-            if self._out_of_reach(session, order):
+            if self._out_of_reach(session, order, order.plan.length):
                 continue
             ends[session], rest = self.align(session, order.on, order.pending)
             tail = len(self.slots(session).tokens)
@@ -85,10 +96,10 @@ class Drafter(Worker):
             ends[item.seq] = nodes[-1]
         return {session: self._commit(session, end, orders[session].pending) for session, end in ends.items()}
 
-    def _out_of_reach(self, session: int, order: Draft) -> bool:
+    def _out_of_reach(self, session: int, order: DraftOrder, length: int) -> bool:
         """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without one, for good."""
         held = self._held[session]
-        too_long = len(order.on) + order.plan.length > self.runner.context_length
+        too_long = len(order.on) + length > self.runner.context_length
         held.out_of_reach |= too_long or max(order.on.tail, default=0) >= self.runner.vocabulary
         return held.out_of_reach
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specbranch.core.orders import Branch, Draft, Span
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Span
 from specbranch.core.request import Request
 from specbranch.exec.drafter import Drafter
 
@@ -40,7 +40,7 @@ class Work:
     """Draft for these sessions. `ticket` tells rounds apart."""
 
     ticket: int
-    orders: dict[int, Draft]
+    orders: dict[int, DraftOrder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class StaleHolding:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """All branches of a round."""
+class RoundDrafted:
+    """All that was drafted in a round."""
 
     ticket: int
-    branches: dict[int, tuple[Branch, ...]]
+    made: dict[int, Drafted]
     span: Span

@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from specbranch.core.orders import Branch, Draft, Orders, Reports, Span
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.messages import (
     Broken,
-    Drafted,
     HeadDrawn,
     Hello,
     Leave,
     MakeDrafter,
     Open,
     Ready,
+    RoundDrafted,
     StaleHolding,
     TargetDone,
     Work,
@@ -105,9 +105,9 @@ class Round:
     """What the child has said in the round under way."""
 
     ticket: int
-    orders: dict[int, Draft]
+    orders: dict[int, DraftOrder]
     heads: dict[int, Branch] = field(default_factory=dict)
-    branches: dict[int, tuple[Branch, ...]] | None = None
+    made: dict[int, Drafted] | None = None
     span: Span | None = None
 
 
@@ -157,14 +157,14 @@ class Process:
         verdicts = self.target.judge(scored, work.heads if work else {})
         span = Span(start, self.now(), self.target.rows_fed - fed)
         self._await_branches(work)
-        branches = work.branches if work and work.branches is not None else None
+        made = work.made if work else None
         return {
             session: Reports(
-                branches=branches.get(session, ()) if branches else (),
+                **as_drafted(made.get(session, ()) if made else ()),
                 verdict=verdicts.get(session),
                 drafting=work.span if work and session in drafts else None,
                 verifying=span if order.verify else None,
-                draft_lost=session in drafts and branches is None,
+                draft_lost=session in drafts and made is None,
                 error=failed.get(session),
             )
             for session, order in orders.items()
@@ -186,7 +186,7 @@ class Process:
             self._child.stop()
             self._child = None
 
-    def _begin(self, drafts: dict[int, Draft]) -> Round | None:
+    def _begin(self, drafts: dict[int, DraftOrder]) -> Round | None:
         if not drafts or not self._available():
             return None
         self._ticket += 1
@@ -195,20 +195,20 @@ class Process:
         return work if self._tell(Work(work.ticket, plain)) else None
 
     def _target_done(self, work: Round | None) -> None:
-        if work and any(o.plan.until == "target" for o in work.orders.values()):
+        if work and any(o.until_target for o in work.orders.values()):
             self._tell(TargetDone(work.ticket))
 
     def _await_heads(self, work: Round | None, scored: Mapping[int, Scored]) -> None:
         """Under the ratio rule wait for the sampled heads, which are judged together with the target's rows."""
         if work is None:
             return
-        sampled = (s for s, o in work.orders.items() if self._sessions[s].by_ratio and o.plan.length and o.plan.heads == "sampled")
+        sampled = (s for s, o in work.orders.items() if self._sessions[s].by_ratio and o.announces)
         wanted = scored.keys() & set(sampled)
-        while work.branches is None and not wanted <= work.heads.keys() and self._child:
+        while work.made is None and not wanted <= work.heads.keys() and self._child:
             self._hear(work)
 
     def _await_branches(self, work: Round | None) -> None:
-        while work is not None and work.branches is None and self._child:
+        while work is not None and work.made is None and self._child:
             self._hear(work)
 
     def _hear(self, work: Round) -> None:
@@ -223,8 +223,8 @@ class Process:
         match message:
             case HeadDrawn(ticket, session, branch) if ticket == work.ticket:
                 work.heads[session] = branch
-            case Drafted(ticket, branches, span) if ticket == work.ticket:
-                work.branches, work.span = branches, span
+            case RoundDrafted(ticket, made, span) if ticket == work.ticket:
+                work.made, work.span = made, span
                 self._failures = 0
             case StaleHolding(ticket) if ticket == work.ticket:
                 self._tell(Work(ticket, {session: replace(o, on=o.on.whole()) for session, o in work.orders.items()}))

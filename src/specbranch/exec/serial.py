@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from specbranch.core.orders import Branch, Draft, Orders, Reports, Span, Verify
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, Verify, as_drafted
 from specbranch.core.request import Request
-from specbranch.exec.drafter import Done, Drafter, never
+from specbranch.exec.drafter import Drafter, never
+from specbranch.exec.grower import Done
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Stale
 
@@ -41,14 +42,14 @@ class Serial:
         none = Reports()
         return {s: _both(drafted.get(s, none), verified.get(s, none)) for s in orders}
 
-    def _drafts(self, orders: dict[int, Draft], heads: dict[int, Branch]) -> dict[int, Reports]:
+    def _drafts(self, orders: dict[int, DraftOrder], heads: dict[int, Branch]) -> dict[int, Reports]:
         """Draft for all sessions; notes each one's first head in `heads`."""
         if not orders or not self.draft:
             return {}
         start, fed = self.now(), self.draft.rows_fed
-        branches = draft_or_whole(self.draft, orders, never, heads)
+        drafted = draft_or_whole(self.draft, orders, never, heads)
         span = Span(start, self.now(), self.draft.rows_fed - fed)
-        return {session: Reports(branches=branches[session], drafting=span) for session in orders}
+        return {session: Reports(**as_drafted(drafted[session]), drafting=span) for session in orders}
 
     def _verifies(self, orders: dict[int, Verify], heads: Mapping[int, Branch]) -> dict[int, Reports]:
         """Verify for all sessions."""
@@ -72,10 +73,10 @@ class Serial:
 
 
 def _both(drafted: Reports, verified: Reports) -> Reports:
-    return replace(verified, branches=drafted.branches, drafting=drafted.drafting)
+    return replace(verified, branches=drafted.branches, tree=drafted.tree, drafting=drafted.drafting)
 
 
-def draft_or_whole(drafter: Drafter, orders: dict[int, Draft], done: Done, heads: dict[int, Branch]) -> dict[int, tuple[Branch, ...]]:
+def draft_or_whole(drafter: Drafter, orders: dict[int, DraftOrder], done: Done, heads: dict[int, Branch]) -> dict[int, Drafted]:
     """Draft; if the worker has lost a sequence, tell it everything once and draft then."""
     try:
         return drafter.draft(orders, done, heads.__setitem__)

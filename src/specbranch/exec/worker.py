@@ -13,6 +13,7 @@ from specbranch.core.orders import Context
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Feed, Row, Runner, Sampler
 from specbranch.core.slots import ROOT, Slots
+from specbranch.core.trees import Tree
 
 PREFILL_ABOVE = 16  # unread tokens beyond this many are read in chunks, without rows
 
@@ -65,6 +66,27 @@ class Worker:
         rest = unread[len(path) :]
         return len(slots.tokens) - 1, self._prefill(session, rest, committed - len(path))
 
+    def settle(self, session: int, on: Context, tree: Tree) -> tuple[list[int], dict[int, int]]:
+        """Bring the cache in line with `on`, all of it committed, and keep what it holds of a tree behind it.
+
+        Returns the tokens still to be fed, and where the nodes of the tree lie that were read.
+        """
+        slots = self.runner.slots(session)
+        held = len(slots.prefix)
+        if held < on.base:
+            raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
+        unread = list(on.tail[held - on.base :])
+        path = slots.find(unread)
+        rest = unread[len(path) :]
+        places = {} if rest else _places(slots, path[-1] if path else ROOT, tree)
+        kept = sorted(places.values())
+        self._keep(session, [*path, *kept], len(path))
+        return self._prefill(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
+
+    def commit_line(self, session: int, nodes: Sequence[int]) -> None:
+        """Make a line of nodes from the root part of the prefix, and forget all others."""
+        self._keep(session, nodes, len(nodes))
+
     def feed(self, work: Sequence[Feed]) -> list[list[int]]:
         """Feed nodes of several sequences in one forward, keep their rows; returns the new nodes of each."""
         starts = [len(self.runner.slots(item.seq).tokens) for item in work]
@@ -93,11 +115,12 @@ class Worker:
         """The request a session was opened with."""
         return self._held[session].request
 
-    def _keep(self, session: int, path: Sequence[int], commit: int) -> None:
+    def _keep(self, session: int, nodes: Sequence[int], commit: int) -> None:
+        """Keep nodes of the tail, the first `commit` of them, a line, as prefix; and the rows behind all that is left."""
         held = self._held[session]
-        line = [ROOT, *path]  # the row after k kept nodes is that of line[k]
+        line = [ROOT, *nodes]  # the row after k kept nodes of a line is that of line[k]
         rows = {at - commit - 1: held.rows[node] for at, node in enumerate(line) if at >= commit and node in held.rows}
-        self.runner.keep(session, path, commit)
+        self.runner.keep(session, nodes, commit)
         held.rows = rows
 
     def _prefill(self, session: int, rest: list[int], committed: int) -> list[int]:
@@ -108,6 +131,17 @@ class Worker:
         self.rows_fed += committed - 1
         self._held[session].rows.clear()
         return rest[committed - 1 :]
+
+
+def _places(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
+    """Where the nodes of a tree lie in the tail, those that do, if the tree hangs below `root`."""
+    at = {(parent, token): node for node, (parent, token) in enumerate(zip(slots.parents, slots.tokens, strict=True))}
+    places: dict[int, int] = {}
+    for n, node in enumerate(tree.nodes):
+        above = root if node.parent == ROOT else places.get(node.parent)
+        if above is not None and (above, node.token) in at:
+            places[n] = at[above, node.token]
+    return places
 
 
 def chain_after(node: int, tail: int, count: int) -> tuple[int, ...]:

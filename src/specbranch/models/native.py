@@ -104,10 +104,10 @@ class NativeRunner:
         rows = iter(range(block.shape[0]))
         return [[TensorRow(block, next(rows), self.decoder.columns) for _ in feed.tokens] for feed in work]
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
-        """Keep one line of the tail, its first `commit` nodes as prefix."""
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        """Keep some nodes of the tail, the first `commit` of them as prefix."""
         held = self._open[seq]
-        moves = held.slots.keep(path, commit)
+        moves = held.slots.keep(nodes, commit)
         if moves:
             sources, targets = torch.tensor(moves).T.contiguous().to(self.device, non_blocking=True)
             held.cache.move(sources, targets)

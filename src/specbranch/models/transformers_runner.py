@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,22 @@ class _Sequence:
         self.lines.append(branch)
         return branch
 
-    def keep(self, path: Sequence[int], commit: int) -> None:
-        """Keep the line through `path`, cut behind it, and no other."""
-        self.slots.keep(path, commit)
-        line = min((line for line in self.lines if line.path[: len(path)] == list(path)), key=lambda line: len(line.path))
-        if surplus := len(line.path) - len(path):
-            line.cache.crop(-surplus)
-        line.path = list(range(len(path) - commit))
-        self.lines = [line]
+    def keep(self, nodes: Sequence[int], commit: int) -> None:
+        """Keep the lines through the committed nodes as far as they are kept, none that another one goes on from."""
+        self.slots.keep(nodes, commit)
+        place = {node: at - commit for at, node in enumerate(nodes)}
+        kept: dict[tuple[int, ...], _Line] = {}
+        for line in sorted(self.lines, key=lambda line: len(line.path)):
+            path = tuple(takewhile(place.__contains__, line.path))
+            if path[:commit] == tuple(nodes[:commit]):
+                kept.setdefault(path, line)
+        self.lines = []
+        for path, line in kept.items():
+            if not any(path == other[: len(path)] for other in kept if len(other) > len(path)):
+                if surplus := len(line.path) - len(path):
+                    line.cache.crop(-surplus)
+                line.path = [place[node] for node in path[commit:]]
+                self.lines.append(line)
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens of the prefix."""
@@ -142,9 +151,9 @@ class TransformersRunner:
             self._demand(_reach(self._held[item.seq].slots, item))
         return [self._feed(self._held[item.seq], item) for item in work]
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
-        """Keep one line of the tail, the first `commit` nodes of it as prefix; drop the rest."""
-        self._held[seq].keep(path, commit)
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        """Keep some nodes of the tail, the first `commit` of them as prefix; drop the rest."""
+        self._held[seq].keep(nodes, commit)
 
     def rewind(self, seq: int, length: int) -> None:
         """Forget the tail, and the prefix beyond its first `length` tokens."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from specbranch.core.orders import Branch, Draft, Orders, Reports, Span
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.exec.drafter import Drafter
@@ -99,13 +99,13 @@ class VirtualClock:
         scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
         verified = self.target.rows_fed - fed
         charge.verified(verified, held)
-        branches, drafted = self._drafts({session: o.draft for session, o in orders.items() if o.draft}, charge, heads)
+        made, drafted = self._drafts({session: o.draft for session, o in orders.items() if o.draft}, charge, heads)
         verdicts = self.target.judge(scored, heads)
         start, self._now = self._now, self._now + charge.seconds + self.profile.host
         begun = start + charge.target_start
         return {
             session: Reports(
-                branches=branches.get(session, ()),
+                **as_drafted(made.get(session, ())),
                 verdict=verdicts.get(session),
                 drafting=Span(start, start + charge.draft, drafted) if order.draft else None,
                 verifying=Span(begun, begun + charge.target, verified) if order.verify else None,
@@ -128,10 +128,10 @@ class VirtualClock:
         lengths = [len(self.target.slots(session).prefix) for session, order in orders.items() if order.verify]
         return statistics.fmean(lengths) if lengths else 0.0
 
-    def _drafts(self, orders: dict[int, Draft], charge: Charge, heads: dict[int, Branch]) -> tuple[dict[int, tuple[Branch, ...]], int]:
+    def _drafts(self, orders: dict[int, DraftOrder], charge: Charge, heads: dict[int, Branch]) -> tuple[dict[int, Drafted], int]:
         if not orders or not self.draft:
             return {}, 0
         self.draft.charge = charge
         fed = self.draft.rows_fed
-        branches = draft_or_whole(self.draft, orders, charge.target_done, heads)
-        return branches, self.draft.rows_fed - fed
+        made = draft_or_whole(self.draft, orders, charge.target_done, heads)
+        return made, self.draft.rows_fed - fed

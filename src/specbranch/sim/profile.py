@@ -60,6 +60,16 @@ class CostProfile:
                 raise BadParameter(f"Cost profile: {name} is {getattr(self, name)!r}; expected a text.")
         self._check_rest()
 
+    @property
+    def knows_target(self) -> bool:
+        """It says what a target forward takes."""
+        return True
+
+    @property
+    def knows_draft(self) -> bool:
+        """It says what a draft step takes."""
+        return True
+
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Seconds of one target forward over `tokens` rows, after so many tokens; nothing: after as many as were there when measured."""
         return self._at(self.target, self.target_per_context, tokens, context)

@@ -110,10 +110,10 @@ class ToyRunner:
         """Read new nodes."""
         return [self._feed(item) for item in work]
 
-    def keep(self, seq: int, path: Sequence[int], commit: int) -> None:
-        """Keep one line of the tail."""
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        """Keep some nodes of the tail."""
         slots, states = self._slots[seq], self._states[seq]
-        for source, place in slots.keep(path, commit):
+        for source, place in slots.keep(nodes, commit):
             states[place] = states[source]
         del states[len(slots) :]
 

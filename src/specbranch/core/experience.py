@@ -1,0 +1,123 @@
+"""What is known of a pair and kept from request to request: costs, how far the draft's word goes, how fast decoding has been.
+
+Owns the estimates a `Planner` goes by. Invariant: they are made of verdicts and times, never of tokens that are not judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specbranch.core.costs import Costs, LearnedCosts
+from specbranch.core.orders import Orders, Reports
+from specbranch.core.trees import Chances
+
+# How often a target takes a draft's candidate, by what the draft says of it: usual figures, to begin with.
+USUAL_FIRST = (0.05, 0.06, 0.09, 0.13, 0.22, 0.3, 0.38, 0.46, 0.6, 0.73, 0.79, 0.87, 0.92, 0.95, 0.975, 0.99, 0.99)
+USUAL_OTHER = (0.003, 0.015, 0.036, 0.075, 0.118, 0.185, 0.26, 0.37, 0.42, 0.42, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45)
+USUAL_COVER = 0.8  # how often the target's next token is among those proposed
+# How often a token that was looked up is right, by the words matched before it, and by what the draft says of it: nothing yet, its first
+# candidate, among others, not a word. First for the token right behind those words, then for the ones that follow.
+USUAL_LOOK = (
+    (0.2, 0.65, 0.2, 0.06),
+    (0.45, 0.75, 0.31, 0.12),
+    (0.63, 0.77, 0.4, 0.2),
+    (0.72, 0.93, 0.55, 0.3),
+    (0.6, 0.78, 0.3, 0.2),
+    (0.68, 0.88, 0.5, 0.3),
+    (0.75, 0.92, 0.62, 0.3),
+    (0.94, 0.95, 0.65, 0.45),
+)
+# For the middle two, how much the log of the odds rises of what the draft says if the text says the same.
+USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.3), (0.8, 1.5), (1.5, 2.0), (0.6, 1.5), (1.0, 2.0), (1.3, 2.3), (1.6, 2.8))
+PACE = 0.06  # of learning that
+LATELY = 400.0  # tokens over which the rate is measured
+PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
+
+
+class Tally:
+    """How often something came true, by class; the usual counts as `trust` observations, and beyond `memory` older ones fade."""
+
+    def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
+        self.seen = [trust] * len(usual)
+        self.true = [trust * share for share in usual]
+        self._memory = memory
+
+    def add(self, at: int, true: bool) -> None:
+        """Take in an observation."""
+        if self.seen[at] >= self._memory:
+            self.seen[at], self.true[at] = 0.5 * self.seen[at], 0.5 * self.true[at]
+        self.seen[at] += 1.0
+        self.true[at] += true
+
+    def shares(self) -> tuple[float, ...]:
+        """How often, by class."""
+        return tuple(true / seen for true, seen in zip(self.true, self.seen, strict=True))
+
+
+@dataclass(slots=True)
+class Insight:
+    """How far the word of a draft and of the text itself goes, and how fast decoding has been."""
+
+    first: Tally = field(default_factory=lambda: Tally(USUAL_FIRST))
+    other: Tally = field(default_factory=lambda: Tally(USUAL_OTHER))
+    cover: Tally = field(default_factory=lambda: Tally((USUAL_COVER,), memory=200.0))
+    looked: Tally = field(default_factory=lambda: Tally(tuple(share for line in USUAL_LOOK for share in line), 6.0, 400.0))
+    shifts: list[float] = field(default_factory=lambda: [x for first, other in USUAL_SHIFT for x in (0.0, first, other, 0.0)])
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def chances(self) -> Chances:
+        """As a table."""
+        return Chances(self.first.shares(), self.other.shares(), self.looked.shares(), tuple(self.shifts))
+
+    def agreed(self, at: int, expected: float, true: bool) -> None:
+        """Take in what became of a candidate that draft and text agreed on."""
+        self.shifts[at] += PACE * (true - expected)
+
+    def passed(self, tokens: int, seconds: float) -> None:
+        """Take in what a round gave and took."""
+        if self.tokens > LATELY:
+            self.tokens, self.seconds = 0.5 * self.tokens, 0.5 * self.seconds
+        self.tokens += tokens
+        self.seconds += seconds
+
+    def rate(self, plain: float) -> float:
+        """Tokens a second, if plain decoding takes so long for one: half as much again before anything is known, and never less than it."""
+        few = 40.0
+        return max((few * 1.5 + self.tokens) / max(few * plain + self.seconds, 1e-12), 1.0 / max(plain, 1e-12))
+
+
+class Experience:
+    """What is known of a pair; outlives requests, one for each engine."""
+
+    def __init__(self, costs: Costs | None = None, has_draft: bool = True) -> None:
+        """Without `costs` they are learned."""
+        self.costs: Costs = LearnedCosts() if costs is None else costs
+        self.learned = self.costs if isinstance(self.costs, LearnedCosts) else None
+        self.has_draft = has_draft
+        self.insight = Insight()
+        self.is_useful = True  # the draft, in the last request
+        self._credit = 0.0  # seconds that may be spent on asking it all the same
+
+    def begin(self) -> None:
+        """A request begins: what comes next does not follow on the last round."""
+        if self.learned is not None:
+            self.learned.pause()
+
+    def affords(self, seconds: float) -> bool:
+        """Whether a draft that does not pay may be asked once more; if so, it is paid for."""
+        if self._credit < seconds:
+            return False
+        self._credit -= seconds
+        return True
+
+    def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
+        """Learn from a round."""
+        if self.learned is not None:
+            self.learned.observe(orders, reports)
+        spans = [span for span in (reports.drafting, reports.verifying) if span is not None]
+        seconds = max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
+        if orders.verify is not None:
+            seconds += self.costs.host
+        self._credit += PROBING * seconds
+        self.insight.passed(emitted, seconds)

@@ -1,0 +1,170 @@
+"""How far to grow a tree, what of it to verify and when, by expected tokens a second: the policy behind `tree`, `specbranch` and `auto`.
+
+Owns the economics. A token is worth the time in which one is emitted at the present rate; with that every draft step and every row has a
+price in tokens, and is bought only if it promises more. Where nothing pays, nothing is drafted: that is plain decoding. Invariant: a plan
+depends on committed tokens, past verdicts and times alone, and on what the draft said where it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specbranch.core.experience import Experience
+from specbranch.core.lookup import Ngrams
+from specbranch.core.orders import Orders, Reports
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import Growth, Node, Sapling, Tree, class_of, farthest, look_class, standing
+
+SPARED = 0.7  # of a step's price is what a node is worth at most that is read beside the target: the step may be made later
+LOOKED = 14  # tokens looked up at a time
+LINE = 0.06  # reach under which the main line is not sent on: what is rejected there costs more than it brings
+CANDIDATES = 4  # taken in of what the draft proposes at a place
+MUTE = 8  # orders in a row that the draft left unanswered after which it counts as gone: the text may have outgrown it
+
+
+class Planner:
+    """Plans for one request."""
+
+    def __init__(
+        self,
+        experience: Experience,
+        *,
+        ngrams: Ngrams | None = None,
+        overlap: bool = True,
+        trees: bool = True,
+        branches: bool = True,
+        learns: bool = True,
+        most_rows: int = 16,
+        lanes: int = 8,
+    ) -> None:
+        """`trees`: alternatives are verified, too; `branches`: they are drafted on beside the target, too; each can be left out."""
+        self.experience, self.insight, self.costs = experience, experience.insight, experience.costs
+        self.overlap = overlap and self.costs.overlap
+        self._ngrams = ngrams
+        self._trees, self._branches, self._learns = trees, branches, learns
+        self._most_rows, self._lanes = most_rows, lanes if trees or branches else 1
+        self._silent = 0
+        self._context = 0
+        self._rate = 0.0  # tokens a second
+        self._growth = Growth((1.0,), self.insight.chances())
+
+    @property
+    def opens_with_draft(self) -> bool:
+        """Whether the draft is to read the prompt: not if it was of no use lately."""
+        return self.experience.has_draft and self.experience.is_useful
+
+    @property
+    def _can_draft(self) -> bool:
+        return self.experience.has_draft and self._silent < MUTE
+
+    def begin(self, context: int) -> None:
+        """Look at rate, prices and chances anew, at so many tokens of text."""
+        costs, self._context = self.costs, context
+        self._rate = self.insight.rate(costs.target_seconds(1, context) + costs.host)
+        steps = tuple(self._rate * costs.draft_seconds(width, context) for width in range(1, self._lanes + 1))
+        candidates = CANDIDATES if self._trees or self._branches else 1
+        worth = self.insight.cover.shares()[0]
+        rows = self._most_rows - 1
+        row = self._rate * (costs.target_seconds(rows + 1, context) - costs.target_seconds(1, context)) / rows
+        self._growth = Growth(steps, self.insight.chances(), worth=worth, children=candidates, rows=rows, row=max(row, 0.0))
+
+    def looked_up(self, tree: Tree) -> Tree:
+        """The tree with what followed the same words earlier in the text."""
+        words, tokens = self._ngrams.find(LOOKED) if self._ngrams else (0, ())
+        if not tokens:
+            return tree
+        sapling = Sapling(tree)
+        sapling.graft(tokens, words, self._growth.chances)
+        return sapling.tree()
+
+    def alone(self, tree: Tree, unread: int) -> Growth | None:
+        """How to grow a tree while the target waits; None: go on with what there is. `unread`: tokens the draft has to read first."""
+        growth = self._growth
+        if not self._can_draft or not self.costs.knows_target:
+            return None
+        if not self.costs.knows_draft:
+            return replace(growth, step=(0.0,), most=2)  # to be timed
+        if tree.read:
+            return growth if growth.pace(0.0, self._thirsts(tree, growth)) else None
+        seconds = self.costs.draft_seconds(max(unread, 1), self._context)
+        # With nothing drafted the target says one token: that is what the draft's time is held against, not what speculation makes of it.
+        pays = growth.worth * self._thirsts(tree, growth)[0] > seconds / self.costs.target_seconds(1, self._context)
+        if pays:
+            return growth
+        return replace(growth, most=0) if self.experience.affords(seconds) else None
+
+    def sent(self, tree: Tree, room: int) -> list[int]:
+        """Which nodes to verify: by their reach, as many as promise most beyond what their rows cost."""
+        if not self.costs.knows_target:
+            return []
+        line = tree.main_line()
+        ends = {tree.nodes[n].parent for n in line if tree.nodes[n].reach < LINE}
+        inside, numbers, best = set(line), list[int](), 0
+        profit = most = 0.0
+        plain = self.costs.target_seconds(1, self._context)
+        for n in farthest(tree, room - 1):
+            parent = tree.nodes[n].parent
+            if parent in ends or (parent != ROOT and parent not in numbers) or not (self._trees or n in inside):
+                continue
+            numbers.append(n)
+            profit += tree.nodes[n].reach
+            cost = self._rate * (self.costs.target_seconds(len(numbers) + 1, self._context) - plain)
+            if profit - cost > most:
+                best, most = len(numbers), profit - cost
+            if len(numbers) == self._most_rows - 1:
+                break
+        return sorted(numbers[:best])
+
+    def beside(self, tree: Tree, rows: int) -> Growth | None:
+        """How to grow the tree while the target verifies so many rows; None: it is not to be disturbed."""
+        costs, rate, alone = self.costs, self._rate, self._growth
+        if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
+            return None
+        growth = replace(
+            alone,
+            step=alone.step if self._branches else alone.step[:1],
+            free=rate * costs.target_seconds(rows, self._context),
+            drag=rate * costs.slow_down,
+            slower=rate * costs.draft_slow_down,
+            worth=min(alone.worth, SPARED * alone.step[0]),
+            row=0.0,
+            children=CANDIDATES if self._branches else 1,
+        )
+        return growth if growth.pace(0.0, self._thirsts(tree, growth)) else None
+
+    def _thirsts(self, tree: Tree, growth: Growth) -> list[float]:
+        """What may be read next, by how much it promises; the end of the text itself if that was not read."""
+        sapling = Sapling(tree)
+        if tree.read:
+            return [sapling.thirst(n) for n in sapling.frontier(growth)]
+        return [max(1.0 - sum(node.chance for node in tree.nodes if node.parent == ROOT), 0.0)]
+
+    def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
+        """Take in what a round took and gave."""
+        if orders.draft is not None and not reports.draft_lost:  # one that was lost comes back
+            self._silent = 0 if reports.tree is not None and reports.tree.read else self._silent + 1
+        self.experience.note(orders, reports, emitted)
+
+    def observe(self, tree: Tree, path: list[int], token: int) -> None:
+        """Learn from what the target said: `path` are the nodes of `tree` that were taken, then came `token`."""
+        if not self._learns:
+            return
+        truth = [*(tree.nodes[n].token for n in path), token]
+        for parent, said in zip((ROOT, *path), truth, strict=True):
+            children = [tree.nodes[n] for n in tree.children(parent)]
+            read = tree.nodes[parent].fed if parent != ROOT else tree.read
+            for node in children:
+                self._judged(node, read, node.token == said)
+            if read:
+                self.insight.cover.add(0, any(node.token == said for node in children))
+
+    def _judged(self, node: Node, read: bool, true: bool) -> None:
+        insight = self.insight
+        if node.said > 0.0:
+            (insight.other if node.rank else insight.first).add(class_of(node.said), true)
+        if node.look:
+            at = look_class(node.look, node.depth > 1, standing(node, read))
+            if node.said > 0.0:
+                insight.agreed(at, node.chance, true)
+            else:
+                insight.looked.add(at, true)

@@ -1,0 +1,76 @@
+"""Rounds over a tree: the draft grows it, the target verifies the part that promises most, both at once where that pays.
+
+Owns the order of growing and verifying; what to grow and to send is the `Planner`'s choice. Invariant: the session receives only what the
+verdict says; what is left of the tree afterwards hangs below exactly that.
+"""
+
+from __future__ import annotations
+
+from specbranch.core.orders import Orders, Reports
+from specbranch.core.planner import Planner
+from specbranch.core.rounds import Rounds, prefill
+from specbranch.core.session import Session
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
+
+
+def growing(session: Session, planner: Planner) -> Rounds:
+    """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models can work at once."""
+    planner.experience.begin()
+    yield from prefill(session, planner.opens_with_draft)
+    tree = NO_TREE
+    while not session.finished:
+        planner.begin(len(session.tokens))
+        tree = planner.looked_up(tree)
+        if growth := _within(session, planner.alone(tree, session.untold)):
+            orders = Orders(draft=session.grow(tree, growth))
+            reports = yield orders
+            tree = _grown(session, planner, tree, orders, reports)
+        sent = planner.sent(tree, session.room)
+        tree = marked(tree, sent)
+        growth = _within(session, planner.beside(tree, len(sent) + 1))
+        orders = Orders(session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)))
+        session.stats.chose(_kind(tree, sent, growth))
+        reports = yield orders
+        tree = _absorb(session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports)
+    session.stats.abandon_tree(tree)
+
+
+def _within(session: Session, growth: Growth | None) -> Growth | None:
+    """Nothing is drafted for a last token."""
+    return growth if session.room > 1 else None
+
+
+def _grown(session: Session, planner: Planner, tree: Tree, orders: Orders, reports: Reports) -> Tree:
+    """Take in what was drafted; the old tree if the draft was lost."""
+    session.stats.take(reports)
+    if orders.verify is None:
+        planner.note(orders, reports, 0)
+    return tree if reports.tree is None else reports.tree
+
+
+def _absorb(session: Session, planner: Planner, sent: list[int], tree: Tree, orders: Orders, reports: Reports) -> Tree:
+    """Commit a verdict; returns what is left of the tree below the target's token."""
+    verdict = reports.verdict
+    if verdict is None:
+        raise ValueError("the executor reported no verdict for a verify order")
+    path = [sent[node] for node in verdict.path]
+    hit = tree.child(path[-1] if path else ROOT, verdict.token)
+    taken = session.commit([tree.nodes[n].token for n in sent], verdict, hit is not None)
+    ended = taken <= len(path)
+    session.stats.judge_tree(tree, sent, path, hit, taken)
+    planner.observe(tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token)
+    planner.note(orders, reports, taken)
+    return below(tree, hit) if hit is not None and not ended else NO_TREE
+
+
+def _kind(tree: Tree, sent: list[int], growth: Growth | None) -> str:
+    """What a round amounts to, as a word for statistics."""
+    if growth is not None:
+        return "hedged"
+    if not sent:
+        return "plain"
+    line = tree.main_line(sent)
+    if all(tree.nodes[n].look for n in line):
+        return "lookup"
+    return "chain" if len(line) == len(sent) else "tree"

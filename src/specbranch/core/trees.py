@@ -1,0 +1,272 @@
+"""A tree of drafted tokens and what it promises: which of them to verify, which to read on from, what is left of it after a verdict.
+
+Owns the values and the arithmetic; nothing here calls a model. A node's *chance* is how likely the target takes it once it has taken its
+parent, its *reach* how likely it takes all on the way to it. Invariant: a parent comes before its children, and reaches at least as far.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import NamedTuple
+
+from specbranch.core.slots import ROOT
+
+EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)  # between classes of what a draft says
+CLASSES = len(EDGES) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """How often the target takes a draft's first candidate, and any other, by the probability that the draft itself gives it."""
+
+    first: tuple[float, ...]
+    other: tuple[float, ...]
+    looked: tuple[float, ...]  # of what was looked up and the draft does not name, by `look_class`
+    shifts: tuple[float, ...]  # by how much more likely the draft's candidates are that were looked up, too: added to the log of their odds
+
+    def of(self, rank: int, said: float) -> float:
+        """Return the chance of a candidate."""
+        return (self.other if rank else self.first)[class_of(said)]
+
+
+UNREAD, FIRST, OTHER, ABSENT = range(4)  # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
+STANDINGS = 4
+WORDS = 4  # matched before it, or more
+
+
+def look_class(words: int, deep: bool, standing: int) -> int:
+    """Return the class of a looked-up token: by the words matched before it, whether others came before it, what the draft says."""
+    return (min(words, WORDS) - 1 + WORDS * deep) * STANDINGS + standing
+
+
+def standing(node: Node, parent_read: bool) -> int:
+    """Return what the draft says of a looked-up token."""
+    if node.said > 0.0:
+        return OTHER if node.rank else FIRST
+    return ABSENT if parent_read else UNREAD
+
+
+def class_of(said: float) -> int:
+    """Return the class of a probability."""
+    return bisect_right(EDGES, said)
+
+
+class Node(NamedTuple):
+    """A drafted token."""
+
+    token: int
+    parent: int
+    chance: float
+    reach: float
+    depth: int  # 1 for a child of the root
+    rank: int = 0  # among the candidates of its place
+    said: float = 0.0  # the draft's own probability; 0: it did not come from a draft
+    look: int = 0  # how many words before it were met earlier in the text, with it behind them; 0: it was not looked up
+    fed: bool = False  # the draft has read it, so that its children are known
+    sent: bool = False  # the target is reading it
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Nodes by number. `read`: the draft has said what it proposes after the committed text itself."""
+
+    nodes: tuple[Node, ...] = ()
+    read: bool = False
+    steps: tuple[int, ...] = ()  # nodes read in each forward that was made to grow it, of late
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def child(self, parent: int, token: int) -> int | None:
+        """Return the child of a node that carries a token."""
+        return next((n for n, node in enumerate(self.nodes) if node.parent == parent and node.token == token), None)
+
+    def children(self, parent: int) -> list[int]:
+        """Return the children of a node."""
+        return [n for n, node in enumerate(self.nodes) if node.parent == parent]
+
+    def main_line(self, among: Sequence[int] | None = None) -> list[int]:
+        """Return the likeliest line from the root: at every node its likeliest child."""
+        inside = range(len(self.nodes)) if among is None else among
+        line: list[int] = []
+        here = ROOT
+        while below := [n for n in inside if self.nodes[n].parent == here]:
+            here = max(below, key=lambda n: (self.nodes[n].reach, -n))
+            line.append(here)
+        return line
+
+
+NO_TREE = Tree()
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How to grow a tree: at each step the draft reads the nodes that reach farthest, as many as pay. Times are in tokens' worth.
+
+    `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free`) the draft's time costs nothing, but a
+    step takes `slower` more and holds the target up by `drag`. A node that is read is worth `worth` times its reach.
+    """
+
+    step: tuple[float, ...]
+    chances: Chances
+    free: float = 0.0
+    drag: float = 0.0
+    slower: float = 0.0
+    worth: float = 0.8
+    children: int = 4
+    least: float = 0.01  # reach under which a candidate is not taken in
+    rows: int = 64  # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
+    row: float = 0.0  # the price of one
+    deepest: int = 64
+    most: int = 96  # nodes read, of one tree
+
+    def pace(self, spent: float, reaches: Sequence[float]) -> int:
+        """Return how many of the farthest-reaching nodes to read next, after so much time; 0: none pays."""
+        best, best_gain, gain = 0, 0.0, 0.0
+        for width, reach in enumerate(reaches[: len(self.step)], start=1):
+            if reach < self.least:
+                break
+            gain += max(self.worth * reach - self.row, 0.0)
+            profit = gain - self.price(spent, width)
+            if profit > best_gain:
+                best, best_gain = width, profit
+        return best
+
+    def price(self, spent: float, width: int) -> float:
+        """Return what a step costs beyond the time that is free."""
+        beside = spent < self.free
+        end = spent + self.seconds(spent, width)
+        return max(end - max(self.free + self.drag, spent), 0.0) + self.drag if beside else end - spent
+
+    def seconds(self, spent: float, width: int) -> float:
+        """Return what a step takes."""
+        return self.step[width - 1] + (self.slower if spent < self.free else 0.0)
+
+
+def _shifted(chance: float, shift: float) -> float:
+    odds = chance / max(1.0 - chance, 1e-6) * exp(shift)
+    return odds / (1.0 + odds)
+
+
+class Sapling:
+    """A tree that is being grown."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.nodes = list(tree.nodes)
+        self.read = tree.read
+        self.steps: list[int] = []
+
+    def frontier(self, growth: Growth) -> list[int]:
+        """Return the nodes that may be read next, farthest-reaching first."""
+        fed = sum(node.fed for node in self.nodes)
+        if fed >= growth.most:
+            return []
+        bar = self._last_row(growth) if growth.free == 0.0 else 0.0
+        open_ends = [
+            n
+            for n, node in enumerate(self.nodes)
+            if not node.fed
+            and node.depth < growth.deepest
+            and growth.worth * node.reach > bar
+            and (node.parent == ROOT or self.nodes[node.parent].fed)
+        ]
+        return sorted(open_ends, key=lambda n: (-self.thirst(n), n))[: growth.most - fed]
+
+    def _last_row(self, growth: Growth) -> float:
+        """The reach of the last node that can be verified with the best."""
+        if len(self.nodes) < growth.rows:
+            return 0.0
+        return sorted((node.reach for node in self.nodes), reverse=True)[growth.rows - 1]
+
+    def thirst(self, n: int) -> float:
+        """How likely the target comes to a node and goes on with nothing that is known yet."""
+        known = sum(node.chance for node in self.nodes[n + 1 :] if node.parent == n)
+        return self.nodes[n].reach * max(1.0 - known, 0.0)
+
+    def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
+        """Take in what followed the same words earlier in the text, as a line from the root."""
+        here = ROOT
+        for depth, token in enumerate(tokens, start=1):
+            known = next((n for n, node in enumerate(self.nodes) if node.parent == here and node.token == token), None)
+            if known is None:
+                known = len(self.nodes)
+                self.nodes.append(Node(token, here, 0.0, 0.0, depth, rank=1))
+            self.nodes[known] = self.nodes[known]._replace(look=words)
+            self._weigh(known, chances)
+            here = known
+
+    def _weigh(self, n: int, chances: Chances) -> None:
+        """Say how likely a node is by all that is known of it."""
+        node = self.nodes[n]
+        above = self.nodes[node.parent] if node.parent != ROOT else None
+        at = look_class(node.look, node.depth > 1, standing(node, above.fed if above else self.read)) if node.look else None
+        if node.said > 0.0:
+            chance = chances.of(node.rank, node.said)
+            chance = chance if at is None else _shifted(chance, chances.shifts[at])
+        else:
+            chance = node.chance if at is None else chances.looked[at]
+        self.nodes[n] = node._replace(chance=chance, reach=chance * (above.reach if above else 1.0))
+
+    def feed(self, numbers: Sequence[int]) -> None:
+        """Note that the draft has read some nodes in a forward."""
+        self.steps.append(len(numbers))
+        for n in numbers:
+            self.nodes[n] = self.nodes[n]._replace(fed=True)
+
+    def sprout(self, parent: int, growth: Growth, tokens: Sequence[int], said: Sequence[float]) -> None:
+        """Take in what the draft proposes after a node; what was looked up there is weighed anew."""
+        here = self.nodes[parent] if parent != ROOT else None
+        reach, depth = (here.reach, here.depth) if here else (1.0, 0)
+        self.read = self.read or here is None
+        known = {node.token: n for n, node in enumerate(self.nodes) if node.parent == parent}
+        for rank, (token, probability) in enumerate(zip(tokens, said, strict=True)):
+            chance = growth.chances.of(rank, probability)
+            if token in known:
+                self.nodes[known[token]] = self.nodes[known[token]]._replace(rank=rank, said=probability)
+            elif reach * chance >= growth.least or rank == 0:
+                self.nodes.append(Node(token, parent, chance, reach * chance, depth + 1, rank, probability))
+        for n in known.values():
+            self._weigh(n, growth.chances)
+
+    def tree(self) -> Tree:
+        """What has grown."""
+        for n, node in enumerate(self.nodes):  # a chance may have changed since its children came
+            above = self.nodes[node.parent].reach if node.parent != ROOT else 1.0
+            if node.reach != above * node.chance:
+                self.nodes[n] = node._replace(reach=above * node.chance)
+        return Tree(tuple(self.nodes), self.read, tuple(self.steps))
+
+
+def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
+    """Return a part of a tree that holds its parents, renumbered in the order given."""
+    place = {n: at for at, n in enumerate(numbers)}
+    place[ROOT] = ROOT
+    return Tree(tuple(tree.nodes[n]._replace(parent=place[tree.nodes[n].parent]) for n in numbers), tree.read)
+
+
+def marked(tree: Tree, numbers: Sequence[int]) -> Tree:
+    """Return the tree with some nodes marked as sent."""
+    there = set(numbers)
+    return Tree(tuple(node._replace(sent=True) if n in there else node for n, node in enumerate(tree.nodes)), tree.read)
+
+
+def below(tree: Tree, root: int) -> Tree:
+    """Return what hangs below a node, as a tree of its own: the node is committed now."""
+    inside: dict[int, int] = {root: ROOT}
+    nodes: list[Node] = []
+    base = tree.nodes[root]
+    for n, node in enumerate(tree.nodes):
+        if node.parent in inside:
+            inside[n] = len(nodes)
+            above = inside[node.parent]
+            reach = node.chance * (nodes[above].reach if above != ROOT else 1.0)
+            nodes.append(node._replace(parent=above, reach=reach, depth=node.depth - base.depth, sent=False))
+    return Tree(tuple(nodes), base.fed)
+
+
+def farthest(tree: Tree, deepest: int) -> list[int]:
+    """Return the nodes down to a depth in the order of their reach; parents come before children."""
+    return sorted((n for n, node in enumerate(tree.nodes) if node.depth <= deepest), key=lambda n: (-tree.nodes[n].reach, n))

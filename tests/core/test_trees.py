@@ -1,0 +1,158 @@
+"""Trees of drafted tokens: what grows, what is read next, what is left after a verdict."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbranch.core.experience import Experience
+from specbranch.core.slots import ROOT
+from specbranch.core.stats import Stats
+from specbranch.core.trees import (
+    ABSENT,
+    EDGES,
+    FIRST,
+    NO_TREE,
+    OTHER,
+    UNREAD,
+    Growth,
+    Node,
+    Sapling,
+    Tree,
+    below,
+    chosen,
+    class_of,
+    farthest,
+    look_class,
+    marked,
+    standing,
+)
+
+CHANCES = Experience().insight.chances()
+GROWTH = Growth((0.1, 0.1, 0.1), CHANCES, worth=1.0)
+
+
+def grown() -> Sapling:
+    """Two tokens after the text, 10 and 11; after 10 come 20 and 21."""
+    sapling = Sapling(NO_TREE)
+    sapling.sprout(ROOT, GROWTH, (10, 11), (0.8, 0.15))
+    sapling.feed([0])
+    sapling.sprout(0, GROWTH, (20, 21), (0.6, 0.3))
+    return sapling
+
+
+def numbers_of(tree: Tree) -> list[tuple[int, int]]:
+    return [(node.token, node.parent) for node in tree.nodes]
+
+
+def test_reach_is_the_product_of_chances_on_the_way() -> None:
+    tree = grown().tree()
+    assert numbers_of(tree) == [(10, ROOT), (11, ROOT), (20, 0), (21, 0)]
+    assert tree.nodes[0].reach == tree.nodes[0].chance == CHANCES.of(0, 0.8)
+    assert tree.nodes[3].reach == pytest.approx(CHANCES.of(0, 0.8) * CHANCES.of(1, 0.3))
+    assert tree.read and [node.depth for node in tree.nodes] == [1, 1, 2, 2]
+
+
+def test_what_is_hardly_likely_is_not_taken_in_but_the_first_always_is() -> None:
+    sapling = Sapling(NO_TREE)
+    sapling.sprout(ROOT, GROWTH, (1, 2, 3), (0.002, 0.001, 0.0005))
+    assert numbers_of(sapling.tree()) == [(1, ROOT)]
+
+
+def test_the_end_that_reaches_farthest_is_read_next_and_only_behind_what_was_read() -> None:
+    sapling = grown()
+    assert sapling.frontier(GROWTH) == [2, 3, 1]
+    sapling.nodes.append(Node(30, 2, 0.9, 0.5, 3))  # behind 20, which was not read
+    assert 4 not in sapling.frontier(GROWTH)
+
+
+def test_while_the_target_waits_nothing_is_read_that_could_not_be_sent() -> None:
+    sapling = grown()
+    few = Growth((0.1,), CHANCES, worth=1.0, rows=2)
+    assert sapling.frontier(few) == []
+    beside = Growth((0.1,), CHANCES, worth=1.0, rows=2, free=9.0)
+    assert sapling.frontier(beside) == [2, 3, 1]
+
+
+def test_a_node_whose_continuation_is_known_is_less_in_need_of_reading() -> None:
+    sapling = Sapling(NO_TREE)
+    sapling.graft((10, 20), 4, CHANCES)
+    assert sapling.thirst(0) == pytest.approx(sapling.nodes[0].reach * (1 - sapling.nodes[1].chance))
+    assert sapling.thirst(1) == sapling.nodes[1].reach
+
+
+def test_draft_and_text_correct_each_other() -> None:
+    alone = Sapling(NO_TREE)
+    alone.graft((10, 20), 2, CHANCES)
+    before = alone.nodes[0].chance
+    agreed, denied = (Sapling(alone.tree()) for _ in range(2))
+    agreed.sprout(ROOT, GROWTH, (10, 11), (0.5, 0.2))
+    denied.sprout(ROOT, GROWTH, (12, 11), (0.5, 0.2))
+    assert denied.nodes[0].chance < before < agreed.nodes[0].chance
+    assert agreed.nodes[0].chance > CHANCES.of(0, 0.5), "the text adds to what the draft says"
+    assert agreed.tree().nodes[1].reach == pytest.approx(agreed.nodes[0].chance * agreed.nodes[1].chance), "what follows rises with it"
+    again = Sapling(agreed.tree())
+    again.graft((11, 21), 2, CHANCES)
+    assert again.nodes[2].look == 2 and again.nodes[2].said == 0.2, "a candidate of the draft may be looked up later"
+
+
+def test_every_standing_has_a_class_of_its_own() -> None:
+    places = (UNREAD, FIRST, OTHER, ABSENT)
+    classes = {look_class(words, deep, where) for words in range(1, 7) for deep in (False, True) for where in places}
+    assert classes == set(range(len(CHANCES.looked))) and len(CHANCES.looked) == len(CHANCES.shifts)
+    node = Node(1, ROOT, 0.5, 0.5, 1)
+    assert standing(node, False) == UNREAD and standing(node, True) == ABSENT
+    assert standing(node._replace(said=0.3), True) == FIRST and standing(node._replace(said=0.3, rank=2), True) == OTHER
+
+
+def test_the_classes_cover_all_probabilities_in_order() -> None:
+    assert [class_of(edge) for edge in EDGES] == list(range(1, len(EDGES) + 1))
+    assert class_of(0.0) == 0 and class_of(1.0) == len(CHANCES.first) - 1 == len(CHANCES.other) - 1
+
+
+TREES = st.lists(st.tuples(st.integers(-1, 8), st.floats(0.05, 1.0), st.booleans()), max_size=14)
+
+
+def made(shape: list[tuple[int, float, bool]]) -> Tree:
+    nodes: list[Node] = []
+    for at, (above, chance, fed) in enumerate(shape):
+        parent = min(above, at - 1)
+        over = nodes[parent] if parent != ROOT else None
+        nodes.append(Node(100 + at, parent, chance, chance * (over.reach if over else 1.0), over.depth + 1 if over else 1, fed=fed))
+    return Tree(tuple(nodes), True)
+
+
+@given(TREES, st.integers(1, 6))
+def test_nodes_by_reach_hold_their_parents(shape: list[tuple[int, float, bool]], deepest: int) -> None:
+    tree = made(shape)
+    numbers = farthest(tree, deepest)
+    assert all(tree.nodes[a].reach >= tree.nodes[b].reach for a, b in pairwise(numbers))
+    assert all(tree.nodes[n].parent == ROOT or tree.nodes[n].parent in numbers[:at] for at, n in enumerate(numbers))
+    part = chosen(tree, sorted(numbers))
+    assert all(node.parent < at for at, node in enumerate(part.nodes))
+
+
+@given(TREES)
+def test_what_hangs_below_a_node_is_a_tree_again(shape: list[tuple[int, float, bool]]) -> None:
+    tree = made(shape)
+    for root, base in enumerate(tree.nodes):
+        part = below(tree, root)
+        assert part.read == base.fed
+        assert all(node.reach == pytest.approx(tree.nodes[node.token - 100].reach / base.reach) for node in part.nodes)
+        assert all(node.depth == tree.nodes[node.token - 100].depth - base.depth for node in part.nodes)
+        assert all(node.parent < at for at, node in enumerate(part.nodes))
+
+
+def test_a_tree_is_counted_where_its_tokens_end_up() -> None:
+    tree = marked(grown().tree(), [0, 1, 2])  # 10 → 20 is the main line, 11 a sibling; 21 was not sent
+    stats = Stats()
+    stats.judge_tree(tree, [0, 1, 2], [0], 3, 2)
+    assert (stats.drafted, stats.accepted, stats.rejected, stats.siblings, stats.losing) == (4, 2, 1, 1, 0)
+    assert stats.hits_at == [0, 1] and stats.branch_hits_other == 1
+    stats.check()
+    stats.judge_tree(tree, [0, 1, 2], [0, 2], None, 1)  # the request ended at 10
+    assert stats.unused == 2
+    stats.check()

@@ -1,0 +1,311 @@
+"""The planner takes what pays: on scripted texts whose best way is known, by costs that are known or learned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from specbranch.bench.record import Record, Task
+from specbranch.bench.replay import RecordedRunner, RecordedSampler
+from specbranch.config import Part, SamplingParams, SpeculativeConfig
+from specbranch.core.costs import LearnedCosts
+from specbranch.core.experience import Experience, Tally
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.orders import TokenLogprobs
+from specbranch.core.planner import Planner
+from specbranch.core.request import Spot
+from specbranch.core.runner import Ask, Law, Proposal
+from specbranch.core.session import Session
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import NO_TREE, Growth, Sapling
+from specbranch.errors import BadParameter
+from specbranch.exec.verifier import Verifier
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.profile import CostProfile
+from specbranch.sim.shipped import load_profile, shipped_profiles
+from toybench import run_out
+
+AUTO = SpeculativeConfig(method="auto")
+PLAINLY = SpeculativeConfig(method="autoregressive")
+TEN = load_profile("c10")
+HOPELESS = CostProfile(target=((1, 0.01), (2, 0.02), (16, 0.16)), draft=((1, 0.01), (2, 0.02)), slow_down=0.01)
+BY_TURNS = CostProfile(target=((1, 0.01), (16, 0.03)), draft=((1, 0.004), (64, 0.006)), overlap=False)
+WRONG = 1_000_000  # what a scripted draft says where it is wrong; its further choices follow
+PROMPT = (1, 2, 3)
+NEVER = 12  # a rank that is never asked for
+ASTRAY = 0.7  # times as sure is a draft that has left the text
+FIXED = (
+    *(SpeculativeConfig(method="speculative", num_speculative_tokens=n) for n in (1, 2, 4, 8)),
+    *(SpeculativeConfig(method="adaptive", num_speculative_tokens=n) for n in (4, 10)),
+    *(SpeculativeConfig(method="pearl", num_speculative_tokens=n) for n in (3, 5, 10)),
+    *(SpeculativeConfig(method="specbranch", policy="confidence", num_speculative_tokens=n, stop_below=0.4) for n in (4, 8)),
+    SpeculativeConfig(method="lookup", num_speculative_tokens=10),
+)
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A text, and at each of its tokens how sure the draft is and which of its choices is the right one."""
+
+    tokens: tuple[int, ...]
+    sure: tuple[float, ...]
+    rank: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], hits: float, seed: int, others: Sequence[int] = (1, 1, 2, 5, NEVER)) -> Scripted:
+        """A draft that is right so often, and surer where it is; where it is not, the right token is one of its `others`."""
+        rng = random.Random(seed)
+        right = [rng.random() < hits for _ in tokens]
+        sure = tuple(rng.uniform(0.6, 1.0) if ok else rng.uniform(0.1, 0.7) for ok in right)
+        return cls(tuple(tokens), sure, tuple(0 if ok else rng.choice(others) for ok in right))
+
+    def __add__(self, other: Scripted) -> Scripted:
+        return Scripted(self.tokens + other.tokens, self.sure + other.sure, self.rank + other.rank)
+
+    @property
+    def record(self) -> Record:
+        params = SamplingParams(max_tokens=len(self.tokens))
+        return Record(Task(PROMPT, params, 0, ()), self.tokens, ())
+
+    def executor(self, profile: CostProfile) -> VirtualClock:
+        """Both models on a virtual clock."""
+        record, room = self.record, len(self.tokens) + 300
+        target = Verifier(RecordedRunner(record, 1 << 31, room), RecordedSampler(record))
+        return VirtualClock(target, MeteredDrafter(RecordedRunner(record, 1 << 31, room), ScriptedSampler(self)), profile)
+
+
+class ScriptedSampler:
+    """Says what the script has it say; off the text it is wrong and less sure."""
+
+    def __init__(self, script: Scripted) -> None:
+        self._script = script
+
+    def propose(self, rows: Sequence[int], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
+        return [self._proposal(row >= 0, spot.position - len(PROMPT), ask) for row, spot, ask in zip(rows, spots, asks, strict=True)]
+
+    def _proposal(self, on_text: bool, at: int, ask: Ask) -> Proposal:
+        script, choices = self._script, [WRONG + rank for rank in range(ask.width)]
+        inside = at < len(script.tokens)
+        if on_text and inside and script.rank[at] < ask.width:
+            choices[script.rank[at]] = script.tokens[at]
+        sure = (script.sure[at] if inside else 0.5) * (1.0 if on_text else ASTRAY)
+        return Proposal(tuple(choices), sure if ask.measure == "top" else sure**2)
+
+    def pick(self, rows: Sequence[int], spots: Sequence[Spot]) -> list[int]:
+        raise NotImplementedError
+
+    def law(self, row: int, spot: Spot) -> Law:
+        raise NotImplementedError
+
+    def margin(self, row: int, spot: Spot, first: int, second: int) -> float:
+        raise NotImplementedError
+
+    def logprobs(self, row: int, token: int, top: int) -> TokenLogprobs:
+        raise NotImplementedError
+
+
+def fresh(count: int, start: int = 100) -> list[int]:
+    """Tokens none of which comes twice: lookup finds nothing."""
+    return list(range(start, start + count))
+
+
+def repeating(count: int, period: int = 9, start: int = 50) -> list[int]:
+    """The same few tokens again and again."""
+    return [start + at % period for at in range(count)]
+
+
+def play(script: Scripted, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None) -> Session:
+    """Decode the text, and check that it is the text."""
+    record = script.record
+    session = Session(0, PROMPT, record.task.request, len(record.text))
+    loop = Loop(script.executor(profile))
+    loop.join(session, METHODS[str(config.method)].start(session, config, experience or Experience(profile)))
+    run_out(loop)
+    session.stats.check()
+    assert tuple(session.output) == script.tokens
+    return session
+
+
+def speedup(script: Scripted, profile: CostProfile, session: Session) -> float:
+    return play(script, PLAINLY, profile).stats.decode_seconds / session.stats.decode_seconds
+
+
+def kinds_between(session: Session, start: int, stop: int) -> dict[str, int]:
+    """Tokens by kind of round in a part of the answer."""
+    counts: dict[str, int] = {}
+    for (at, kind), (end, _) in zip(session.stats.choices, [*session.stats.choices[1:], (session.stats.emitted, "")], strict=True):
+        counts[kind] = counts.get(kind, 0) + max(min(end, stop) - max(at, start), 0)
+    return counts
+
+
+KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
+    "known": Experience,
+    "learned": lambda profile: Experience(LearnedCosts(profile.overlap)),
+}
+
+
+@pytest.mark.parametrize("knowledge", KNOWLEDGE)
+@pytest.mark.parametrize("hits", [0.0, 0.5, 0.95])
+def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledge: str) -> None:
+    script, experience = Scripted.of(fresh(300), hits, 1), KNOWLEDGE[knowledge](HOPELESS)
+    sessions = [play(script, AUTO, HOPELESS, experience) for _ in range(3)]
+    assert all(speedup(script, HOPELESS, session) >= (0.97 if at else 0.87) for at, session in enumerate(sessions))
+    assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
+
+
+@pytest.mark.parametrize("profile", shipped_profiles())
+@pytest.mark.parametrize("hits", [0.0, 0.3, 0.7, 0.95])
+def test_it_is_never_slower_than_plain_decoding(hits: float, profile: str) -> None:
+    script, costs = Scripted.of(fresh(400), hits, 2), load_profile(profile)
+    experience = Experience(costs)
+    first, later = (play(script, AUTO, costs, experience) for _ in range(2))
+    assert speedup(script, costs, first) >= 0.95, "finding out costs too much"
+    assert speedup(script, costs, later) >= 0.97
+
+
+@pytest.mark.parametrize("knowledge", KNOWLEDGE)
+@pytest.mark.parametrize("hits", [0.5, 0.8])
+@pytest.mark.parametrize("profile", ["c5", "h200-1b-8b", "h200-68m-7b"])
+def test_it_is_ahead_of_every_fixed_method(profile: str, hits: float, knowledge: str) -> None:
+    script, costs = Scripted.of(fresh(600), hits, 3), load_profile(profile)
+    experience = KNOWLEDGE[knowledge](costs)
+    planned = [play(script, AUTO, costs, experience) for _ in range(2)][-1]
+    best = min(play(script, config, costs).stats.decode_seconds for config in FIXED)
+    assert best / planned.stats.decode_seconds >= 1.0
+
+
+def test_with_a_draft_auto_is_specbranch() -> None:
+    script = Scripted.of(fresh(200), 0.7, 4) + Scripted.of(repeating(100), 0.5, 4)
+    one, other = (play(script, SpeculativeConfig(method=method), TEN) for method in ("auto", "specbranch"))
+    assert one.stats == other.stats
+
+
+def test_text_that_repeats_is_looked_up() -> None:
+    script = Scripted.of(repeating(300), 0.5, 4)
+    session = play(script, replace(AUTO, without=("overlap",)), TEN)
+    assert session.stats.by_method["lookup"] >= 0.8 * 300
+    assert speedup(script, TEN, session) > 4
+
+
+def test_without_a_draft_it_is_plain_decoding_or_lookup() -> None:
+    for tokens in (fresh(200), repeating(200)):
+        session = play(Scripted.of(tokens, 0.9, 5), AUTO, TEN, Experience(TEN, has_draft=False))
+        assert session.stats.by_method.keys() <= {"plain", "lookup"}
+        assert session.stats.draft_busy == 0
+    assert session.stats.by_method["lookup"] > 150
+
+
+@pytest.mark.parametrize("knowledge", KNOWLEDGE)
+def test_what_is_done_changes_where_a_code_block_begins_and_ends(knowledge: str) -> None:
+    """Prose that the draft knows and that never repeats, around a block of code that repeats itself and that the draft does not know."""
+    prose, code, more = Scripted.of(fresh(200), 0.85, 6), Scripted.of(repeating(200), 0.05, 7), Scripted.of(fresh(200, 5000), 0.85, 8)
+    script = prose + code + more
+    config = replace(AUTO, without=("overlap",))
+    session = play(script, config, BY_TURNS, KNOWLEDGE[knowledge](BY_TURNS))
+    looked_up = [kinds_between(session, start, start + 150).get("lookup", 0) for start in (50, 250, 450)]
+    assert looked_up[0] < 15 and looked_up[1] >= 100 and looked_up[2] < 50, looked_up
+    parts = [play(part, config, BY_TURNS).stats.decode_seconds for part in (prose, code, more)]
+    assert session.stats.decode_seconds < 1.1 * sum(parts)
+
+
+def test_a_draft_that_becomes_useful_is_found_out() -> None:
+    """Nothing repeats and nothing is drafted well, until the draft is always right; only a probe can tell."""
+    script = Scripted.of(fresh(600), 0.02, 9, [NEVER]) + Scripted.of(fresh(800, 5000), 0.97, 10)
+    session = play(script, AUTO, BY_TURNS)
+    assert kinds_between(session, 150, 600)["plain"] > 350
+    assert kinds_between(session, 1000, 1400).get("plain", 0) < 150
+
+
+def test_probes_cost_little() -> None:
+    script, experience = Scripted.of(fresh(1500), 0.02, 11, [NEVER]), Experience(BY_TURNS)
+    play(script, AUTO, BY_TURNS, experience)
+    later = play(script, AUTO, BY_TURNS, experience)
+    assert later.stats.draft_busy > 0, "it never looks again"
+    assert speedup(script, BY_TURNS, later) >= 0.97
+
+
+def test_what_one_request_has_shown_the_next_one_need_not_find_out() -> None:
+    bad = Scripted.of(fresh(60), 0.02, 12, [NEVER])
+    experience = Experience(BY_TURNS)
+    seconds = [play(bad, AUTO, BY_TURNS, experience).stats.decode_seconds for _ in range(4)]
+    assert seconds[-1] < seconds[0]
+
+
+def test_costs_are_learned_from_the_rounds() -> None:
+    learned = LearnedCosts()
+    profile = CostProfile(target=((1, 0.01), (16, 0.02)), draft=((1, 0.002), (8, 0.004)), slow_down=0.0, host=0.001)
+    play(Scripted.of(fresh(1000), 0.7, 15), AUTO, profile, Experience(learned))
+    for rows in (1, 8, 16):
+        assert learned.target_seconds(rows) == pytest.approx(profile.target_seconds(rows), rel=0.15)
+    assert learned.draft_seconds(2) == pytest.approx(profile.draft_seconds(2), rel=0.3)
+    assert learned.host == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("part", ["overlap", "trees", "branches", "learning"])
+def test_every_part_brings_something(part: Part) -> None:
+    """Left out, the same text takes longer: alternatives are often right here, and the draft is worse than is usual."""
+    script = Scripted.of(fresh(800), 0.6, 16)
+    whole, rest = (play(script, replace(AUTO, without=without), load_profile("c5")) for without in ((), (part,)))
+    assert whole.stats.decode_seconds < rest.stats.decode_seconds
+    assert part != "trees" or rest.stats.siblings == 0
+    assert part != "branches" or rest.stats.losing < 0.5 * whole.stats.losing
+
+
+def test_without_lookup_nothing_is_looked_up() -> None:
+    script = Scripted.of(repeating(200), 0.3, 17)
+    whole, rest = (play(script, replace(AUTO, without=without), TEN) for without in ((), ("lookup",)))
+    assert "lookup" not in rest.stats.by_method
+    assert whole.stats.decode_seconds < 0.5 * rest.stats.decode_seconds
+
+
+def test_an_unknown_part_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(BadParameter, match=r"Unknown part of the planner 'tree'\. Did you mean 'trees'\?"):
+        SpeculativeConfig(without=("tree",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("method", "policy"), [("tree", "confidence"), ("auto", "fixed"), ("pearl", "planner")])
+def test_a_policy_that_does_not_fit_is_refused(method: str, policy: str) -> None:
+    config = SpeculativeConfig.from_dict({"method": method, "policy": policy})
+    with pytest.raises(BadParameter, match=f"Method '{method}' cannot follow policy '{policy}'; expected"):
+        METHODS[method].check(method, config)
+
+
+def test_rows_are_sent_as_far_as_they_pay() -> None:
+    flat, steep = (CostProfile(target=((1, 1.0), (16, last)), draft=((1, 0.1),)) for last in (1.0, 4.0))
+    counts = {}
+    for costs in (flat, steep):
+        planner = Planner(Experience(costs))
+        planner.begin(10)
+        sapling = Sapling(NO_TREE)
+        sapling.sprout(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
+        sapling.sprout(0, growth_of(planner), range(4), (0.8, 0.1, 0.05, 0.02))
+        counts[costs] = len(planner.sent(sapling.tree(), 100))
+    assert counts[flat] >= 6 and 1 <= counts[steep] <= 3, counts
+
+
+def growth_of(planner: Planner) -> Growth:
+    return Growth((0.1,), planner.insight.chances())
+
+
+def test_a_price_is_paid_only_beyond_the_time_that_is_free() -> None:
+    growth = Growth((1.0, 1.5), Experience(TEN).insight.chances(), free=2.0, drag=0.1, slower=0.5, worth=1.0)
+    assert growth.seconds(0.0, 1) == 1.5 and growth.seconds(2.5, 1) == 1.0
+    assert growth.price(0.0, 1) == pytest.approx(0.1)  # it fits; the target is held up
+    assert growth.price(1.0, 1) == pytest.approx(2.5 - 2.1 + 0.1)
+    assert growth.price(3.0, 2) == pytest.approx(1.5)
+    assert growth.pace(0.0, [0.9, 0.8]) == 2 and growth.pace(3.0, [0.9, 0.2]) == 0
+
+
+def test_a_tally_begins_with_the_usual_and_forgets_slowly() -> None:
+    tally = Tally((0.5,), trust=10.0, memory=100.0)
+    assert tally.shares() == (0.5,)
+    for _ in range(300):
+        tally.add(0, True)
+    assert tally.shares()[0] > 0.95
+    for _ in range(100):
+        tally.add(0, False)
+    assert tally.shares()[0] < 0.6
