@@ -129,16 +129,29 @@ def test_lookup_gives_the_tokens_of_plain_decoding(temperature: float, plain: LL
 
 
 @pytest.mark.parametrize("executor", ["serial", "process"])
-@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.needs_draft])
+@pytest.mark.parametrize("method", [*(name for name, method in METHODS.items() if method.needs_draft), "specbranch:confidence"])
 def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executor: str, plain: LLM, half: str) -> None:
-    settings = {"num_speculative_tokens": 3, "stop_below": 0.3}
+    method, _, policy = method.partition(":")
+    settings = {"num_speculative_tokens": 3, "stop_below": 0.3, "policy": policy or None}
     with LLM("smollm2-135m", half, method, executor=executor, device="cpu", context_length=512, speculative=settings) as llm:  # type: ignore[arg-type]
         for temperature in (0.0, 0.7, 1.3):
             params = SamplingParams(temperature=temperature, seed=2, max_tokens=20, ignore_eos=True)
             prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
             answer, expected = llm.generate([prompt], params)[0], plain.generate([prompt], params)[0]
             assert answer.token_ids == expected.token_ids
-            assert answer.stats["drafted"] > 0
+            assert answer.stats["drafted"] > 0 or METHODS[method].plans(llm.config)  # this draft is dear: a planner may leave it
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+@pytest.mark.parametrize("method", ["tree", "specbranch"])
+def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float, plain: LLM, half: str) -> None:
+    """Planned by a profile in which drafting pays, so that trees are grown, verified and re-rooted; decisions and tokens are real."""
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+    with LLM("smollm2-135m", half, method, clock="c10", device="cpu", context_length=512) as llm:
+        prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
+        answer, expected = llm.generate([prompt], params)[0], plain.generate([prompt], params)[0]
+    assert answer.token_ids == expected.token_ids
+    assert answer.stats["rollback"]["tree_siblings"] > 0 and answer.stats["accepted"] > 0
 
 
 @pytest.fixture(scope="module")
