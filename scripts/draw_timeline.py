@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specbranch.bench.rounds import Round, read_rounds
 from specbranch.bench.timeline_svg import draw_comparison
-from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.config import PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
@@ -31,11 +31,13 @@ def record(method: str) -> list[Round]:
     loop = Loop(VirtualClock(Verifier(ToyRunner(ToyLaw()), ToySampler()), draft, PROFILE), Trace())
     prompt = [4, 0, 1]
     session = Session(0, prompt, Request(SamplingParams(max_tokens=TOKENS), 0, len(prompt)), 500)
-    loop.join(session, METHODS[method].start(session, SpeculativeConfig(method=method, num_speculative_tokens=6)))
+    policy: PolicyName | None = "confidence" if method == "specbranch" else None  # the paper's two stages, which a reader can follow
+    config = SpeculativeConfig(method=method, policy=policy, num_speculative_tokens=6)
+    loop.join(session, METHODS[method].start(session, config))
     while loop.live:
         loop.step()
     assert loop.trace
-    return read_rounds(loop.trace.events, len(session.output))
+    return read_rounds(loop.trace.events, len(session.output), session.origins)
 
 
 def main() -> None:
