@@ -96,7 +96,6 @@ class Experience:
         self.learned = self.costs if isinstance(self.costs, LearnedCosts) else None
         self.has_draft = has_draft
         self.insight = Insight()
-        self.is_useful = True  # the draft, in the last request
         self._credit = 0.0  # seconds that may be spent on asking it all the same
 
     def begin(self) -> None:

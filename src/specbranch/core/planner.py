@@ -49,11 +49,6 @@ class Planner:
         self._growth = Growth((1.0,), self.insight.chances())
 
     @property
-    def opens_with_draft(self) -> bool:
-        """Whether the draft is to read the prompt: not if it was of no use lately."""
-        return self.experience.has_draft and self.experience.is_useful
-
-    @property
     def _can_draft(self) -> bool:
         return self.experience.has_draft and self._silent < MUTE
 

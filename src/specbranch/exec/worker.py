@@ -55,33 +55,32 @@ class Worker:
 
         Returns the node the line ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
         """
-        slots = self.runner.slots(session)
-        held = len(slots.prefix)
-        if held < on.base:
-            raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
-        unread = list(on.tail[held - on.base :])
-        path = slots.find(unread)
+        unread, path = self._unread(session, on)
         committed = max(len(unread) - pending, 0)
         self._keep(session, path, min(len(path), committed))
         rest = unread[len(path) :]
-        return len(slots.tokens) - 1, self._prefill(session, rest, committed - len(path))
+        return len(self.slots(session).tokens) - 1, self._prefill(session, rest, committed - len(path))
 
     def settle(self, session: int, on: Context, tree: Tree) -> tuple[list[int], dict[int, int]]:
         """Bring the cache in line with `on`, all of it committed, and keep what it holds of a tree behind it.
 
         Returns the tokens still to be fed, and where the nodes of the tree lie that were read.
         """
-        slots = self.runner.slots(session)
+        unread, path = self._unread(session, on)
+        rest = unread[len(path) :]
+        places = {} if rest else _places(self.slots(session), path[-1] if path else ROOT, tree)
+        kept = sorted(places.values())
+        self._keep(session, [*path, *kept], len(path))
+        return self._prefill(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
+
+    def _unread(self, session: int, on: Context) -> tuple[list[int], list[int]]:
+        """Return the tokens of `on` beyond the prefix, and the nodes of the tail that carry the first of them."""
+        slots = self.slots(session)
         held = len(slots.prefix)
         if held < on.base:
             raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
         unread = list(on.tail[held - on.base :])
-        path = slots.find(unread)
-        rest = unread[len(path) :]
-        places = {} if rest else _places(slots, path[-1] if path else ROOT, tree)
-        kept = sorted(places.values())
-        self._keep(session, [*path, *kept], len(path))
-        return self._prefill(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
+        return unread, slots.find(unread)
 
     def commit_line(self, session: int, nodes: Sequence[int]) -> None:
         """Make a line of nodes from the root part of the prefix, and forget all others."""
