@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specbranch.assembly import ModelChoice, load_tokenizer
-from specbranch.cli.distill import material_in
 from specbranch.cli.progress import pulled
+from specbranch.cli.writing import material_in
 
 STRETCH, SHORTEST = 13, 6  # words
 

@@ -11,11 +11,12 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
+from specbranch.core.slots import TAIL
 from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture, unknown
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
@@ -50,6 +51,7 @@ class ModelChoice:
     threads: int | None = None
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
     shorten: bool = False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
+    tail: int = TAIL  # tokens that may be in the cache beyond the committed text
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -118,20 +120,24 @@ def load_runner(choice: ModelChoice, beside: Runner | None = None) -> Runner:
         from specbranch.distill.load import load_draft
 
         target = fetched(replace(choice, name=choice.shares))
-        return load_draft(choice.name, target, beside=beside, context_length=choice.context_length, device=device, dtype=dtype)
+        return load_draft(
+            choice.name, target, beside=beside, context_length=choice.context_length, device=device, dtype=dtype, tail=choice.tail
+        )
     source = fetched(choice)
+    asked: dict[str, Any] = {"context_length": choice.context_length, "device": device, "dtype": dtype}
+    asked |= {"shorten": choice.shorten, "tail": choice.tail}
     if choice.runner in ("auto", "native"):
         from specbranch.models.native import load_native
 
         try:
-            return load_native(source, context_length=choice.context_length, device=device, dtype=dtype, shorten=choice.shorten)
+            return load_native(source, **asked)
         except UnsupportedArchitecture as reason:
             if choice.runner == "native":
                 raise
             log.warning("%s Using the transformers runner instead, which is slower.", reason)
     from specbranch.models.transformers_runner import load_transformers
 
-    return load_transformers(source, context_length=choice.context_length, device=device, dtype=dtype, shorten=choice.shorten)
+    return load_transformers(source, **asked)
 
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:

@@ -18,6 +18,7 @@ from in_process import Command, Done
 
 from specbranch.bench import provenance
 from specbranch.cli import distill as distill_command
+from specbranch.cli import writing
 from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.material import Material
 from specbranch.errors import ModelError
@@ -172,7 +173,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*given: object) -> None:
         pytest.fail("the target was read")
 
-    monkeypatch.setattr(distill_command, "_load", read)
+    monkeypatch.setattr(distill_command, "load_target", read)
 
 
 @pytest.mark.usefixtures("unread")
@@ -193,7 +194,7 @@ def test_a_target_that_cannot_be_read_leaves_no_run_behind(
         raise ModelError("It is damaged.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(distill_command, "_load", damaged)
+        patched.setattr(distill_command, "load_target", damaged)
         assert distilled(command, pair[0], tmp_path, *SHORT).code == 2
     assert distilled(command, pair[0], tmp_path, *SHORT, "--only-write").code == 0
 
@@ -225,9 +226,9 @@ def test_a_repository_around_an_installed_package_is_not_taken_for_its_own(tmp_p
     (tmp_path / "installed").mkdir()
     monkeypatch.delenv("SPECBRANCH_COMMIT", raising=False)
     monkeypatch.setattr(provenance, "_SOURCE", tmp_path / "installed")
-    assert distill_command._commit() == "unknown"
+    assert writing.commit() == "unknown"
     monkeypatch.setattr(provenance, "_SOURCE", tmp_path)
-    assert len(distill_command._commit()) == 12
+    assert len(writing.commit()) == 12
 
 
 def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:

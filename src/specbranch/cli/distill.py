@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,18 +18,15 @@ import click
 
 from specbranch import __version__
 from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.cli.writing import Bars, commit, hardware, joined, load_target, material_files, material_in, or_usual, title_and_licence
 from specbranch.errors import BadParameter, ModelError
 
 if TYPE_CHECKING:
-    import torch
-    from rich.progress import TaskID
-
     from specbranch.distill.material import Material
     from specbranch.distill.train import Trained, TrainSettings
-    from specbranch.distill.writer import Target, Written
+    from specbranch.distill.writer import Target
     from specbranch.distill.writer_settings import WriterSettings
     from specbranch.models.architecture import Architecture
-    from specbranch.models.tensor_file import TensorSource
 
 log = logging.getLogger("specbranch")
 
@@ -91,7 +85,7 @@ def distill(as_json: bool, **given: Any) -> None:
     from specbranch.distill.train import train
 
     run = _Run.prepared(given)
-    with _Bars() as bars:
+    with Bars() as bars:
         material = run.material(bars)
         if given["only_write"]:
             click.echo(_written(run.folder, material, as_json))
@@ -193,14 +187,14 @@ class _Run:
         fingerprint = fingerprint_of(arch, file)
         if out.is_dir():
             refuse_other_draft(out, fingerprint)
-        if given["material"] is not None and not _material_files(given["material"]):
+        if given["material"] is not None and not material_files(given["material"]):
             raise BadParameter(
                 f"There is no material at {given['material']}. Name a file that an earlier run left in DIR/training, or that folder."
             )
-        name, licence = _title_and_licence(given["target"])
+        name, licence = title_and_licence(given["target"])
         claim = _Claim(out, name, fingerprint, writing, given["material"])
         claim.take(given["resume"])
-        target = _load(arch, file, device)
+        target = load_target(arch, file, device)
         claim.note()  # only now: an attempt that failed up to here leaves nothing to go on with
         return cls(out, name, licence, fingerprint, source, target, writing, training, given["material"])
 
@@ -209,14 +203,14 @@ class _Run:
         """Where the files of the run are."""
         return self.out / "training"
 
-    def material(self, bars: _Bars) -> Material:
+    def material(self, bars: Bars) -> Material:
         """Return what the target wrote, having it written first where it is not there yet."""
         if self.given_material is not None:
             return self._checked(material_in(self.given_material))
         slices = _slices(self.writing)
         shown = [bars.slice(settings, f"Writing {number} of {len(slices)}") for number, settings in enumerate(slices, 1)]
         parts = [self._part(number, *piece) for number, piece in enumerate(zip(slices, shown, strict=True))]
-        return _joined(parts)
+        return joined(parts)
 
     def _checked(self, found: Material) -> Material:
         """Refuse what cannot be trained on, and tell of another target than this one."""
@@ -273,30 +267,11 @@ class _Run:
             "learning_rate": s.learning_rate,
             "batch": [s.rows, s.length],
             "specbranch": __version__,
-            "commit": _commit(),
+            "commit": commit(),
             "torch": torch.__version__,
-            "hardware": _hardware(self.target.weights.norm.device),
+            "hardware": hardware(self.target.weights.norm.device),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
         }
-
-
-def _material_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(path.glob("material-*.safetensors"), key=lambda file: (len(file.name), file.name))
-    return [path] if path.is_file() else []
-
-
-def material_in(path: Path) -> Material:
-    """Read a file of material, or all of a folder as one."""
-    from specbranch.distill.material import Material
-
-    return _joined([Material.load(file) for file in _material_files(path)])
-
-
-def _joined(parts: list[Material]) -> Material:
-    from specbranch.distill.material import Material
-
-    return parts[0] if len(parts) == 1 else Material.join(parts)
 
 
 def _written(folder: Path, material: Material, as_json: bool) -> str:
@@ -311,26 +286,6 @@ def _written(folder: Path, material: Material, as_json: bool) -> str:
     return f"{len(material):,} conversations, {told['tokens_written']:,} tokens, are in {folder}. Train on them with --material {folder}."
 
 
-def _title_and_licence(name: str) -> tuple[str, str | None]:
-    """Return what to call the target in files that others read (no path of this machine), and its licence where it is known."""
-    from specbranch.models.store import KNOWN
-
-    if name in KNOWN:
-        return name, KNOWN[name].licence
-    path = Path(name).expanduser()
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else name, None
-
-
-def _load(arch: Architecture, file: TensorSource, device: str) -> Target:
-    import torch
-
-    from specbranch.distill.writer import Target
-    from specbranch.models.weights import read_weights
-
-    place = torch.device(device)
-    return Target(arch, read_weights(arch, file, place, torch.float32 if place.type == "cpu" else torch.bfloat16))
-
-
 def _writer_settings(given: Mapping[str, Any], device: str) -> WriterSettings:
     from specbranch.cli.generate import read_prompts
     from specbranch.distill.writer_settings import WriterSettings
@@ -341,16 +296,12 @@ def _writer_settings(given: Mapping[str, Any], device: str) -> WriterSettings:
     return WriterSettings(
         seconds=120.0 if seconds is None and tokens is None else seconds,
         tokens=tokens,
-        rows=_or_usual(given["writing_rows"], 16 if device == "cpu" else 1024),
+        rows=or_usual(given["writing_rows"], 16 if device == "cpu" else 1024),
         length=given["writing_length"],
         question_tokens=max(min(192, given["writing_length"] // 3), 3),
         prompts=tuple(read_prompts(None, given["data"])) if given["data"] else (),
         seed=given["seed"],
     )
-
-
-def _or_usual(given: int | None, usual: int) -> int:
-    return usual if given is None else given
 
 
 def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -> TrainSettings:
@@ -364,7 +315,7 @@ def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -
         steps=steps,
         seconds=300.0 if steps is None and seconds is None else seconds,
         learning_rate=given["learning_rate"],
-        rows=_or_usual(given["rows"], 8 if device == "cpu" else 64),
+        rows=or_usual(given["rows"], 8 if device == "cpu" else 64),
         length=min(given["length"], arch.context_length),
         seed=given["seed"],
         head_tokens=head,
@@ -407,19 +358,6 @@ def _read_note(note: Path) -> dict[str, Any]:
         raise ModelError(f"{note} is damaged ({error}). Delete the folder {note.parent} to begin anew.") from None
 
 
-def _hardware(device: torch.device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-
-
-def _commit() -> str:
-    """Return the commit this code is of: of the checkout it lies in, or as the environment says where there is none."""
-    from specbranch.bench.provenance import source_commit
-
-    return source_commit() or os.environ.get("SPECBRANCH_COMMIT", "unknown")
-
-
 def _summary(record: Mapping[str, Any]) -> str:
     outside = f", {record['outside']:.1%} of the target's probability outside the head" if record["head_tokens"] else ""
     return (
@@ -429,59 +367,3 @@ def _summary(record: Mapping[str, Any]) -> str:
         f"{record['tokens_written']:,} tokens written, {record['tokens']:,} trained on in {record['steps']:,} steps "
         f"({record['seconds']:.0f} s)."
     )
-
-
-class _Bars:
-    """Progress of writing and training on standard error; where nobody watches, a line at each comparison."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        self._task: TaskID | None = None
-        self._what = ""
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
-    def slice(self, settings: WriterSettings, what: str) -> Any:
-        """Return what shows the progress of one piece of the writing."""
-
-        def show(written: Written) -> None:
-            total, done = (settings.tokens, written.tokens) if settings.tokens else (settings.seconds, written.seconds)
-            speed = written.tokens / max(written.seconds, 1e-9)
-            self._show(what, total, done, f"{written.tokens:,} tokens, {written.conversations:,} conversations, {speed:,.0f} tokens/s")
-
-        return show
-
-    def heard(self, tokens: int, of: int) -> None:
-        """Show how far the target has gone over its material again."""
-        self._show("Listening", of, tokens, f"{tokens:,} tokens")
-
-    def trained(self, record: Mapping[str, Any]) -> None:
-        """Show how far the training has come."""
-        note = f"loss {record['loss']:.3f}" if "loss" in record else ""
-        self._show("Training", record["of"], record["step"], note)
-        if "top1" in record and not record.get("final"):
-            loss = f"{note}, " if note else ""
-            told = f"step {record['step']:,}: {loss}top-1 {record['top1']:.3f}, top-3 {record['top3']:.3f}"
-            self._bars.console.print(told, highlight=False)
-
-    def _show(self, what: str, total: float | None, done: float, note: str) -> None:
-        if self._task is None or what != self._what:
-            if self._task is not None:
-                self._bars.remove_task(self._task)
-            self._what, self._task = what, self._bars.add_task(what, total=None, note="")
-        self._bars.update(self._task, total=total, completed=done, note=note)

@@ -159,13 +159,32 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Signal:
+    """What H-RAD foretells of the draft behind a verdict: for a draft of 1, 2, … tokens the chances that none, some or all is taken."""
+
+    chances: tuple[tuple[float, float, float], ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether these are chances at all."""
+        return all(0.0 <= chance <= 1.0 for classes in self.chances for chance in classes)  # false for what is not a number
+
+    def hard(self, length: int) -> int | None:
+        """The likeliest class for a draft of so many tokens: 0 none, 1 some, 2 all; nothing if that is longer than it knows."""
+        if not 1 <= length <= len(self.chances):
+            return None
+        classes = self.chances[length - 1]
+        return max(range(3), key=lambda at: classes[at])
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Indices of the accepted nodes (a chain: 0..n-1), then the target's own next token."""
 
     path: tuple[int, ...]
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each accepted node, then one for `token`
-    signal: int | None = None  # H-RAD's, made where the features live
+    signal: Signal | None = None  # H-RAD's, made where the features live
 
 
 @dataclass(frozen=True, slots=True)

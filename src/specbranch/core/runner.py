@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from specbranch.config import HeadKind
-from specbranch.core.orders import Measure, Sparse, TokenLogprobs
+from specbranch.core.orders import Measure, Signal, Sparse, TokenLogprobs
 from specbranch.core.request import Spot
 from specbranch.core.slots import Slots
 
@@ -104,6 +104,14 @@ class Law(Protocol):
 
     def residual(self, q: Sparse) -> Law:
         """Return norm((p − q)+); where nothing remains, p itself (only rounding leads there)."""
+        ...
+
+
+class Forecaster(Protocol):
+    """Foretells from a target's row what becomes of the next draft."""
+
+    def signal(self, row: Row, token: int) -> Signal | None:
+        """What becomes of a draft behind `token`, which came of this row; nothing if that cannot be told."""
         ...
 
 

@@ -72,6 +72,8 @@ TEXTS = (  # a text is handed over, longer than a question; these may be as long
     *("The following",),
 )
 KINDS = (TALK, SUMS, CODE, TEXTS)
+KIND_NAMES = ("talk", "sums", "code", "texts")
+GIVEN = "given"  # the kind of a prompt of the user's
 LEAST_TEXT = 160  # tokens of a text handed over
 LEAST_ANSWER = 16  # places that must be left behind a prompt of the user's
 
@@ -86,6 +88,7 @@ class Script:
     bridge: tuple[int, ...]  # from the end of a question to the beginning of its answer
     question_ends: tuple[int, ...]
     answer_ends: tuple[int, ...]
+    kinds: tuple[str, ...] = ()  # of each opening
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, arch: Architecture, settings: WriterSettings) -> Script:
@@ -98,10 +101,16 @@ class Script:
         frames, prompts = _frames(tokenizer, settings), _prompts(tokenizer, settings)
         bridge = frames[0].behind
         lines = list(_interleaved(_shuffled(frames, settings.seed), _shuffled(prompts, settings.seed)))
-        openings, asked, limits = zip(*((line.before, not line.behind, (line.least, line.most)) for line in lines), strict=True)
-        script = cls(openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends)
+        told = ((line.before, not line.behind, (line.least, line.most), line.kind) for line in lines)
+        openings, asked, limits, kinds = zip(*told, strict=True)
+        script = cls(openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends, kinds)
         script.check(arch)
         return script
+
+    def kind_of(self, tokens: Sequence[int]) -> str:
+        """Return the kind of a conversation that was written by this script: that of the longest opening it begins with."""
+        begun = {opening: kind for opening, kind in zip(self.openings, self.kinds, strict=True) if tuple(tokens[: len(opening)]) == opening}
+        return begun[max(begun, key=len)] if begun else GIVEN
 
     def check(self, arch: Architecture) -> None:
         """Refuse ids that the model does not know."""
@@ -118,6 +127,7 @@ class _Frame:
     behind: tuple[int, ...]
     least: int
     most: int
+    kind: str = GIVEN
 
     @property
     def needed(self) -> int:
@@ -130,8 +140,8 @@ def _frames(tokenizer: Tokenizer, settings: WriterSettings) -> list[_Frame]:
     around = cache(partial(_around, tokenizer))  # many are asked for several times
     short, long = (LEAST_QUESTION, settings.question_tokens), (LEAST_TEXT, settings.length * 3 // 5)
     frames = [
-        _Frame(*around(system, starter), *(long if kind is TEXTS else short))
-        for system, kind in product(_accepted_systems(tokenizer), KINDS)
+        _Frame(*around(system, starter), *(long if kind is TEXTS else short), name)
+        for system, (kind, name) in product(_accepted_systems(tokenizer), zip(KINDS, KIND_NAMES, strict=True))
         for starter in kind
     ]
     fitting = [frame for frame in frames if frame.needed <= settings.length and frame.least <= frame.most]

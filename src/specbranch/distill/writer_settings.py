@@ -20,7 +20,7 @@ class WriterSettings:
     length: int = 640  # most tokens of a conversation
     question_tokens: int = 192  # most tokens of an invented question, one that hands over a text aside; a longer one is closed there
     question_temperature: float = 1.0
-    temperature: float = 0.8  # of the answers in every second row; those of the others are greedy
+    temperature: float = 0.8  # of the answers in every second row; those of the others are greedy, and all of them at 0
     min_p: float = 0.03  # least probability of a sampled token, as a share of the most likely one's
     prompts: tuple[str, ...] = ()  # of the user's: every second conversation answers one of these
     seed: int = 0
@@ -33,8 +33,10 @@ class WriterSettings:
         for name, least in whole.items():
             if getattr(self, name) < least:
                 raise BadParameter(f"{name} is {getattr(self, name)}; expected {least} or more.")
-        for name in ("seconds", "tokens", "temperature", "question_temperature"):
+        for name in ("seconds", "tokens", "question_temperature"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise BadParameter(f"{name} is {value}; expected a finite number above 0.")
+        if not 0 <= self.temperature < math.inf:
+            raise BadParameter(f"temperature is {self.temperature}; expected a finite number, 0 or more.")
         if not 0 < self.min_p <= 1:
             raise BadParameter(f"min_p is {self.min_p}; expected more than 0 and at most 1.")

@@ -97,18 +97,27 @@ class Decoder:
         self.head = _linear(weights.reduced.matrix if weights.reduced else Matrix(weights.head))
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
 
-    def forward(self, step: Step) -> Tensor:
-        """Run every layer, writing the caches; returns the last hidden states [rows, hidden], not yet normed."""
+    def forward(self, step: Step, seen: list[Tensor] | None = None) -> Tensor:
+        """Run every layer, writing the caches; returns the last hidden states [rows, hidden], not yet normed.
+
+        What each layer is given is appended to `seen`, where there is one.
+        """
         x = embedding(step.tokens, self.embedding)
         cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
         for index, layer in enumerate(self.layers):
+            if seen is not None:
+                seen.append(x)
             x = x + self._attention(index, layer, self._normed(x, layer.attention_norm), step.parts, cos, sin)
             x = x + self._mlp(layer, self._normed(x, layer.mlp_norm))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the vocabulary, or `columns` of it, for hidden states [rows, hidden]."""
-        return self.head(self._normed(hidden, self.norm))
+        return self.head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the last hidden states as the head reads them."""
+        return self._normed(hidden, self.norm)
 
     def _attention(self, index: int, layer: Layer, h: Tensor, parts: Sequence[Part], cos: Tensor, sin: Tensor) -> Tensor:
         heads, kv_heads = self.arch.heads, self.arch.kv_heads

@@ -32,6 +32,7 @@ class Operations:
     rows: list[list[int]] = field(default_factory=list)
     turns: list[list[int]] = field(default_factory=list)  # by part, one a layer
     attends: list[list[int]] = field(default_factory=list)
+    entered: list[int] = field(default_factory=list)  # by layer, operations after which the buffer x holds what it is given
     written: int = 0  # operations after which all keys and values are stored
     table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -67,14 +68,26 @@ class FusedStep:
 
     def logits(self, step: Step) -> Tensor:
         """Write the keys and values of a step's rows and score the vocabulary, or `columns` of it, for each."""
-        operations = self._prepare(step)
-        out = torch.empty(step.tokens.shape[0], self.scored)
-        operations.table[-1, 5] = out.data_ptr()
-        self._run(operations, len(operations.table))
-        return out
+        return self.logits_and_states(step, 0)[0]
 
-    def _run(self, operations: Operations, many: int) -> None:
-        self._header[:] = 0, many, operations.table.ctypes.data, self.kernels.team_size
+    def logits_and_states(self, step: Step, layers: int) -> tuple[Tensor, Tensor]:
+        """The same, with the hidden states of the last layers side by side, the last of them normed [rows, layers·hidden]."""
+        operations, rows, hidden = self._prepare(step), step.tokens.shape[0], self.decoder.arch.hidden
+        out, states = torch.empty(rows, self.scored), torch.empty(rows, layers, hidden)
+        operations.table[-1, 5] = out.data_ptr()
+        done = 0
+        for at, end in enumerate(operations.entered[len(operations.entered) - layers + 1 :] if layers else ()):
+            self._run(operations, end, done)
+            states[:, at] = self.buffers["x"][:rows]
+            done = end
+        self._run(operations, len(operations.table), done)
+        if layers:
+            states[:, -1] = self.buffers["h"][:rows]
+        return out, states.flatten(1)
+
+    def _run(self, operations: Operations, end: int, start: int = 0) -> None:
+        table = operations.table
+        self._header[:] = 0, end - start, table.ctypes.data + start * table.strides[0], self.kernels.team_size
         self.kernels.run(self._header.ctypes.data)
 
     def _prepare(self, step: Step) -> Operations:
@@ -98,6 +111,7 @@ class FusedStep:
         rows = sum(counts)
         for index, layer in enumerate(self.decoder.layers):
             self._add_norm(operations, layer.attention_norm, rows, change=index > 0)
+            operations.entered.append(len(operations.rows))
             self._add_attention(operations, layer, counts)
             self._add_norm(operations, layer.mlp_norm, rows)
             self._add_linear(operations, layer.gate_up, "h", "both", rows)

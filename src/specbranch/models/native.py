@@ -55,6 +55,7 @@ class NativeRunner:
         self._planner = self._planner_for(MOST_ROWS if self._fused else 0)
         self._open: dict[int, Held] = {}
         self._spare: list[Cache] = []
+        self._tapped = 0  # layers whose hidden states rows carry
 
     @property
     def vocabulary(self) -> int:
@@ -65,6 +66,16 @@ class NativeRunner:
     def context_length(self) -> int:
         """How many tokens one sequence may hold."""
         return self._context_length
+
+    def tap(self, layers: int) -> None:
+        """Let rows carry the hidden states of the last layers from now on."""
+        if not 1 <= layers <= self.architecture.layers:
+            raise ModelError(f"{self.architecture.name} has {self.architecture.layers} layers; the last {layers} of them were asked for.")
+        self._tapped = layers
+
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        """The input embeddings of tokens [tokens, hidden]."""
+        return self.decoder.embedding[torch.tensor(tokens, device=self.device)]
 
     def open(self, seq: int) -> None:
         """Make room for a new, empty sequence, in the memory of a closed one if there is any."""
@@ -97,12 +108,12 @@ class NativeRunner:
         """Score new nodes of several sequences in one forward."""
         sizes = {feed.seq: len(self._open[feed.seq].slots.tokens) for feed in work}
         try:
-            block = self._score([self._grow(feed) for feed in work])
+            block, states = self._score([self._grow(feed) for feed in work])
         except BaseException:
             self._shrink(sizes)
             raise
         rows = iter(range(block.shape[0]))
-        return [[TensorRow(block, next(rows), self.decoder.columns) for _ in feed.tokens] for feed in work]
+        return [[TensorRow(block, next(rows), self.decoder.columns, states) for _ in feed.tokens] for feed in work]
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail, the first `commit` of them as prefix."""
@@ -166,16 +177,24 @@ class NativeRunner:
         else:
             self.decoder.forward(step)
 
-    def _score(self, work: list[Rows]) -> Tensor:
+    def _score(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
+        """Run one forward; returns logits and, where they are tapped, hidden states."""
         work = [rows for rows in work if rows.tokens]
         if not work:
-            return torch.empty(0, self.vocabulary)
-        step = self._planner.step(work)
+            return torch.empty(0, self.vocabulary), None
+        step, layers = self._planner.step(work), self._tapped
         if self._fused and step.parts[0].lines:
-            return self._fused.logits(step)
-        hidden = self.decoder.forward(step)
-        logits = self.decoder.logits(self._planner.counted(work, hidden))
-        return logits.float() if logits.dtype.itemsize < 4 else logits
+            return self._fused.logits_and_states(step, layers) if layers else (self._fused.logits(step), None)
+        seen: list[Tensor] | None = [] if layers else None
+        hidden = self._planner.counted(work, self.decoder.forward(step, seen))
+        logits = self.decoder.logits(hidden)
+        states = None if seen is None else self._states(work, seen, hidden)
+        return logits.float() if logits.dtype.itemsize < 4 else logits, states
+
+    def _states(self, work: list[Rows], seen: list[Tensor], hidden: Tensor) -> Tensor:
+        """The last layers' hidden states side by side, the last of them normed [rows, layers·hidden]."""
+        before = [self._planner.counted(work, one) for one in seen[len(seen) - self._tapped + 1 :]]
+        return torch.cat((*before, self.decoder.normed(hidden)), dim=-1)
 
 
 def load_native(

@@ -20,6 +20,7 @@ class TensorRow:
     block: Tensor
     index: int
     columns: Columns | None = None
+    states: Tensor | None = None  # [rows, layers·hidden]: the last layers' hidden states, where the runner was asked for them
 
     @property
     def logits(self) -> Tensor:
@@ -28,9 +29,9 @@ class TensorRow:
         return row if self.columns is None else self.columns.spread(row)
 
 
-def rows_of(block: Tensor, columns: Columns | None = None) -> list[TensorRow]:
+def rows_of(block: Tensor, columns: Columns | None = None, states: Tensor | None = None) -> list[TensorRow]:
     """Return every row of a block, in order."""
-    return [TensorRow(block, index, columns) for index in range(block.shape[0])]
+    return [TensorRow(block, index, columns, states) for index in range(block.shape[0])]
 
 
 def collate(rows: Sequence[TensorRow]) -> Tensor:

@@ -109,6 +109,7 @@ class TransformersRunner:
         self.dtype = model.dtype
         self._tail = tail
         self._held: dict[int, _Sequence] = {}
+        self._tapped = 0  # layers whose hidden states rows carry
         self._skips_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._vocabulary = _probe(self, name)
 
@@ -126,6 +127,27 @@ class TransformersRunner:
     def model(self) -> PreTrainedModel:
         """The model itself, to be read."""
         return self._model
+
+    def tap(self, layers: int) -> None:
+        """Let rows carry the hidden states of the last layers from now on, once they are seen to be there."""
+        try:
+            states = self._forward(DynamicCache(), (1,), output_hidden_states=True).hidden_states
+            width = self.embedded((1,)).shape[-1]
+        except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
+            raise ModelError(f"The hidden states of this {self._model.config.model_type} model cannot be reached: {error}.") from None
+        if states is None or len(states) < layers or any(state.shape[-1] != width for state in states[-layers:]):
+            found = 0 if states is None else len(states)
+            raise ModelError(
+                f"This {self._model.config.model_type} model gives {found} hidden states; the last {layers} were asked for, all as wide as "
+                "its embedding."
+            )
+        self._tapped = layers
+
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        """The input embeddings of tokens [tokens, hidden]."""
+        table: Any = self._model.get_input_embeddings().weight
+        found: Tensor = table.detach()[torch.tensor(tokens, device=table.device)]
+        return found
 
     def open(self, seq: int) -> None:
         """Make room for a new, empty sequence."""
@@ -166,17 +188,27 @@ class TransformersRunner:
     @torch.inference_mode()
     def forward(self, cache: DynamicCache, tokens: Sequence[int], last_row_only: bool = False) -> Tensor:
         """Read tokens after those in the cache; returns their logits [tokens, vocabulary], or only the last row where the model can."""
-        ids = torch.tensor([tokens], device=self._model.device)
         options = {"logits_to_keep": 1} if last_row_only and self._skips_rows else {}
-        logits: Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits[0]
+        logits: Tensor = self._forward(cache, tokens, **options).logits[0]
         return logits
+
+    @torch.inference_mode()
+    def _forward(self, cache: DynamicCache, tokens: Sequence[int], **options: Any) -> Any:
+        ids = torch.tensor([tokens], device=self._model.device)
+        return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+
+    def _rows(self, cache: DynamicCache, tokens: Sequence[int]) -> list[TensorRow]:
+        if not self._tapped:
+            return rows_of(self.forward(cache, tokens))
+        made = self._forward(cache, tokens, output_hidden_states=True)
+        return rows_of(made.logits[0], states=torch.cat([state[0] for state in made.hidden_states[-self._tapped :]], dim=-1))
 
     def _feed(self, held: _Sequence, item: Feed) -> list[TensorRow]:
         nodes = held.slots.grow(item.tokens, item.parents)
         rows: dict[int, TensorRow] = {}
         for run in _runs(nodes, item.parents):
             line = held.line_to(held.slots.parents[run[0]])
-            rows.update(zip(run, rows_of(self.forward(line.cache, [held.slots.tokens[node] for node in run])), strict=True))
+            rows.update(zip(run, self._rows(line.cache, [held.slots.tokens[node] for node in run]), strict=True))
             line.path.extend(run)
         return [rows[node] for node in nodes]
 

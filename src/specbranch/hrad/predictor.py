@@ -1,0 +1,137 @@
+"""A trained predictor and its folder: `predictor.safetensors` holds the weights, `predictor.json` says what it was trained for.
+
+Owns the format. Invariants: a folder that is read whole holds exactly what was saved, as the digest of the weights is in the JSON; a
+predictor for another pair is refused before anything is computed with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from specbranch.distill.draft_folder import spoken, write_whole
+from specbranch.errors import ModelError
+from specbranch.hrad.network import Network
+
+FORMAT = "specbranch-predictor"
+VERSION = 1
+WEIGHTS, CARD = "predictor.safetensors", "predictor.json"
+MOST_LAYERS, MOST_LENGTH, MOST_HIDDEN = 64, 64, 1 << 16
+
+
+class PredictorError(ModelError):
+    """A predictor that is missing, damaged or for something else; decoding can do without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a predictor was trained for, and how it did."""
+
+    target: str
+    target_identity: str
+    draft: str
+    draft_identity: str
+    longest: int  # draft length up to which it foretells (γ)
+    layers: int  # of the target whose hidden states it reads (K)
+    hidden: int  # their width
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Features: the hidden states, and the embedding of the token they led to."""
+        return (self.layers + 1) * self.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """A network and what it is for."""
+
+    about: About
+    network: Network
+    digest: str = ""  # of its weights
+
+    def save(self, folder: Path) -> None:
+        """Write it; the JSON comes last, so that a folder which has one is whole."""
+        tensors = {name: tensor.detach().cpu().to(torch.float16) for name, tensor in self.network.state_dict().items()}
+        for name in ("mean", "scale", "sharpness"):  # a few numbers, of any size
+            tensors[name] = self.network.state_dict()[name].detach().cpu().float()
+        data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        card = {"format": FORMAT, "version": VERSION, "weights_sha256": sha256(data).hexdigest(), **asdict(self.about)}
+        with spoken(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CARD).unlink(missing_ok=True)
+        write_whole(folder / WEIGHTS, data)
+        write_whole(folder / CARD, (json.dumps(card, indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read one, or say what is wrong with it."""
+        card = _card(folder)
+        about, expected = _about(folder, card), card.get("weights_sha256")
+        try:
+            data = (folder / WEIGHTS).read_bytes()
+        except OSError as error:
+            raise PredictorError(f"The predictor in {folder} cannot be read ({error.strerror}: {WEIGHTS}). Train it again.") from None
+        if sha256(data).hexdigest() != expected:
+            raise PredictorError(f"{folder / WEIGHTS} is not what {CARD} says it is: it was changed or damaged. Fetch or train it again.")
+        network = Network(about.width, about.longest)
+        try:
+            network.load_state_dict({name: tensor.float() for name, tensor in load(data).items()})
+        except (SafetensorError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise PredictorError(f"{folder / WEIGHTS} does not hold the network that {CARD} tells of: {reason}. Train it again.") from None
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in network.state_dict().values()):
+            raise PredictorError(f"{folder / WEIGHTS} holds numbers that are not finite. Train it again.")
+        return cls(about, network.eval(), str(expected)[:16])
+
+    def check_pair(self, target_identity: str, draft_identity: str | None) -> None:
+        """Refuse another pair than it was trained for."""
+        about = self.about
+        for what, name, own, theirs in (
+            ("target", about.target, about.target_identity, target_identity),
+            ("draft", about.draft, about.draft_identity, draft_identity),
+        ):
+            if own != theirs:
+                raise PredictorError(
+                    f"The predictor was trained for the {what} {name} ({own}), not for this one ({theirs or 'none'}). "
+                    "Train one for this pair with `specbranch train-predictor`."
+                )
+
+
+def _card(folder: Path) -> dict[str, Any]:
+    path = folder / CARD
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PredictorError(
+            f"There is no predictor to be read in {folder} ({error}). Expected a folder that `specbranch train-predictor` wrote."
+        ) from None
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
+        raise PredictorError(f"{path} does not tell of a predictor. Expected a folder that `specbranch train-predictor` wrote.")
+    if card.get("version") != VERSION:
+        raise PredictorError(
+            f"{path} is of version {card.get('version')}, this program reads version {VERSION}. Train the predictor again."
+        )
+    return card
+
+
+def _about(folder: Path, card: Mapping[str, Any]) -> About:
+    try:
+        about = About(**{one.name: card[one.name] for one in fields(About)})
+    except KeyError as error:
+        raise PredictorError(f"{folder / CARD} lacks {error}. Train the predictor again.") from None
+    for name, most in (("longest", MOST_LENGTH), ("layers", MOST_LAYERS), ("hidden", MOST_HIDDEN)):
+        value = getattr(about, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most or not math.isfinite(value):
+            raise PredictorError(f"{folder / CARD}: {name} is {value!r}; expected a whole number from 1 to {most}. Train it again.")
+    return about
