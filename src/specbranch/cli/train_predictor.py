@@ -20,9 +20,9 @@ from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice
+    from specbranch.core.runner import Runner
     from specbranch.distill.material import Material
-    from specbranch.exec.drafter import Drafter
-    from specbranch.hrad.collect import Text
+    from specbranch.hrad.collect import Collector, Text
     from specbranch.hrad.predictor import Predictor
     from specbranch.hrad.rounds import Rounds
     from specbranch.hrad.train import FitSettings, Parts
@@ -53,6 +53,7 @@ _models, _writing, _training = (options_of(title) for title in ("Pair", "Writing
 @_training("--longest", type=click.IntRange(1, 64), default=16, metavar="N", help="Draft length (γ) up to which it foretells [16].")
 @_training("--layers", type=click.IntRange(1, 64), default=4, metavar="K", help="Of how many layers it reads hidden states [4].")
 @_training("--epochs", type=click.IntRange(min=1), default=20, metavar="N", help="Times the rounds are gone over [20].")
+@_training("--batch", type=click.IntRange(min=1), default=256, metavar="N", help="Rounds of a step [256].")
 @_training("--learning-rate", type=float, default=1e-3, metavar="X", help="Highest learning rate [0.001].")
 @_training("--across-tasks/--no-across-tasks", default=True, help="Also train without each kind of text, to see what that costs [yes].")
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing, dealing and training [0].")
@@ -69,7 +70,7 @@ def train_predictor(as_json: bool, **given: Any) -> None:
     answers; nothing is trimmed meanwhile. Of the texts 75 % are learned from, 10 % calibrate, 15 % judge. DIR/report.svg shows whether
     chances come true, DIR/predictor.json holds all figures. A predictor is good for the pair it was trained for, and refused by others.
     """
-    job = _Job.of(given)
+    job = Job.of(given)
     with Bars() as bars:
         material = job.material(bars)
         rounds = job.rounds(material, bars)
@@ -80,7 +81,7 @@ def train_predictor(as_json: bool, **given: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """What was asked for."""
 
     target: str
@@ -90,7 +91,7 @@ class _Job:
     given: Mapping[str, Any]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> _Job:
+    def of(cls, given: Mapping[str, Any]) -> Job:
         """Refuse what cannot be done before anything is loaded."""
         from specbranch.assembly import chosen_device
 
@@ -133,18 +134,11 @@ class _Job:
 
     def rounds(self, material: Material, bars: Bars) -> Rounds:
         """Read rounds off the answers."""
-        from specbranch.assembly import common_vocabulary, load_runner, load_tokenizer, make_drafter
-        from specbranch.hrad.collect import Collector
+        from specbranch.assembly import load_runner
         from specbranch.hrad.rounds import Rounds
 
-        choice, draft = self._choices()
-        target, tokenizer = load_runner(choice), load_tokenizer(choice)
-        drafter: Drafter = make_drafter(draft, common_vocabulary(tokenizer, draft), target)
-        given = self.given
-        collector = Collector(
-            target, drafter.runner, drafter.sampler, layers=given["layers"], longest=given["longest"], rows=ROWS, seed=given["seed"]
-        )
-        texts = [text for text in self._texts(material) if collector.fits(text)][: given["texts"]]
+        collector = self.collector(load_runner(self._choices()[0]))
+        texts = [text for text in self.texts(material) if collector.fits(text)][: self.given["texts"]]
         if not texts:
             raise BadParameter("The target wrote nothing that both models can read. Let it write longer, with --seconds-writing.")
         made = []
@@ -152,6 +146,16 @@ class _Job:
             made.append(collector.rounds(text, number))
             bars.show("Reading", len(texts), number + 1, f"{sum(map(len, made)):,} rounds")
         return Rounds.join(made)
+
+    def collector(self, target: Runner) -> Collector:
+        """Load the draft beside a target, to read with it."""
+        from specbranch.assembly import common_vocabulary, load_tokenizer, make_drafter
+        from specbranch.hrad.collect import Collector
+
+        given, (choice, draft) = self.given, self._choices()
+        drafter = make_drafter(draft, common_vocabulary(load_tokenizer(choice), draft), target)
+        reading = {"layers": given["layers"], "longest": given["longest"], "rows": ROWS, "seed": given["seed"]}
+        return Collector(target, drafter.runner, drafter.sampler, **reading)
 
     def trained(self, rounds: Rounds, bars: Bars) -> tuple[Predictor, Parts]:
         """Train, calibrate and judge."""
@@ -163,7 +167,7 @@ class _Job:
         from specbranch.hrad.train import FitSettings, dealt, fit
 
         given, device = self.given, torch.device(self.device)
-        settings = FitSettings(epochs=given["epochs"], learning_rate=given["learning_rate"], seed=given["seed"])
+        settings = FitSettings(epochs=given["epochs"], batch=given["batch"], learning_rate=given["learning_rate"], seed=given["seed"])
         parts = dealt(rounds.to(device), settings.seed)
         start = time.monotonic()
         network = fit(parts, settings, lambda done, of, loss: bars.show("Training", of, done, f"loss {loss:.3f}"))
@@ -198,7 +202,8 @@ class _Job:
         target, draft = (ModelChoice(name, device=self.device, tail=ROWS, shorten=True) for name in (self.target, self.draft))
         return target, beside(draft, self.target)
 
-    def _texts(self, material: Material) -> list[Text]:
+    def texts(self, material: Material) -> list[Text]:
+        """Take what was written apart."""
         from specbranch.hrad.collect import Text
 
         kinds = self._kinds(material)

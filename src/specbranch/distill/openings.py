@@ -109,8 +109,10 @@ class Script:
 
     def kind_of(self, tokens: Sequence[int]) -> str:
         """Return the kind of a conversation that was written by this script: that of the longest opening it begins with."""
-        begun = {opening: kind for opening, kind in zip(self.openings, self.kinds, strict=True) if tuple(tokens[: len(opening)]) == opening}
-        return begun[max(begun, key=len)] if begun else GIVEN
+        kinds = dict(zip(self.openings, self.kinds, strict=True))
+        lengths = sorted({len(opening) for opening in self.openings}, reverse=True)
+        begun = (kinds.get(tuple(tokens[:length])) for length in lengths)
+        return next((kind for kind in begun if kind), GIVEN)
 
     def check(self, arch: Architecture) -> None:
         """Refuse ids that the model does not know."""

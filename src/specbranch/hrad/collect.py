@@ -56,8 +56,16 @@ class Collector:
         return len(text.answer) > 1 and len(ids) <= most and max(ids) < self.draft.vocabulary
 
     @torch.inference_mode()
-    def rounds(self, text: Text, number: int) -> Rounds:
-        """Read off the rounds of a text, for one draft length that is drawn for it: what a round begins behind depends on the length."""
+    def shown(self, text: Text) -> list[Row]:
+        """Have the target read a text; returns the row that led to each token of the answer, with hidden states."""
+        return list(read(self.target, text.prompt[:-1], (text.prompt[-1], *text.answer[:-1]), self.rows))
+
+    @torch.inference_mode()
+    def rounds(self, text: Text, number: int, shown: Sequence[Row] | None = None) -> Rounds:
+        """Read off the rounds of a text, for one draft length that is drawn for it: what a round begins behind depends on the length.
+
+        `shown` is what the target showed of it, if that was asked before.
+        """
         length = int(torch.randint(1, self.longest + 1, (1,), generator=self._lengths))
         said = self._said(text)
         starts = list(walk(said.agreed, length, self.longest))
@@ -66,7 +74,7 @@ class Collector:
             torch.tensor([_upto(values, start, self.longest) for start in starts]) for values in (said.confidence, said.entropy)
         )
         same = torch.full_like(taken, number), torch.full_like(taken, text.task)
-        return Rounds(self._features(text, starts), taken, left, before, confidence, entropy, *same)
+        return Rounds(self._features(text, starts, shown or self.shown(text)), taken, left, before, confidence, entropy, *same)
 
     def _said(self, text: Text) -> Said:
         rows = list(read(self.draft, text.prompt, text.answer[:-1], self.rows))
@@ -76,9 +84,8 @@ class Collector:
         # the first token is the target's own
         return Said([True, *agreed], [1.0, *(one.confidence for one in top)], [1.0, *(one.confidence for one in entropy)])
 
-    def _features(self, text: Text, starts: Sequence[Start]) -> Tensor:
+    def _features(self, text: Text, starts: Sequence[Start], rows: Sequence[Row]) -> Tensor:
         """What the network reads at each start: at the row before its token, which led to it."""
-        rows = list(read(self.target, text.prompt[:-1], (text.prompt[-1], *text.answer[:-1]), self.rows))
         at = [start.at for start in starts]
         return features([rows[n] for n in at], [text.answer[n] for n in at], self._tapped).to(torch.float16)
 

@@ -1,0 +1,106 @@
+"""Train the predictors (H-RAD) of the three SmolLM2 pairs that come with the package, as they were: `python scripts/train_predictors.py`.
+
+The same as `specbranch train-predictor` for each pair, but the target writes and reads once for all, and for the default pair predictors
+that read fewer and more layers are trained beside, for the table over K in docs/benchmarks.md. On one H200 a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specbranch.assembly import ModelChoice, load_runner
+from specbranch.cli.train_predictor import ROWS, Job
+from specbranch.cli.writing import Bars
+from specbranch.hrad.rounds import Rounds
+
+PAIRS = ("smollm2-weak", "smollm2-default", "smollm2-strong")
+SHIPPED_LAYERS = 4
+SWEEP = (1, 2, 4, 8, 16)  # of the default pair, on half of the texts
+MOST = max(SWEEP)
+
+
+def main() -> None:
+    """Write, read, train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("trained-predictors"))
+    parser.add_argument("--seconds-writing", type=float, default=40.0)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--writing-rows", type=int)
+    parser.add_argument("--texts", type=int, default=5000)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--seconds-reading", type=float, default=240.0, help="read no longer than this")
+    parser.add_argument("--material", type=Path)
+    asked = parser.parse_args()
+    with Bars() as bars:
+        first = job(PAIRS[0], MOST, asked)
+        material = first.material(bars)
+        say(f"{len(material):,} conversations, {material.tokens.numel():,} tokens")
+        rounds = read(asked, material)
+        for pair, found in rounds.items():
+            train(job(pair, SHIPPED_LAYERS, asked, across=pair == PAIRS[1]), narrowed(found, SHIPPED_LAYERS), bars, asked.out / pair)
+        half = rounds[PAIRS[1]]
+        half = half.where(half.text < int(half.text.max()) // 2)
+        for layers in SWEEP:
+            train(job(PAIRS[1], layers, asked), narrowed(half, layers), bars, asked.out / f"layers-{layers}")
+
+
+def job(pair: str, layers: int, asked: argparse.Namespace, across: bool = False) -> Job:
+    """One run of the command."""
+    given: dict[str, Any] = {"pair": pair, "target": None, "draft": None, "device": None, "out": asked.out, "data": None, "longest": 16}
+    given |= {"seconds_writing": asked.seconds_writing, "tokens": asked.tokens, "material": asked.material, "writing_length": 768}
+    given |= {"writing_rows": asked.writing_rows, "texts": asked.texts, "epochs": asked.epochs, "batch": 512, "learning_rate": 1e-3}
+    return Job.of(given | {"layers": layers, "across_tasks": across, "seed": 0})
+
+
+def read(asked: argparse.Namespace, material: Any) -> dict[str, Rounds]:
+    """Read the texts once, with one target and all drafts."""
+    jobs = {pair: job(pair, MOST, asked) for pair in PAIRS}
+    one = jobs[PAIRS[0]]
+    target = load_runner(ModelChoice(one.target, device=one.device, tail=ROWS, shorten=True))
+    collectors = {pair: one.collector(target) for pair, one in jobs.items()}
+    texts = [text for text in one.texts(material) if all(c.fits(text) for c in collectors.values())][: asked.texts]
+    made: dict[str, list[Rounds]] = {pair: [] for pair in PAIRS}
+    start = time.monotonic()
+    for number, text in enumerate(texts):
+        shown = collectors[PAIRS[0]].shown(text)
+        for pair, collector in collectors.items():
+            found = collector.rounds(text, number, shown)
+            made[pair].append(found if pair == PAIRS[1] else narrowed(found, SHIPPED_LAYERS))
+        if number % 250 == 249:
+            say(f"{number + 1} of {len(texts)} texts in {time.monotonic() - start:.0f} s")
+        if time.monotonic() - start > asked.seconds_reading:
+            break
+    return {pair: Rounds.join(parts) for pair, parts in made.items()}
+
+
+def narrowed(rounds: Rounds, layers: int) -> Rounds:
+    """Leave out the hidden states of the first of the layers that were read."""
+    hidden = 576
+    return replace(rounds, features=rounds.features[:, -(layers + 1) * hidden :].contiguous())
+
+
+def train(one: Job, rounds: Rounds, bars: Bars, out: Path) -> None:
+    """Train and save."""
+    start = time.monotonic()
+    predictor, parts = one.trained(rounds, bars)
+    predictor.save(out)
+    replace(one, out=out).draw(predictor, parts)
+    figures = predictor.about.figures
+    nats = {name: round(rival["nats"], 3) for name, rival in figures["rivals"].items()}
+    say(
+        f"{out.name}: {len(rounds):,} rounds, accuracy {figures['accuracy']:.3f}, nats {json.dumps(nats)}, {time.monotonic() - start:.0f} s"
+    )
+
+
+def say(words: str) -> None:
+    """Print a line at once."""
+    print(words, flush=True)
+
+
+if __name__ == "__main__":
+    main()
