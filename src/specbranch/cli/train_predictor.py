@@ -55,6 +55,14 @@ _models, _writing, _training = (options_of(title) for title in ("Pair", "Writing
 @_training("--epochs", type=click.IntRange(min=1), default=20, metavar="N", help="Times the rounds are gone over [20].")
 @_training("--batch", type=click.IntRange(min=1), default=256, metavar="N", help="Rounds of a step [256].")
 @_training("--learning-rate", type=float, default=1e-3, metavar="X", help="Highest learning rate [0.001].")
+@_training("--weight-decay", type=float, default=0.1, metavar="X", help="How strongly weights are pulled to 0 [0.1].")
+@_training(
+    "--forgets",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.2,
+    metavar="X",
+    help="Share of features left out in every step [0.2].",
+)
 @_training("--across-tasks/--no-across-tasks", default=True, help="Also train without each kind of text, to see what that costs [yes].")
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing, dealing and training [0].")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: accuracy, confusion, calibration, log_loss …")
@@ -167,13 +175,16 @@ class Job:
         from specbranch.hrad.train import FitSettings, dealt, fit
 
         given, device = self.given, torch.device(self.device)
-        settings = FitSettings(epochs=given["epochs"], batch=given["batch"], learning_rate=given["learning_rate"], seed=given["seed"])
+        settings = FitSettings(
+            given["epochs"], given["batch"], given["learning_rate"], given["weight_decay"], given["forgets"], given["seed"]
+        )
         parts = dealt(rounds.to(device), settings.seed)
         start = time.monotonic()
-        network = fit(parts, settings, lambda done, of, loss: bars.show("Training", of, done, f"loss {loss:.3f}"))
-        seconds = time.monotonic() - start
+        fitted = fit(parts, settings, lambda done, of, nats: bars.show("Training", of, done, f"{nats:.3f} nats a round"))
+        network, seconds = fitted.network, time.monotonic() - start
         shown = min(SHOWN, given["longest"])
-        figures = {**report.figures(network, parts.judged, shown), "rivals": report.rivalry(network, parts, settings.seed)}
+        figures = {**report.figures(network, parts.judged, shown), "epoch": fitted.epoch, "nats_calibrated": fitted.nats}
+        figures |= {"rivals": report.rivalry(network, parts, settings.seed)}
         if given["across_tasks"]:
             bars.show("Across tasks", None, 0, "")
             figures["across_tasks"] = report.across_tasks(parts, self._tasks(), settings, network)
@@ -264,7 +275,7 @@ def _summary(out: Path, predictor: Predictor) -> str:
         "  true \\ told   none    some     all",
         *(f"  {name:10} " + " ".join(f"{count:7,}" for count in row) for name, row in _confusion(figures)),
         "How well each way foretells how much is taken, in nats a round (less is better; in brackets the difference to H-RAD):",
-        *(f"  {name:13} {one['nats']:.3f} ({one['low']:+.3f} … {one['high']:+.3f})" for name, one in figures["rivals"].items()),
+        *(f"  {name:23} {one['nats']:.3f} ({one['low']:+.3f} … {one['high']:+.3f})" for name, one in figures["rivals"].items()),
     ]
     for name, one in figures.get("across_tasks", {}).items():
         more = one["nats_unseen"] / one["nats"] - 1

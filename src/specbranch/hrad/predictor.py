@@ -63,7 +63,7 @@ class Predictor:
     def save(self, folder: Path) -> None:
         """Write it; the JSON comes last, so that a folder which has one is whole."""
         tensors = {name: tensor.detach().cpu().to(torch.float16) for name, tensor in self.network.state_dict().items()}
-        for name in ("mean", "scale", "sharpness"):  # a few numbers, of any size
+        for name in ("mean", "scale", "sharpness", "shift"):  # a few numbers, of any size
             tensors[name] = self.network.state_dict()[name].detach().cpu().float()
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         card = {"format": FORMAT, "version": VERSION, "weights_sha256": sha256(data).hexdigest(), **asdict(self.about)}

@@ -62,7 +62,7 @@ def _error(said: torch.Tensor, true: torch.Tensor) -> float:
 
 def rivalry(network: Network, parts: Parts, seed: int = 0) -> dict[str, Any]:
     """Every way to foretell a draft's length, in nats a round."""
-    return {name: asdict(one) for name, one in compare(laws(network, parts.learned), parts.judged, seed).items()}
+    return {name: asdict(one) for name, one in compare(laws(network, parts.learned, parts.calibrated), parts.judged, seed).items()}
 
 
 def across_tasks(parts: Parts, tasks: tuple[str, ...], settings: FitSettings, network: Network) -> dict[str, dict[str, float]]:
@@ -73,7 +73,7 @@ def across_tasks(parts: Parts, tasks: tuple[str, ...], settings: FitSettings, ne
         learned, calibrated = (part.where(part.task != number) for part in (parts.learned, parts.calibrated))
         if not (len(own) and len(learned) and len(calibrated)):
             continue
-        other = fit(Parts(learned, calibrated, own), settings)
+        other = fit(Parts(learned, calibrated, own), settings).network
         found[name] = {
             "rounds": len(own),
             "nats": float(losses(predicted(network), own).mean()),

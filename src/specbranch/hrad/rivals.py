@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specbranch.hrad.network import ALL, Network
-from specbranch.hrad.rounds import UNKNOWN, Rounds
+from specbranch.hrad.network import Network
+from specbranch.hrad.rounds import UNKNOWN, Rounds, outcomes
 
 EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)  # between classes of confidence
 LEAST, MOST = 1e-4, 1 - 1e-4  # no law is sure
 TRUST = 2.0  # observations that the overall share counts as, in each class
-EPOCHS = 300
+STEPS, LEASH = 300, 1e-4
 
 Law = Callable[[Rounds], Tensor]  # the chance of each token of a draft once all before it are taken [rounds, longest]
 
@@ -34,28 +35,28 @@ class Comparison:
     high: float
 
 
-def laws(network: Network, learned: Rounds) -> dict[str, Law]:
-    """Return every way to foretell, fitted to some rounds."""
+def laws(network: Network, learned: Rounds, unseen: Rounds) -> dict[str, Law]:
+    """Return every way to foretell, fitted to some rounds; the hybrid to others, which the network did not learn from."""
     h_rad = predicted(network)
+    confidence = _by_class(lambda rounds: _class_of(rounds.confidence), len(EDGES) + 1, learned, by_place=False)
+    entropy = _by_class(lambda rounds: _class_of(rounds.entropy), len(EDGES) + 1, learned, by_place=False)
     return {
         "no knowledge": _by_class(lambda rounds: torch.zeros_like(rounds.taken)[:, None].expand(-1, rounds.longest), 1, learned),
         "last length": _by_class(lambda rounds: _last_class(rounds)[:, None].expand(-1, rounds.longest), 4, learned),
-        "entropy": _by_class(lambda rounds: _class_of(rounds.entropy), len(EDGES) + 1, learned, by_place=False),
-        "confidence": _by_class(lambda rounds: _class_of(rounds.confidence), len(EDGES) + 1, learned, by_place=False),
+        "entropy": entropy,
+        "confidence": confidence,
         "H-RAD": h_rad,
-        "hybrid": _hybrid(h_rad, learned),
+        "confidence and entropy": _hybrid((confidence, entropy), unseen),
+        "hybrid": _hybrid((confidence, entropy, h_rad), unseen),
     }
 
 
 def predicted(network: Network) -> Law:
-    """What a network says: of a draft of n tokens all are taken with the chance of class ALL; each token's own chance is their ratio."""
+    """What a network says."""
 
     def law(rounds: Rounds) -> Tensor:
         with torch.no_grad():
-            whole = torch.cat([network.chances(part)[..., ALL] for part in torch.split(rounds.features, 8192)])
-        reach = torch.cummin(whole, dim=1).values.clamp_min(1e-8)
-        before = torch.cat((torch.ones_like(reach[:, :1]), reach[:, :-1]), dim=1)
-        return (reach / before).clamp(LEAST, MOST)
+            return torch.cat([network.steps(part) for part in torch.split(rounds.features, 8192)]).clamp(LEAST, MOST)
 
     return law
 
@@ -65,14 +66,6 @@ def losses(law: Law, rounds: Rounds) -> Tensor:
     chances, seen, true = law(rounds), *outcomes(rounds)
     nats = -torch.where(true, chances, 1 - chances).log()
     return (nats * seen).sum(1)
-
-
-def outcomes(rounds: Rounds) -> tuple[Tensor, Tensor]:
-    """Which places of a draft are judged at all, and where the token was taken, each [rounds, longest]."""
-    place = torch.arange(rounds.longest, device=rounds.taken.device)
-    true = place < rounds.taken[:, None]
-    seen = (place <= rounds.taken[:, None]) & (place < rounds.left[:, None])
-    return seen, true
 
 
 def compare(found: Mapping[str, Law], rounds: Rounds, seed: int = 0, draws: int = 2000) -> dict[str, Comparison]:
@@ -118,29 +111,27 @@ def _by_class(classes: Callable[[Rounds], Tensor], many: int, learned: Rounds, b
     return lambda rounds: shares[index(rounds)]
 
 
-def _hybrid(h_rad: Law, learned: Rounds) -> Law:
-    """Logistic regression on H-RAD's chance and the classes of confidence and entropy, with how far H-RAD counts at each place."""
-    device, longest, many = learned.taken.device, learned.longest, len(EDGES) + 1
-    sure, sorted_, weight = (torch.zeros(size, device=device, requires_grad=True) for size in (many, many, longest))
+def _hybrid(said: Sequence[Law], rounds: Rounds) -> Law:
+    """Put laws together: the log of the odds is a weighted sum of theirs and a shift, at each place of a draft its own.
 
-    def law(rounds: Rounds) -> Tensor:
-        said = torch.logit(h_rad(rounds))
-        scores = sure[_class_of(rounds.confidence)] + sorted_[_class_of(rounds.entropy)] + weight * said
-        return torch.sigmoid(scores).clamp(LEAST, MOST)
+    It begins as the first of them, and is held near it: at far places few rounds are left to go by.
+    """
+    device, longest = rounds.taken.device, rounds.longest
+    start = torch.zeros(len(said) + 1, longest, device=device)
+    start[0] = 1.0
+    weights = start.clone().requires_grad_()
+    seen, true = outcomes(rounds)
 
-    parameters: Sequence[Tensor] = (sure, sorted_, weight)
-    optimiser = torch.optim.Adam(parameters, lr=0.05)
-    seen, true = outcomes(learned)
-    said = torch.logit(h_rad(learned))
-    confidence, entropy = _class_of(learned.confidence)[seen], _class_of(learned.entropy)[seen]
-    place = torch.arange(longest, device=device).expand(len(learned), -1)[seen]
-    said, true = said[seen], true[seen].float()
-    for _ in range(EPOCHS):
-        scores = sure[confidence] + sorted_[entropy] + weight[place] * said
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, true)
+    def heard(some: Rounds) -> Tensor:
+        return torch.stack([torch.logit(law(some)) for law in said] + [torch.ones(len(some), longest, device=device)])
+
+    given = heard(rounds)
+    optimiser = torch.optim.Adam([weights], lr=0.02)
+    for _ in range(STEPS):
+        each = binary_cross_entropy_with_logits((weights[:, None] * given).sum(0), true.float(), reduction="none")
+        loss = (each * seen).sum() / len(rounds) + LEASH * ((weights - start) ** 2).sum()
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    return law
+    found = weights.detach()
+    return lambda some: torch.sigmoid((found[:, None] * heard(some)).sum(0)).clamp(LEAST, MOST)

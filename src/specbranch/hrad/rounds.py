@@ -86,3 +86,11 @@ class Rounds:
         found = torch.where(taken >= lengths, ALL, torch.where(taken == 0, NONE, SOME))
         undecided = (taken >= left) & (lengths > left)  # right up to the text's end
         return found.masked_fill(undecided, UNKNOWN)
+
+
+def outcomes(rounds: Rounds) -> tuple[Tensor, Tensor]:
+    """Which places of a draft are judged at all, and where the token was taken, each [rounds, longest]."""
+    place = torch.arange(rounds.longest, device=rounds.taken.device)
+    true = place < rounds.taken[:, None]
+    seen = (place <= rounds.taken[:, None]) & (place < rounds.left[:, None])
+    return seen, true

@@ -5,22 +5,23 @@ Owns the recipe. Invariant: no text has rounds in two of the three parts, so wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specbranch.errors import BadParameter
 from specbranch.hrad.network import Network
-from specbranch.hrad.rounds import UNKNOWN, Rounds
+from specbranch.hrad.rounds import Rounds, outcomes
 
 CALIBRATED, JUDGED = 0.1, 0.15  # shares of the texts
 LEAST_TEXTS = 8
-SHARPEST = 20.0
+CALIBRATION_STEPS, LEASH = 300, 1e-4
 
-Progress = Callable[[int, int, float], None]  # epochs done, of how many, loss
+Progress = Callable[[int, int, float], None]  # epochs done, of how many, nats a round on texts that are not learned from
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class FitSettings:
     epochs: int = 20
     batch: int = 256
     learning_rate: float = 1e-3
-    weight_decay: float = 0.02
+    weight_decay: float = 0.1
+    forgets: float = 0.2  # share of the features left out at random in every step
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,6 +51,15 @@ class Parts:
     judged: Rounds
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A trained network, and how it did on the texts it was calibrated on."""
+
+    network: Network
+    epoch: int
+    nats: float
+
+
 def quiet(done: int, of: int, loss: float) -> None:
     """Show nothing."""
 
@@ -65,54 +76,72 @@ def dealt(rounds: Rounds, seed: int = 0) -> Parts:
     return Parts(rounds.where(~(calibrated | judged)), rounds.where(calibrated), rounds.where(judged))
 
 
-def fit(parts: Parts, settings: FitSettings, progress: Progress = quiet) -> Network:
-    """Train a network and calibrate it."""
+def fit(parts: Parts, settings: FitSettings, progress: Progress = quiet) -> Fitted:
+    """Train a network, keep it as it was when it did best on texts it does not learn from, and calibrate it on those."""
     rounds = parts.learned
     torch.manual_seed(settings.seed)
-    network = Network(rounds.features.shape[1], rounds.longest).to(rounds.features.device)
+    network = Network(rounds.features.shape[1], rounds.longest, settings.forgets).to(rounds.features.device)
     network.fit_scale(rounds.features)
-    learn(network, rounds, settings, progress)
+    epoch = learn(network, parts, settings, progress)
     calibrate(network, parts.calibrated)
-    return network.eval()
+    return Fitted(network.eval(), epoch, nats(network, parts.calibrated))
 
 
-def learn(network: Network, rounds: Rounds, settings: FitSettings, progress: Progress = quiet) -> None:
-    """Go over the rounds again and again, the rate falling to nothing."""
-    labels, device = rounds.labels(), rounds.features.device
+def learn(network: Network, parts: Parts, settings: FitSettings, progress: Progress = quiet) -> int:
+    """Go over the rounds again and again, the rate falling to nothing; returns the epoch that is kept."""
+    rounds, device = parts.learned, parts.learned.features.device
     optimiser = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
     steps = settings.epochs * -(-len(rounds) // settings.batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, settings.learning_rate, total_steps=steps + 1, pct_start=0.1)
     generator = torch.Generator().manual_seed(settings.seed)
-    network.train()
-    for epoch in range(settings.epochs):
-        total = torch.zeros((), device=device)
+    seen, true = outcomes(rounds)
+    best, kept, held = math.inf, 0, dict[str, Tensor]()
+    for epoch in range(1, settings.epochs + 1):
+        network.train()
         order = torch.randperm(len(rounds), generator=generator).to(device)
         for chosen in torch.split(order, settings.batch):
-            loss = loss_of(network(rounds.features[chosen]), labels[chosen])
+            loss = loss_of(network(rounds.features[chosen]), seen[chosen], true[chosen])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             schedule.step()
-            total += loss.detach() * chosen.numel()
-        progress(epoch + 1, settings.epochs, float(total) / len(rounds))
-    network.eval()
+        unseen = nats(network.eval(), parts.calibrated)
+        if unseen < best:
+            best, kept, held = unseen, epoch, {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        progress(epoch, settings.epochs, unseen)
+    if held:
+        network.load_state_dict(held)
+    return kept
 
 
-def loss_of(scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy over all lengths whose class is known; none at all is no loss."""
-    if bool((labels == UNKNOWN).all()):
-        return scores.sum() * 0.0
-    return cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=UNKNOWN)
+def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
+    """Nats a round: what the lengths of the drafts cost, as far as they are known."""
+    each = binary_cross_entropy_with_logits(scores, true.float(), reduction="none")
+    return (each * seen).sum() / len(scores)
 
 
 @torch.no_grad()
+def nats(network: Network, rounds: Rounds) -> float:
+    """The same over many rounds."""
+    seen, true = outcomes(rounds)
+    scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
+    return float(loss_of(scores, seen, true))
+
+
 def calibrate(network: Network, rounds: Rounds) -> None:
-    """Find for each length what the scores are to be multiplied by so that chances come true as often as they say."""
-    network.sharpness.fill_(1.0)
-    scores, labels = network(rounds.features), rounds.labels()
-    tried = torch.logspace(-1, 1, 81, device=scores.device).clamp(max=SHARPEST)
-    for at in range(rounds.longest):
-        known = labels[:, at] != UNKNOWN
-        if bool(known.any()):
-            losses = torch.stack([cross_entropy(scores[known, at] * by, labels[known, at]) for by in tried])
-            network.sharpness[at] = tried[int(losses.argmin())]
+    """Find for each place how scores are to be scaled and shifted so that chances come true as often as they say (Platt)."""
+    seen, true = outcomes(rounds)
+    with torch.no_grad():
+        scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
+    sharpness, shift = torch.ones_like(network.sharpness).requires_grad_(), torch.zeros_like(network.shift).requires_grad_()
+    optimiser = torch.optim.Adam((sharpness, shift), lr=0.02)
+    for _ in range(CALIBRATION_STEPS):
+        # held near what it was: at far places few rounds are left to go by
+        leash = ((sharpness - 1) ** 2).sum() + (shift**2).sum()
+        loss = loss_of(scores * sharpness + shift, seen, true) + LEASH * leash
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    with torch.no_grad():
+        network.shift.mul_(sharpness).add_(shift)
+        network.sharpness.mul_(sharpness)
