@@ -16,9 +16,12 @@ from specbranch.errors import BadParameter, unknown
 
 Rule = Literal["match", "ratio"]
 HeadKind = Literal["top", "sampled"]
-PolicyName = Literal["fixed", "confidence", "entropy", "planner"]
-
-Part = Literal["overlap", "trees", "branches", "lookup", "learning"]
+PolicyName = Literal["fixed", "confidence", "entropy", "last", "paper", "oracle", "planner"]
+Part = Literal["overlap", "trees", "branches", "lookup", "learning", "hrad", "posterior"]
+PARTS: dict[str, tuple[Part, ...]] = {  # what each policy has that can be left out
+    "planner": ("overlap", "trees", "branches", "lookup", "learning"),
+    "paper": ("hrad", "branches", "posterior"),
+}
 
 TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
 LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
@@ -121,7 +124,7 @@ class SpeculativeConfig:
     until_target: bool = False  # draft on until the target is done, instead of a fixed length
     ngram_max: int = 4
     ngram_min: int = 1
-    without: tuple[Part, ...] = ()  # parts of the planner to leave out, to see what each brings
+    without: tuple[Part, ...] = ()  # parts of the policy to leave out, to see what each brings (PARTS)
 
     def __post_init__(self) -> None:
         self._check_parts()
@@ -146,7 +149,7 @@ class SpeculativeConfig:
         object.__setattr__(self, "without", tuple(parts))
         for part in self.without:
             if part not in get_args(Part):
-                raise unknown("part of the planner", str(part), get_args(Part))
+                raise unknown("part of a policy", str(part), get_args(Part))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

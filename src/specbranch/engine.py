@@ -15,14 +15,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import ModelChoice, RunnerName, assemble, cost_profile
+from specbranch.assembly import ModelChoice, RunnerName, assemble, cost_profile, make_forecaster
 from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import Costs, LearnedCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
 from specbranch.core.request import Request
-from specbranch.core.runner import Runner
+from specbranch.core.runner import Forecaster, Runner
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
@@ -56,12 +56,14 @@ class LLM:
         max_batch: int = 1,
         clock: str | None = None,
         force_profile: bool = False,
+        predictor: str | None = None,
     ) -> None:
         """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub ids; the default pair
         where nothing is named.
 
         Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real and time is modelled:
         all seconds in the statistics are those the profile charges. A profile measured with another pair is refused, unless forced.
+        `predictor`: a folder that `specbranch train-predictor` wrote, for policy "paper"; the pairs known by name have one of their own.
         """
         self.target, named = chosen_models(pair, target, draft)
         profile = cost_profile(clock, self.target, named, force_profile)
@@ -78,11 +80,15 @@ class LLM:
         self._verifier = self._parts.verifier
         self._loop = Loop(self._parts.executor)
         self._numbers = count()
+        self._named = named, predictor
+        self._forecasters: dict[int, Forecaster | None] = {}  # by draft length
+        self._forecaster = self._foretelling()
 
     def using(self, method: str | None = None, *, speculative: SpeculativeConfig | Mapping[str, Any] | None = None) -> LLM:
         """Return an LLM that decodes with another method on the same loaded models; closing one of the two closes both."""
         other = copy(self)
         other._take_method(_config(speculative, method), self._has_draft)
+        other._forecaster = other._foretelling()
         return other
 
     @property
@@ -191,6 +197,19 @@ class LLM:
     def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:
         self.method, self.config = best_fit(config, has_draft)
         self._method = find_method(self.method, has_draft)
+        if self.config.policy == "oracle":
+            raise BadParameter(
+                "Policy 'oracle' knows the target's text beforehand, which only a replay does: `specbranch bench run --clock`."
+            )
+
+    def _foretelling(self) -> Forecaster | None:
+        """Who tells the method what becomes of its drafts, if it wants to know; what is missing is said once for each draft length."""
+        if not self._method.heeds_signals(self.config):
+            return None
+        length, (draft, predictor) = self.config.num_speculative_tokens, self._named
+        if length not in self._forecasters:
+            self._forecasters[length] = make_forecaster(predictor, self.target, draft, self._verifier.runner, length)
+        return self._forecasters[length]
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -249,6 +268,7 @@ class LLM:
     def _join(self, answer: Answer) -> None:
         if self._loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
+        self._verifier.forecaster = self._forecaster
         self._loop.join(answer.session, self._method.start(answer.session, self.config, self._experience))
 
     def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:

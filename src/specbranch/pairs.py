@@ -19,6 +19,7 @@ from specbranch.errors import BadParameter, ModelError, unknown
 
 DRAFTS_VARIABLE = "SPECBRANCH_DRAFTS"
 IN_PACKAGE = Path(__file__).parent / "drafts"
+PREDICTORS = Path(__file__).parent / "predictors"  # H-RAD of each pair, by its name
 IN_CHECKOUT = Path(__file__).parents[2] / "drafts"
 _SMOLLM2 = "3fd491c8066dd9dc1a2bf6796701526c82817d95c0ecabacdef3013c2b8bbbaa"
 
@@ -97,6 +98,12 @@ def draft_folder(name: str) -> Path:
         f"alone: the others are in drafts/ of a checkout of the repository, or are made by its scripts/train_drafts.py. "
         f"Set {DRAFTS_VARIABLE} to a folder that has {name!r} in it."
     )
+
+
+def predictor_folder(draft: str | None) -> Path | None:
+    """Return the folder of the predictor that was trained for a pair, by the name of its draft; nothing if there is none."""
+    folder = PREDICTORS / draft if draft in PAIRS else None
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def roots() -> tuple[Path, ...]:

@@ -6,6 +6,7 @@ conversation goes on, the answers before are the target's own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from specbranch.assembly import identity
+from specbranch.bench.forecasts import Forecasts
 from specbranch.bench.ledger import Books
 from specbranch.bench.play import Draft, Player
 from specbranch.bench.record import Record, Records, Task
@@ -22,8 +24,13 @@ from specbranch.bench.replay import Memory
 from specbranch.bench.suites import Prompt
 from specbranch.config import SamplingParams
 from specbranch.engine import LLM
+from specbranch.errors import ModelError
+from specbranch.hrad.forecast import ON
+from specbranch.hrad.predictor import Predictor
 from specbranch.models.store import cache_folder
-from specbranch.pairs import chosen_models
+from specbranch.pairs import chosen_models, predictor_folder
+
+log = logging.getLogger("specbranch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +63,24 @@ def pair_title(pair: str | None, target: str, draft: str | None) -> str:
 class Lab:
     """A loaded pair, its records and its draft's memory; to be closed."""
 
-    def __init__(self, pair: str | None = None, target: str | None = None, draft: str | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        pair: str | None = None,
+        target: str | None = None,
+        draft: str | None = None,
+        folder: Path | None = None,
+        predictor: str | None = None,
+    ) -> None:
+        """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own."""
         target, draft = chosen_models(pair, target, draft)
         self.pair = pair_title(pair, target, draft)
-        self.llm = LLM(target, draft)
+        self.llm = LLM(target, draft, predictor=predictor)
         self.identity = {"target": target, "target_identity": identity(target)}
         place = folder or default_folder()
         self._records = Records(place / "records", self.identity["target_identity"])
         self.draft = self._remembering(draft, place)
-        self.books = Books(self.draft)
+        self.forecasts = self._foretelling(predictor, draft, place)
+        self.books = Books(self.draft, self.forecasts)
 
     @property
     def digest(self) -> str:
@@ -97,7 +113,7 @@ class Lab:
     @contextmanager
     def player(self, record: Record) -> Iterator[Player]:
         """Play one record; the draft's cache is freed at the end."""
-        player = Player(record, self.draft)
+        player = Player(record, self.draft, self.forecasts)
         try:
             player.read_ahead()
             yield player
@@ -127,6 +143,19 @@ class Lab:
         self.identity |= {"draft": name, "draft_identity": known}
         memory = Memory(place / "drafts" / f"{known}.sqlite")
         return Draft(f"{known} {self.identity['target_identity']}", memory, worker.runner, worker.sampler)
+
+    def _foretelling(self, given: str | None, draft: str | None, place: Path) -> Forecasts | None:
+        """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as everywhere."""
+        folder = Path(given) if given is not None else predictor_folder(draft)
+        if folder is None or draft is None:
+            return None
+        try:
+            predictor = Predictor.load(folder)
+            predictor.check_pair(self.identity["target_identity"], self.identity.get("draft_identity"))
+            return Forecasts(predictor, self.llm.target_runner, place / "forecasts", self.identity["target_identity"])
+        except ModelError as error:
+            log.warning("%s %s", error, ON)
+            return None
 
     def _task(self, messages: list[dict[str, Any]], workload: Workload, seed: int) -> Task:
         tokenizer = self.llm.tokenizer

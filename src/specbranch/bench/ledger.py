@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from specbranch.bench.forecasts import Forecasts
 from specbranch.bench.play import Draft, Player
 from specbranch.bench.record import Record, Task
 from specbranch.bench.results import BASELINE
@@ -79,8 +80,8 @@ def has_book(config: SpeculativeConfig) -> bool:
 class Books:
     """What was played with one draft; asked again, by whatever clock, nothing is played again. To be closed."""
 
-    def __init__(self, draft: Draft | None) -> None:
-        self._draft = draft
+    def __init__(self, draft: Draft | None, forecasts: Forecasts | None = None) -> None:
+        self._draft, self._forecasts = draft, forecasts
         self._held: dict[tuple[Task, SpeculativeConfig], Book] = {}
         on_cpu = draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"  # elsewhere a cache is all there from the beginning
         self._most = OPEN if on_cpu else 1
@@ -116,7 +117,7 @@ class Books:
                 self._players.pop(next(iter(self._players))).close()
             if self._draft:
                 self._draft.memory.forget()
-            player = BookingPlayer(record, self._draft)
+            player = BookingPlayer(record, self._draft, self._forecasts)
             player.read_ahead()
         self._players[record.task] = player
         return player
@@ -134,8 +135,8 @@ class BookingPlayer(Player):
         numbers = (number for target, steps in meter.rounds for number in (len(steps), *target, *(x for step in steps for x in step)))
         return Book(stats, array("f", numbers))
 
-    def _executor(self, profile: CostProfile) -> VirtualClock:
-        made = super()._executor(profile)
+    def _executor(self, profile: CostProfile, knows: bool = False) -> VirtualClock:
+        made = super()._executor(profile, knows)
         return _Rounds(made.target, made.draft, profile)
 
 

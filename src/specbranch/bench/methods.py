@@ -5,6 +5,7 @@ Owns their names and what settings a name stands for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +25,7 @@ SHOWN = {  # what of a configuration is told beside a row, by method
     "speculative": ("num_speculative_tokens", "policy", "stop_below"),
     "adaptive": ("num_speculative_tokens",),
     "pearl": ("num_speculative_tokens",),
-    "specbranch:confidence": ("num_speculative_tokens", "stop_below", "max_branches"),
+    "specbranch:fixed": ("num_speculative_tokens",),
     "tree": ("without",),
     "specbranch": ("without",),
     "auto": ("without",),
@@ -45,7 +46,8 @@ class Setting:
         if self.config is None:
             return {}
         values = asdict(self.config)
-        names = SHOWN.get(self.method, ("num_speculative_tokens", "stop_below", "max_branches"))  # those with a policy of their own
+        name = Name.of(self.method)
+        names = (*SHOWN.get(name.like, ("num_speculative_tokens", "stop_below", "max_branches", "without")), *name.values)
         return {name: values[name] for name in names if values[name] not in (None, ()) and _matters(name, self.config)}
 
     @property
@@ -59,16 +61,56 @@ class Setting:
         return self.method == "hf-assisted" or (_base(self.method) in METHODS and METHODS[_base(self.method)].needs_draft)
 
 
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A method's name taken apart: METHOD, METHOD:POLICY, with -PART for what is left out and @SETTING=VALUE for what is set."""
+
+    method: str
+    policy: str | None
+    without: tuple[str, ...]
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name: str) -> Name:
+        """Take a name apart, or say what is wrong with it."""
+        head, *settings = name.split("@")
+        like, *parts = head.split("-")
+        method, _, policy = like.partition(":")
+        if method not in METHODS:
+            raise unknown("method", name if parts else method, (*METHODS, *OUTSIDE))
+        return cls(method, policy or None, tuple(parts), dict(_value(name, setting) for setting in settings))
+
+    @property
+    def like(self) -> str:
+        """The method it is a variant of."""
+        return f"{self.method}:{self.policy}" if self.policy else self.method
+
+    def applied(self, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return the settings of the method it is a variant of, changed as the name says."""
+        named = {"method": self.method, **({"policy": self.policy} if self.policy else {}), **self.values}
+        config = SpeculativeConfig.from_dict({**values, **named, **({"without": self.without} if self.without else {})})
+        METHODS[self.method].check(self.method, config)
+        return config
+
+
+def _value(name: str, setting: str) -> tuple[str, Any]:
+    key, _, text = setting.partition("=")
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        raise BadParameter(f"{name!r} sets {setting!r}; expected @SETTING=VALUE, such as @stop_below=0.2.") from None
+
+
 def default_setting(method: str, overrides: Mapping[str, Any] | None = None) -> Setting:
-    """Return a method with its usual settings; METHOD:POLICY names another policy than its own."""
+    """Return a method with its usual settings; METHOD:POLICY names another policy than its own, see Name for variants."""
     if method in OUTSIDE:
         return Setting(method, None)
-    base, _, policy = method.partition(":")
-    if base not in METHODS:
-        raise unknown("method", base, (*METHODS, *OUTSIDE))
-    config = SpeculativeConfig.from_dict({**(overrides or {}), "method": base, **({"policy": policy} if policy else {})})
-    METHODS[base].check(base, config)
-    return Setting(method, config)
+    return Setting(method, Name.of(method).applied(overrides or {}))
+
+
+def variant(method: str, of: Setting) -> Setting:
+    """Return a variant of a method that is set already."""
+    return of if of.config is None else Setting(method, Name.of(method).applied(asdict(of.config)))
 
 
 def given_setting(values: Mapping[str, Any]) -> Setting:
@@ -89,10 +131,11 @@ def chosen_methods(names: Iterable[str], has_draft: bool) -> tuple[str, ...]:
 
 
 def _base(method: str) -> str:
-    """The method of a name that may tell a policy, too."""
-    return method.partition(":")[0]
+    """The method of a name that may tell a policy and more, too."""
+    return method if method in OUTSIDE else Name.of(method).method
 
 
 def _matters(name: str, config: SpeculativeConfig) -> bool:
     """Whether a value has any effect: the threshold has none where nothing stops by confidence, nor branches where there are none."""
-    return {"stop_below": config.policy == "confidence", "max_branches": config.method == "specbranch"}.get(name, True)
+    branching = config.method == "specbranch" and "branches" not in config.without
+    return {"stop_below": config.policy in ("confidence", "paper", "last"), "max_branches": branching}.get(name, True)

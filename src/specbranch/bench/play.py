@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specbranch.bench.forecasts import Forecasts
 from specbranch.bench.foresight import read_ahead
 from specbranch.bench.reader import Reader
 from specbranch.bench.record import Record
-from specbranch.bench.replay import MemoRunner, Memory, MemoSampler, RecordedRunner, RecordedSampler
+from specbranch.bench.replay import Knowing, MemoRunner, Memory, MemoSampler, RecordedRunner, RecordedSampler
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -61,16 +62,19 @@ class Draft:
 class Player:
     """Plays one record again and again, with other methods, settings and profiles; to be closed."""
 
-    def __init__(self, record: Record, draft: Draft | None) -> None:
-        self.record, self.draft = record, draft
+    def __init__(self, record: Record, draft: Draft | None, forecasts: Forecasts | None = None) -> None:
+        self.record, self.draft, self.forecasts = record, draft, forecasts
         self._reader = draft.reader(record) if draft else None
 
     def play(
         self, config: SpeculativeConfig, profile: CostProfile, trace: Trace | None = None, experience: Experience | None = None
     ) -> Stats:
         """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto` goes by, and adds to."""
-        loop, session = Loop(self._executor(profile), trace), self._session()
         method = find_method(config.method or "autoregressive", self.draft is not None)
+        executor = self._executor(profile, knows=config.policy == "oracle")
+        if method.heeds_signals(config) and self.forecasts is not None:
+            executor.target.forecaster = self.forecasts.of(self.record)
+        loop, session = Loop(executor, trace), self._session()
         known = experience or Experience(profile, self.draft is not None)
         loop.join(session, method.start(session, config, known))
         while loop.live:
@@ -91,10 +95,13 @@ class Player:
         if self._reader:
             self._reader.close()
 
-    def _executor(self, profile: CostProfile) -> VirtualClock:
+    def _executor(self, profile: CostProfile, knows: bool = False) -> VirtualClock:
+        """Put the workers together; a draft that `knows` is sure of what is right, and of nothing else."""
         capacity = len(self.record.text) + 256  # room for what is drafted beyond the end
         target = Verifier(RecordedRunner(self.record, 1 << 31, capacity), RecordedSampler(self.record))
         draft = self.draft.worker(self.record, self._reader) if self.draft and self._reader else None
+        if draft is not None and knows:
+            draft.sampler = Knowing(draft.sampler, self.record)
         return VirtualClock(target, draft, profile)
 
     def _session(self) -> Session:

@@ -11,7 +11,7 @@ import sqlite3
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from specbranch.bench.record import Record, Task
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Feed, Law, Proposal, Row
+from specbranch.core.runner import Ask, Feed, Law, Proposal, Row, Sampler
 from specbranch.core.slots import ROOT, Slots
 from specbranch.errors import BadParameter
 
@@ -284,3 +284,27 @@ class MemoSampler(_Silent):
     def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
         """Refuse, likewise."""
         raise _unknown()
+
+
+class Knowing(_Silent):
+    """A draft's sampler that proposes what the draft proposes, and knows what is right: sure of that, and of nothing else."""
+
+    def __init__(self, sampler: Sampler, record: Record) -> None:
+        self._sampler, self._text = sampler, record.text
+
+    def propose(self, rows: Sequence[Row], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
+        """Return the draft's candidates with the truth in place of its confidence."""
+        made = self._sampler.propose(rows, spots, asks)
+        return [replace(one, confidence=float(self._right(one, spot))) for one, spot in zip(made, spots, strict=True)]
+
+    def pick(self, rows: Sequence[Row], spots: Sequence[Spot]) -> list[int]:
+        """A draft picks nothing."""
+        raise _unknown()
+
+    def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
+        """Nor does it tell of the target."""
+        raise _unknown()
+
+    def _right(self, proposal: Proposal, spot: Spot) -> bool:
+        at = spot.position
+        return at < len(self._text) and proposal.tokens[0] == self._text[at] and tuple(spot.history()) == self._text[:at]

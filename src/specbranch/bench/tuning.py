@@ -24,7 +24,7 @@ from specbranch import __version__
 from specbranch.bench.files import write_whole
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.ledger import has_book
-from specbranch.bench.methods import Setting, default_setting
+from specbranch.bench.methods import OUTSIDE, Name, Setting, default_setting, variant
 from specbranch.bench.record import Record
 from specbranch.bench.results import BASELINE
 from specbranch.bench.run import Clock, Progress
@@ -54,6 +54,18 @@ SPACES: dict[str, Knobs] = {
         "stop_below": tuple(n / 20 for n in range(20)),
         "max_branches": range(1, 7),
     },
+    "specbranch:paper": {
+        "num_speculative_tokens": range(1, 17),
+        "stop_below": tuple(n / 20 for n in range(20)),
+        "max_branches": range(1, 13),
+    },
+    "specbranch:last": {
+        "num_speculative_tokens": range(1, 17),
+        "stop_below": tuple(n / 20 for n in range(20)),
+        "max_branches": range(1, 13),
+    },
+    "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
+    "specbranch:oracle": {"num_speculative_tokens": range(1, 17)},
     "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
     "tree": {},  # these plan by themselves
     "specbranch": {},
@@ -120,12 +132,12 @@ def tuned(
     if not can_be_tuned(method):
         return default_setting(method)
     goal = Goal(clock, workload, suites or tuning_suites())
-    return Tuner(lab, goal, progress).search(method).setting
+    return variant(method, Tuner(lab, goal, progress).search(Name.of(method).like).setting)
 
 
 def can_be_tuned(method: str) -> bool:
     """Whether a method has anything to set."""
-    return bool(SPACES.get(method))
+    return method not in OUTSIDE and bool(SPACES.get(Name.of(method).like))
 
 
 def tuning_suites() -> tuple[Suite, ...]:

@@ -16,6 +16,7 @@ from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.suites import ALL_SHIPPED, SUITES
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.config import PARTS
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.pairs import DEFAULT_PAIR, PAIRS
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from specbranch.bench.suites import Suite
     from specbranch.sim.profile import CostProfile
 
-MODELLED = (*(name for name in METHODS if name != "specbranch"), "specbranch:confidence", "specbranch")
+MODELLED = (*(name for name in METHODS if name != "specbranch"), "specbranch:confidence", "specbranch:paper", "specbranch")
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64, "tune": False},
     "wall": {
@@ -42,9 +43,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "methods": ",".join(MODELLED),
         "pair": tuple(PAIRS),
         "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
-        "limit": 16,
+        "limit": 32,
         "clock": shipped_profiles(),
     },
+}
+PLANNER_PARTS, PAPER_PARTS = PARTS["planner"], PARTS["paper"]
+THRESHOLDS, WIDTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 3, 6, 9, 12)  # ε and k_max of the paper's tables
+ABLATION = (
+    *("autoregressive", "speculative", "adaptive", "pearl", "lookup", "tree", "specbranch"),
+    *(f"specbranch-{part}" for part in PLANNER_PARTS),
+    *("specbranch:fixed", "specbranch:confidence", "specbranch:last", "specbranch:oracle", "specbranch:paper"),
+    *(f"specbranch:paper-{part}" for part in PAPER_PARTS),
+    *(f"specbranch:{policy}@stop_below={value}" for policy in ("paper", "confidence") for value in THRESHOLDS),
+    *(f"specbranch:paper@max_branches={value}" for value in WIDTHS),
+)
+PRESETS["ablation"] = {
+    "methods": ",".join(ABLATION),
+    "pair": ("smollm2-weak", "smollm2-default"),
+    "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
+    "limit": 8,
+    "clock": ("c10",),
 }
 DEFAULTS: dict[str, Any] = {
     "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
@@ -71,7 +89,8 @@ def bench() -> None:
         "Presets": [
             ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
             ("wall", "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public suite"),
-            ("modelled", "all methods, pairs and shipped profiles on 16 prompts of each public suite, from records"),
+            ("modelled", "all methods, pairs and shipped profiles on 32 prompts of each public suite, from records"),
+            ("ablation", "specbranch and the paper's policy with each part left out, and over ε and k_max, on 8 prompts of each suite"),
         ],
         "Suites": list(SUITES.items()),
         **TABLES,
@@ -87,7 +106,8 @@ def bench() -> None:
     "--methods",
     metavar="A,B,…",
     help="Methods, see below, or METHOD:POLICY for another policy than its own, such as specbranch:confidence; plain decoding always runs "
-    "too [all of this engine but tree and auto].",
+    "too [all of this engine but tree and auto]. Variants: -PART leaves a part out (specbranch-trees), @SETTING=VALUE sets something else "
+    "than was tuned (specbranch:paper@stop_below=0.2).",
 )
 @_what("--suites", multiple=True, metavar="NAME", help=f"Suite, see below; may be repeated, or several with commas [{ALL_SHIPPED}].")
 @_what(
@@ -112,6 +132,7 @@ def bench() -> None:
 @_how(
     "--config", "configs", multiple=True, metavar="JSON", help='Run this setting too: \'{"method": "pearl", "num_speculative_tokens": 8}\'.'
 )
+@_how("--predictor", metavar="DIR", help="H-RAD for policy paper, as `specbranch train-predictor` writes it [the pair's own].")
 @_how("--force-profile", is_flag=True, help="Take a profile although it was measured with another pair.")
 @_how("--seed", type=int, default=0, metavar="N", help="Every prompt gets a seed of its own, made from this one [0].")
 @_where("--data", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the public suites [$SPECBRANCH_DATA].")
@@ -227,6 +248,8 @@ def _methods(wanted: dict[str, Any], pairs: list[dict[str, Any]], clocks: Sequen
     names = [name.strip() for name in wanted["methods"].split(",") if name.strip()]
     chosen = chosen_methods(names, has_draft)
     modelled = [clock.name for clock in clocks if clock.profile is not None]
+    if not modelled and (knowing := [name for name in chosen if ":oracle" in name]):
+        raise BadParameter(f"{knowing[0]} knows the target's text beforehand, which only a replay does. Give a --clock, or leave it out.")
     if modelled and (outside := [name for name in chosen if name in OUTSIDE]):
         raise BadParameter(f"{', '.join(outside)} run by the wall clock only, and --clock {modelled[0]} was given. Leave one of them out.")
     return chosen
@@ -257,7 +280,7 @@ def _run_pair(
     pulled(chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0])
     _measure_machine(pair, names, wanted, clocks, progress)
     progress(f"Loading {pair.get('pair') or pair.get('target')}", 0, 0)
-    with Lab(**pair, folder=wanted["records"]) as lab:
+    with Lab(**pair, folder=wanted["records"], predictor=wanted["predictor"]) as lab:
         for clock in clocks:
             _refuse_other_pair(clock.profile, lab, wanted["force_profile"])
             job = Job(suites, workloads, _settings(lab, names, wanted, clock, workloads, progress), wanted["repeats"])

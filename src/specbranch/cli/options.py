@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specbranch.cli.sections import F, options_of
-from specbranch.config import TUNED_FOR, Part, SamplingParams, SpeculativeConfig, read_settings
+from specbranch.config import PARTS, TUNED_FOR, SamplingParams, SpeculativeConfig, read_settings
 from specbranch.core.methods import METHODS, find_method
 from specbranch.errors import BadParameter
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, chosen_models, draft_path
@@ -71,7 +71,22 @@ SPECULATION = (
         "--rule", metavar="RULE", help="match: exactly what plain decoding gives with this seed; ratio: the same distribution [match]."
     ),
     _speculation("--num-speculative-tokens", type=int, metavar="N", help="Longest draft of a round [5]."),
-    _speculation("--without", metavar="PART,…", help=f"Parts of the planner to leave out: {', '.join(get_args(Part))} [none]."),
+    _speculation(
+        "--policy",
+        metavar="POLICY",
+        help="How lengths and branches are chosen: planner (the default of specbranch), paper (as published, with H-RAD), confidence, "
+        "entropy, last or fixed [the method's own].",
+    ),
+    _speculation(
+        "--without",
+        metavar="PART,…",
+        help=f"Parts of the policy to leave out; of planner: {', '.join(PARTS['planner'])}; of paper: {', '.join(PARTS['paper'])} [none].",
+    ),
+    _speculation(
+        "--predictor",
+        metavar="DIR",
+        help="H-RAD for policy paper, as `specbranch train-predictor` writes it [the pair's own, if it has a name].",
+    ),
     _speculation("--executor", metavar="NAME", help="serial, or process: the draft in a process of its own, beside the target [serial]."),
     _speculation(
         "--config",
@@ -129,7 +144,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
     """Collect the speculative settings: those of a file, then the JSON, then the options of their own, which win."""
     values = _from_file(given.get("config")) | _parsed(given.get("speculative_config"))
-    values |= {k: given[k] for k in ("method", "rule", "num_speculative_tokens") if given.get(k) is not None}
+    values |= {k: given[k] for k in ("method", "rule", "policy", "num_speculative_tokens") if given.get(k) is not None}
     if given.get("without") is not None:
         values["without"] = [part.strip() for part in given["without"].split(",") if part.strip()]
     SpeculativeConfig.from_dict(values)  # refuse mistakes before a model is loaded
@@ -141,7 +156,20 @@ def load_llm(given: dict[str, Any]) -> LLM:
     from specbranch.cli.progress import pulled
 
     config = speculative_config(given)
-    names = ("pair", "target", "draft", "device", "draft_device", "dtype", "runner", "context_length", "executor", "clock", "force_profile")
+    names = (
+        "pair",
+        "target",
+        "draft",
+        "device",
+        "draft_device",
+        "dtype",
+        "runner",
+        "context_length",
+        "executor",
+        "clock",
+        "force_profile",
+        "predictor",
+    )
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))
     drafting = _used_draft(config.get("method"), draft, aloud="draft" in chosen)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbranch.config import HeadKind, Part, PolicyName, SpeculativeConfig
+from specbranch.config import PARTS, HeadKind, Part, PolicyName, SpeculativeConfig
 from specbranch.core import rounds
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
@@ -19,6 +19,9 @@ from specbranch.core.tree_rounds import growing
 from specbranch.errors import BadParameter, unknown
 
 __all__ = ["METHODS", "Method", "Rounds", "best_fit", "find_method"]
+
+
+TWO_STAGE = ("paper", "last", "oracle")  # policies that only make sense where branches are drafted beside the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,23 @@ class Method:
         """Whether the planner decides, so that what is done depends on costs."""
         return (config.policy or self.policy) == "planner"
 
+    def heeds_signals(self, config: SpeculativeConfig) -> bool:
+        """Whether H-RAD's signals make any difference to it."""
+        return config.policy == "paper" and "hrad" not in config.without
+
     def check(self, name: str, config: SpeculativeConfig) -> None:
-        """Refuse a policy that the method cannot follow."""
-        if config.policy is None or (self.decode is not None and self.policy == "planner"):
-            return
-        if (config.policy == "planner") != (self.policy == "planner"):
+        """Refuse a policy that the method cannot follow, and parts to leave out that the policy does not have."""
+        policy = config.policy or self.policy
+        parts = PARTS.get(policy, ())
+        if other := [part for part in config.without if part not in parts]:
+            has = f"it has {', '.join(parts)}" if parts else "it has no parts"
+            raise BadParameter(f"Policy {policy!r} has no part {other[0]!r} to leave out; {has}.")
+        both = self.decode is not None and self.policy == "planner"
+        if not both and (policy == "planner") != (self.policy == "planner"):
             fitting = "planner" if self.policy == "planner" else "fixed, confidence or entropy"
-            raise BadParameter(f"Method {name!r} cannot follow policy {config.policy!r}; expected {fitting}. Leave the policy out.")
+            raise BadParameter(f"Method {name!r} cannot follow policy {policy!r}; expected {fitting}. Leave the policy out.")
+        if policy in TWO_STAGE and not both:
+            raise BadParameter(f"Policy {policy!r} is one of method 'specbranch', not of {name!r}. Take that method, or another policy.")
 
     def start(self, session: Session, config: SpeculativeConfig, experience: Experience | None = None) -> Rounds:
         """Begin decoding a session; `experience` is what the planner goes by, and adds to."""

@@ -14,6 +14,7 @@ from specbranch.core.trees import Growth, Tree
 from specbranch.errors import SpecBranchError
 
 Measure = Literal["top", "entropy"]
+NONE, SOME, ALL = range(3)  # of a draft is taken: H-RAD's classes
 Until = Literal["length", "target"]
 
 
@@ -170,7 +171,7 @@ class Signal:
         return all(0.0 <= chance <= 1.0 for classes in self.chances for chance in classes)  # false for what is not a number
 
     def hard(self, length: int) -> int | None:
-        """The likeliest class for a draft of so many tokens: 0 none, 1 some, 2 all; nothing if that is longer than it knows."""
+        """The likeliest class for a draft of so many tokens, NONE, SOME or ALL; nothing if that is longer than it knows."""
         if not 1 <= length <= len(self.chances):
             return None
         classes = self.chances[length - 1]

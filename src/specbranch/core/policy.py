@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from specbranch.config import HeadKind, PolicyName, SpeculativeConfig
-from specbranch.core.orders import Branch, Plan, Until, Verdict
+from specbranch.core.orders import ALL, NONE, SOME, Branch, Plan, Until, Verdict
 
 
 class Policy(Protocol):
@@ -78,6 +78,57 @@ class Confidence(Fixed):
         return branch.cut(0, sure)
 
 
+class Paper(Confidence):
+    """SpecBranch as published: H-RAD's hard signals, none and all, say what is kept; between them, and without it, confidence does."""
+
+    def __init__(
+        self,
+        length: int,
+        stop_below: float,
+        width: int = 1,
+        heads: HeadKind = "top",
+        until: Until = "length",
+        *,
+        hrad: bool = True,
+        posterior: bool = True,
+    ) -> None:
+        """`posterior`: a surviving branch is judged by the signal of the verdict it survived, not by the one before."""
+        super().__init__(length, stop_below, width, heads, until)
+        self._hrad, self._posterior = hrad, posterior
+        self._before = self._now = SOME
+
+    def chain(self) -> Plan:
+        """Plan a chain: nothing where nothing would be taken, all of it where all would."""
+        if self._now == NONE:
+            return Plan(0)
+        return Plan(self.length) if self._now == ALL else super().chain()
+
+    def trim(self, branch: Branch) -> Branch:
+        """Keep nothing, all, or what comes before the first unsure token."""
+        signal = self._now if self._posterior else self._before
+        if signal == SOME:
+            return super().trim(branch)
+        return branch if signal == ALL else branch.cut(0, 0)
+
+    def observe(self, pending: Branch, verdict: Verdict) -> None:
+        """Take in the verdict's signal."""
+        self._before, self._now = self._now, self._signal(pending, verdict)
+
+    def _signal(self, pending: Branch, verdict: Verdict) -> int:
+        found = verdict.signal.hard(self.length) if self._hrad and verdict.signal is not None else None
+        return SOME if found is None else found
+
+
+class LastLength(Paper):
+    """The plainest signal: what became of the last chain becomes of the next, nothing, all, or part of it."""
+
+    def _signal(self, pending: Branch, verdict: Verdict) -> int:
+        if not pending.tokens:
+            return SOME
+        taken = len(verdict.path)
+        return NONE if taken == 0 else ALL if taken == len(pending.tokens) else SOME
+
+
 class Entropy(Fixed):
     """AdaEDL (arXiv 2410.18351): stop where the entropy's lower bound on acceptance, 1 − sqrt(γ·H), falls under a moving threshold."""
 
@@ -109,10 +160,20 @@ def make_policy(config: SpeculativeConfig, kind: PolicyName, heads: HeadKind) ->
     """Build the policy a configuration asks for, the method's own `kind` if it asks for none."""
     until: Until = "target" if config.until_target else "length"
     length = config.num_speculative_tokens
+    named = config.heads or heads
+    width = 1 if "branches" in config.without else config.max_branches
     match config.policy or kind:
         case "confidence":
-            return Confidence(length, config.stop_below, config.max_branches, config.heads or heads, until)
+            return Confidence(length, config.stop_below, width, named, until)
+        case "paper":
+            without = config.without
+            signals = {"hrad": "hrad" not in without, "posterior": "posterior" not in without}
+            return Paper(length, config.stop_below, width, named, until, **signals)
+        case "last":
+            return LastLength(length, config.stop_below, width, named, until)
+        case "oracle":  # the draft's confidence is the truth there: 1 for a token that is right, 0 for one that is not
+            return Confidence(length, 0.5, width, named, until)
         case "entropy":
-            return Entropy(length, heads=config.heads or heads, until=until)
+            return Entropy(length, heads=named, until=until)
         case _:
-            return Fixed(length, config.heads or heads, until)
+            return Fixed(length, named, until)

@@ -62,8 +62,7 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> R
     pending: InFlight = None
     while not session.finished:
         if pending is None:
-            reports = yield Orders(draft=session.draft(policy.chain()))
-            pending = _chain(session, policy, reports)
+            pending = yield from _draft_stage(session, policy)
         reports = yield Orders(session.draft(policy.fork(pending), pending), session.verify(pending))
         pending = absorb(session, policy, pending, reports)
     _abandon(session, pending)
@@ -71,16 +70,19 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> R
 
 def whole(session: Session, config: SpeculativeConfig, policy: Policy, decode: Decode, with_draft: bool) -> Rounds:
     """Decode a request from its prompt to its end."""
-    yield from prefill(session, with_draft)
+    verdict = yield from prefill(session, with_draft)
+    policy.observe(NOTHING, verdict)
     yield from decode(session, config, policy)
 
 
-def prefill(session: Session, with_draft: bool) -> Rounds:
+def prefill(session: Session, with_draft: bool) -> Generator[Orders, Reports, Verdict]:
     """Both models read the prompt, the target says the first token. Nothing of it counts as decoding."""
     draft = session.draft(PREFILL) if with_draft else None
     reports = yield Orders(draft, session.verify())
     session.stats.take(reports)
-    session.commit((), _verdict(reports))
+    verdict = _verdict(reports)
+    session.commit((), verdict)
+    return verdict
 
 
 def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) -> InFlight:
@@ -100,6 +102,15 @@ def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) 
 def _abandon(session: Session, pending: InFlight) -> None:
     """Count what was in flight when the request ended."""
     session.stats.unused += len(pending.tokens) if pending else 0
+
+
+def _draft_stage(session: Session, policy: Policy) -> Generator[Orders, Reports, Branch]:
+    """Draft a chain while the target waits, unless the policy wants none."""
+    plan = policy.chain()
+    if plan.length == 0:
+        return NOTHING
+    reports = yield Orders(draft=session.draft(plan))
+    return _chain(session, policy, reports)
 
 
 def _chain(session: Session, policy: Policy, reports: Reports) -> Branch:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specbranch.core import noise
 from specbranch.core.noise import Purpose
 from specbranch.core.orders import Branch, Context, TokenLogprobs, Verdict, Verify
-from specbranch.core.runner import Feed, Law
+from specbranch.core.runner import Feed, Forecaster, Law, Runner, Sampler
 from specbranch.core.slots import ROOT
 from specbranch.core.verify import Head, Outcome, Uniform, accept_match, accept_ratio
 from specbranch.errors import SpecBranchError
@@ -33,7 +33,11 @@ class Scored:
 
 
 class Verifier(Worker):
-    """The target model at work."""
+    """The target model at work, perhaps with someone who foretells from its rows what becomes of the next draft."""
+
+    def __init__(self, runner: Runner, sampler: Sampler, forecaster: Forecaster | None = None) -> None:
+        super().__init__(runner, sampler)
+        self.forecaster = forecaster
 
     def score(self, orders: Mapping[int, Verify]) -> tuple[dict[int, Scored], dict[int, SpecBranchError]]:
         """Feed what each order needs, all in one forward; a session that cannot be served is reported apart."""
@@ -68,9 +72,10 @@ class Verifier(Worker):
     def _verdict(self, session: int, item: Scored, first: Branch | None) -> Verdict:
         path, token = self._outcome(session, item, first)
         logprobs = self._logprobs(session, item, path, token)
+        signal = self.forecaster.signal(self.row(session, item.node(path[-1] if path else ROOT)), token) if self.forecaster else None
         line = [*item.line[1:], *(item.nodes[n] for n in path)]
         self._keep(session, line, len(line))
-        return Verdict(path, token, logprobs)
+        return Verdict(path, token, logprobs, signal)
 
     def _outcome(self, session: int, item: Scored, first: Branch | None) -> Outcome:
         if not self.request(session).by_ratio:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specbranch.core.orders import Signal
 from specbranch.core.runner import Row
-from specbranch.errors import ModelError
 from specbranch.hrad.predictor import Predictor, PredictorError
 from specbranch.models.rows import TensorRow
 
@@ -76,13 +75,4 @@ class Forecast:
         if not self._silent:
             log.warning("The target's hidden states hold numbers that are not finite, so H-RAD says nothing there. %s", ON)
             self._silent = True
-        return None
-
-
-def forecast(predictor: Predictor, runner: object) -> Forecast | None:
-    """Put a predictor to work; where that cannot be, say so and do without."""
-    try:
-        return Forecast(predictor, runner)
-    except ModelError as error:
-        log.warning("%s %s", error, ON)
         return None

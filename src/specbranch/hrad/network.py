@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-NONE, SOME, ALL = range(3)
 CLASSES = 3
 WIDE, NARROW = 256, 64
 DROPOUT = 0.2

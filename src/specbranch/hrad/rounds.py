@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from specbranch.hrad.network import ALL, NONE, SOME
+from specbranch.core.orders import ALL, NONE, SOME
 
 UNKNOWN = -1  # label of a draft that reaches beyond the text
 

@@ -1,0 +1,75 @@
+"""H-RAD in a replay: what a predictor says all along a record, read off the target once and kept.
+
+Owns those forecasts and their folder. A predictor reads the target's hidden states, which depend on the text alone, so what it says at a
+token of a record is the same whatever method comes by there. Invariant: a forecast that is kept is the predictor's for that very record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from specbranch.bench.record import Record
+from specbranch.core.orders import Signal
+from specbranch.core.runner import Row, Runner
+from specbranch.hrad.collect import read
+from specbranch.hrad.forecast import Forecast
+from specbranch.hrad.predictor import Predictor
+
+ROWS = 64  # tokens read in one forward
+
+
+class Forecasts:
+    """What one predictor says, record by record."""
+
+    def __init__(self, predictor: Predictor, target: Runner, folder: Path, model: str) -> None:
+        """`model` tells the target from others, for the names of files."""
+        self.predictor = predictor
+        self._forecast, self._target = Forecast(predictor, target), target
+        self._folder, self._model = folder / predictor.digest, model
+        self._held: dict[str, list[Signal | None]] = {}
+
+    def of(self, record: Record) -> RecordedForecaster:
+        """Return who says it in a replay."""
+        key = record.task.key(self._model)
+        if key not in self._held:
+            self._held[key] = self._kept(key, len(record.tokens)) or self._read(record, key)
+        return RecordedForecaster(len(record.task.prompt), self._held[key])
+
+    def _kept(self, key: str, count: int) -> list[Signal | None] | None:
+        """Return what was read before; what cannot be read, or is of another length, counts as nothing."""
+        with suppress(OSError, ValueError):
+            chances = np.load(self._folder / f"{key}.npy")
+            if chances.ndim == 3 and len(chances) == count:
+                return [Signal(tuple(tuple(map(float, classes)) for classes in place)) for place in chances]  # type: ignore[misc]
+        return None
+
+    def _read(self, record: Record, key: str) -> list[Signal | None]:
+        prompt, tokens = record.task.prompt, record.tokens
+        rows = read(self._target, prompt[:-1], (prompt[-1], *tokens[:-1]), ROWS)
+        signals = [self._forecast.signal(row, token) for row, token in zip(rows, tokens, strict=True)]
+        if all(signal is not None for signal in signals):
+            self._keep(key, np.array([signal.chances for signal in signals if signal is not None], dtype=np.float32))
+        return signals
+
+    def _keep(self, key: str, chances: np.ndarray) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        part = self._folder / f"{key}.{os.getpid()}.part.npy"
+        np.save(part, chances)
+        part.replace(self._folder / f"{key}.npy")
+
+
+class RecordedForecaster:
+    """A `core.runner.Forecaster` over a record: a row is how many tokens of it were followed."""
+
+    def __init__(self, start: int, signals: Sequence[Signal | None]) -> None:
+        self._start, self._signals = start, signals
+
+    def signal(self, row: Row, token: int) -> Signal | None:
+        """What was said where this row led to the record's next token."""
+        at = int(row) - self._start
+        return self._signals[at] if 0 <= at < len(self._signals) else None
