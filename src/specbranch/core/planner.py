@@ -19,6 +19,7 @@ SPARED = 0.7  # of a step's price is what a node is worth at most that is read b
 LOOKED = 14  # tokens looked up at a time
 LINE = 0.06  # reach under which the main line is not sent on: what is rejected there costs more than it brings
 CANDIDATES = 4  # taken in of what the draft proposes at a place
+FIRST = 0.5  # of the draft's first step is priced by the present rate, the rest by plain decoding's: it opens the way to further ones
 MUTE = 8  # orders in a row that the draft left unanswered after which it counts as gone: the text may have outgrown it
 
 
@@ -82,8 +83,9 @@ class Planner:
         if tree.read:
             return growth if growth.pace(0.0, self._thirsts(tree, growth)) else None
         seconds = self.costs.draft_seconds(max(unread, 1), self._context)
-        # With nothing drafted the target says one token: that is what the draft's time is held against, not what speculation makes of it.
-        pays = growth.worth * self._thirsts(tree, growth)[0] > seconds / self.costs.target_seconds(1, self._context)
+        plain = 1.0 / self.costs.target_seconds(1, self._context)
+        price = seconds * (FIRST * self._rate + (1.0 - FIRST) * plain)
+        pays = growth.worth * self._thirsts(tree, growth)[0] > price
         if pays:
             return growth
         return replace(growth, most=0) if self.experience.affords(seconds) else None
