@@ -19,10 +19,11 @@ from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.orders import Signal
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy
 from specbranch.core.request import Request
-from specbranch.core.runner import Feed
+from specbranch.core.runner import Feed, Row
 from specbranch.core.session import Session, Watcher
 from specbranch.core.slots import ROOT
 from specbranch.core.trace import Trace
@@ -75,9 +76,21 @@ def drafter_maker(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0
     return partial(make_drafter, drift, vocabulary, seconds)
 
 
+class Moody:
+    """A forecaster whose signals have no reason: every class comes up, and what comes up hangs on the row and the token alone."""
+
+    def signal(self, row: Row, token: int) -> Signal | None:
+        """Foretell whatever comes to its mind; now and then nothing."""
+        rng = random.Random(f"{[round(x, 6) for x in row]} {token}")
+        if rng.random() < 0.1:
+            return None
+        weights = [[rng.random() for _ in range(3)] for _ in range(8)]
+        return Signal(tuple((a / (a + b + c), b / (a + b + c), c / (a + b + c)) for a, b, c in weights))
+
+
 def make_verifier(vocabulary: int = VOCABULARY, seconds: float = 0.0) -> Verifier:
     """Make a target worker."""
-    return Verifier(SlowRunner(law(0.0, vocabulary), seconds), ToySampler())
+    return Verifier(SlowRunner(law(0.0, vocabulary), seconds), ToySampler(), Moody())
 
 
 def serial(drift: float, vocabulary: int = VOCABULARY) -> Serial:

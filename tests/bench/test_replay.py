@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from specbranch.bench.forecasts import RecordedForecaster
 from specbranch.bench.play import Diverged, Draft, Player
 from specbranch.bench.reader import ROWS, Reader
 from specbranch.bench.record import Record, Task
@@ -20,18 +21,28 @@ from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
 from specbranch.sim.toys import ToyRunner, ToySampler
-from toybench import PROFILE, VOCABULARY, Case, Ending, decode, law, plainly, virtual_clock
+from toybench import PROFILE, VOCABULARY, Case, Ending, Moody, decode, law, plainly, virtual_clock
 
 DRIFT = 0.3
 ENDINGS = (Ending("length", 40), Ending("eos", 200, eos_ids=(2,)))
 CASES = [Case((seed % 5, 3, 1), temperature, seed, ending) for seed in range(6) for temperature in (0.0, 0.9) for ending in ENDINGS]
+TWO_STAGE = ("confidence", "paper", "last")
 FIXED = [
     SpeculativeConfig(method=name, policy=policy, num_speculative_tokens=length, max_branches=4, stop_below=0.5)
-    for name, policy in (*((name, None) for name in METHODS if METHODS[name].policy != "planner"), ("specbranch", "confidence"))
+    for name, policy in (*((name, None) for name in METHODS if METHODS[name].policy != "planner"), *(("specbranch", p) for p in TWO_STAGE))
     for length in (2, 6)
 ]
 PLANNED = [SpeculativeConfig(method=name) for name in METHODS if METHODS[name].policy == "planner"]
 CONFIGS = [*FIXED, *PLANNED]
+
+
+class Heard:
+    """What the toys' forecaster says along a record."""
+
+    def of(self, record: Record) -> RecordedForecaster:
+        text, start = record.text, len(record.task.prompt)
+        said = [Moody().signal(law().logits_of(text[:at]), text[at]) for at in range(start, len(text))]
+        return RecordedForecaster(start, said)
 
 
 class CountingRunner(ToyRunner):
@@ -65,7 +76,7 @@ def test_a_replay_counts_and_charges_what_a_live_run_does(config: SpeculativeCon
     mine, theirs = Experience(PROFILE), Experience(PROFILE)  # each learns from its own runs
     for case in CASES:
         live = decode(virtual_clock(DRIFT), case, config, experience=mine).stats
-        player = Player(record_of(case), draft)
+        player = Player(record_of(case), draft, Heard())
         replayed = player.play(config, PROFILE, experience=theirs)
         player.close()
         assert asdict(replayed) == asdict(live)
@@ -170,3 +181,17 @@ def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: Draft) -> N
 def test_more_branches_than_are_remembered_is_a_sentence(draft: Draft) -> None:
     with pytest.raises(BadParameter, match="a replay remembers 12"):
         Player(record_of(CASES[0]), draft).play(SpeculativeConfig(method="specbranch", policy="confidence", max_branches=13), PROFILE)
+
+
+def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: Draft) -> None:
+    rejected, seconds = {"oracle": 0, "confidence": 0}, {"oracle": 0.0, "confidence": 0.0}
+    for case in CASES:
+        player = Player(record_of(case), draft)
+        for policy in rejected:
+            config = SpeculativeConfig(method="specbranch", policy=policy, num_speculative_tokens=4, max_branches=4, stop_below=0.3)
+            stats = player.play(config, PROFILE)
+            rejected[policy] += stats.rounds_rejected_inside
+            seconds[policy] += stats.decode_seconds
+        player.close()
+    assert rejected["oracle"] == 0 < rejected["confidence"]
+    assert seconds["oracle"] < seconds["confidence"]

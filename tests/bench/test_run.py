@@ -15,13 +15,15 @@ from specbranch.bench import run as running
 from specbranch.bench.aggregate import rows_of
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.measurement import RunStore
-from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting
+from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
 from specbranch.bench.run import Clock, Job, check_replay, measure, record_all, replay
 from specbranch.bench.suites import Prompt, Suite
+from specbranch.cli.bench import ABLATION
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.sim.shipped import load_profile
+from tiny_predictor import made
 
 torch.set_num_threads(1)
 CODE = Suite("code", (Prompt("c1", "coding", ("def add(a, b):",)), Prompt("c2", "coding", ("import os",))), "a test")
@@ -183,3 +185,51 @@ def test_settings_given_by_hand_go_by_the_name_that_tells_how_they_decode() -> N
     assert given_setting({"method": "speculative", "policy": "confidence"}).shown["policy"] == "confidence"
     with pytest.raises(BadParameter, match="cannot follow policy 'entropy'"):
         given_setting({"method": "tree", "policy": "entropy"})
+
+
+def test_a_name_may_leave_parts_out_and_set_something_else() -> None:
+    paper = default_setting("specbranch:paper", {"num_speculative_tokens": 7})
+    less = variant("specbranch:paper-hrad-branches", paper)
+    assert less.config == replace(paper.config, without=("hrad", "branches"))
+    assert less.shown == {"num_speculative_tokens": 7, "stop_below": 0.4, "without": ("hrad", "branches")}
+    other = variant("specbranch:paper@stop_below=0.2@max_branches=12", paper)
+    assert (other.config.num_speculative_tokens, other.config.stop_below, other.config.max_branches) == (7, 0.2, 12)
+    assert default_setting("specbranch-trees").config.without == ("trees",)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("specbranch-leaves", "part of a policy"),
+        ("specbranch:paper-trees", "has no part 'trees'"),
+        ("specbranch:paper@stop_below", "expected @SETTING=VALUE"),
+        ("specbranch@colour=3", "speculative setting"),
+        ("spec-branch", "Unknown method"),
+    ],
+)
+def test_a_name_that_makes_no_sense_is_a_sentence(name: str, words: str) -> None:
+    with pytest.raises(BadParameter, match=words):
+        default_setting(name)
+
+
+def test_every_setting_of_the_ablation_can_be_run(lab: Lab) -> None:
+    settings = tuple(default_setting(name) for name in ABLATION)
+    assert len({(setting.method, str(setting.shown)) for setting in settings}) == len(settings)
+    with lab.player(lab.records(CODE.prompts[0], Workload(max_tokens=24))[0]) as player:
+        for setting in settings:
+            player.play(setting.config, C5.profile)
+
+
+def test_forecasts_along_a_record_are_those_of_the_live_target_and_are_kept(pair: tuple[str, str], tmp_path: Path) -> None:
+    predictor = made(*pair, tmp_path / "predictor")
+    config = {"method": "specbranch", "policy": "paper", "num_speculative_tokens": 4, "stop_below": 0.1}
+    settings = (default_setting("specbranch:paper", config), default_setting("specbranch:paper-hrad", config))
+    for _ in range(2):  # the second time nothing is read
+        with Lab(target=pair[0], draft=pair[1], folder=tmp_path / "lab", predictor=str(predictor)) as lab:
+            agreement = check_replay(lab, job(settings), C5)
+            assert (agreement.same_text, agreement.same_counts) == (agreement.runs, agreement.counted) == (8, 8)
+            record = lab.records(CODE.prompts[0], Workload(max_tokens=24))[0]
+            with lab.player(record) as player:
+                one, other = (player.play(setting.config, C5.profile) for setting in settings)
+            assert (one.drafted, one.dropped) != (other.drafted, other.dropped), "signals made no difference"
+    assert len(list((tmp_path / "lab" / "forecasts").glob("*/*.npy"))) == 1

@@ -6,8 +6,8 @@ import pytest
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.methods import METHODS, find_method
-from specbranch.core.orders import NOTHING, Branch, Plan, Reports, Sparse, Verdict
-from specbranch.core.policy import Confidence, Entropy, Fixed, make_policy
+from specbranch.core.orders import ALL, NONE, NOTHING, SOME, Branch, Plan, Reports, Signal, Sparse, Verdict
+from specbranch.core.policy import Confidence, Entropy, Fixed, LastLength, Paper, make_policy
 from specbranch.errors import BadParameter
 
 
@@ -109,3 +109,54 @@ def test_a_method_without_its_draft_says_what_to_do() -> None:
     with pytest.raises(BadParameter, match="Method 'pearl' needs a draft model, and none was given"):
         find_method("pearl", has_draft=False)
     assert find_method("lookup", has_draft=False) is METHODS["lookup"]
+
+
+def told(*hard: int) -> Signal:
+    """A signal that is sure of a class, for drafts of 1, 2, … tokens."""
+    return Signal(tuple(tuple(float(at == one) for at in range(3)) for one in hard))  # type: ignore[arg-type]
+
+
+def heard(policy: Paper, *signals: Signal | None) -> Paper:
+    for signal in signals:
+        policy.observe(branch(), Verdict((), 1, signal=signal))
+    return policy
+
+
+def test_a_paper_policy_keeps_by_hard_signals_and_by_confidence_between_them() -> None:
+    drafted = branch(0.9, 0.2, 0.9)
+    kept = {signal: heard(Paper(3, 0.5), told(0, 0, signal)).trim(drafted).tokens for signal in (NONE, SOME, ALL)}
+    assert [len(kept[signal]) for signal in (NONE, SOME, ALL)] == [0, 1, 3]
+    assert heard(Paper(3, 0.5), None).trim(drafted) == heard(Paper(3, 0.5), told(0, 0)).trim(drafted) == drafted.cut(0, 1)
+    assert len(heard(Paper(3, 0.5, hrad=False), told(0, 0, ALL)).trim(drafted).tokens) == 1
+
+
+def test_a_paper_policy_drafts_nothing_where_nothing_would_be_taken_and_does_not_stop_where_all_would() -> None:
+    assert [heard(Paper(3, 0.5), told(0, 0, signal)).chain() for signal in (NONE, SOME, ALL)] == [Plan(0), Plan(3, stop_below=0.5), Plan(3)]
+
+
+def test_without_posterior_drafting_a_branch_is_judged_by_the_signal_before() -> None:
+    drafted = branch(0.9, 0.2, 0.9)
+    signals = told(0, 0, ALL), told(0, 0, NONE)
+    assert len(heard(Paper(3, 0.5), *signals).trim(drafted).tokens) == 0
+    assert len(heard(Paper(3, 0.5, posterior=False), *signals).trim(drafted).tokens) == 3
+
+
+@pytest.mark.parametrize(("taken", "kept"), [(0, 0), (1, 1), (2, 3)])
+def test_the_last_length_stands_for_the_next(taken: int, kept: int) -> None:
+    policy = LastLength(3, 0.5)
+    policy.observe(branch(0.9, 0.9), Verdict(tuple(range(taken)), 1))
+    assert len(policy.trim(branch(0.9, 0.2, 0.9)).tokens) == kept
+
+
+@pytest.mark.parametrize(
+    ("method", "values", "words"),
+    [
+        ("specbranch", {"without": ("hrad",)}, "Policy 'planner' has no part 'hrad'"),
+        ("specbranch", {"policy": "paper", "without": ("trees",)}, "it has hrad, branches, posterior"),
+        ("speculative", {"without": ("trees",)}, "it has no parts"),
+        ("speculative", {"policy": "paper"}, "one of method 'specbranch'"),
+    ],
+)
+def test_parts_and_policies_that_do_not_fit_are_refused(method: str, values: dict[str, object], words: str) -> None:
+    with pytest.raises(BadParameter, match=words):
+        METHODS[method].check(method, SpeculativeConfig(method=method, **values))  # type: ignore[arg-type]

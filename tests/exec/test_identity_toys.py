@@ -64,6 +64,8 @@ CONFIGS = {
     "adaptive": SpeculativeConfig(method="adaptive", num_speculative_tokens=4),
     "pearl": SpeculativeConfig(method="pearl", num_speculative_tokens=4),
     "confidence": SpeculativeConfig(method="specbranch", policy="confidence", num_speculative_tokens=4, max_branches=24, stop_below=0.45),
+    "paper": SpeculativeConfig(method="specbranch", policy="paper", num_speculative_tokens=4, max_branches=24, stop_below=0.3),
+    "last": SpeculativeConfig(method="specbranch", policy="last", num_speculative_tokens=4, max_branches=24, stop_below=0.3),
     "tree": SpeculativeConfig(method="tree"),
     "specbranch": SpeculativeConfig(method="specbranch", ngram_max=2),
     "lookup": SpeculativeConfig(method="lookup", num_speculative_tokens=2),
@@ -219,7 +221,7 @@ def hardness(cell: Cell, runs: dict[float, list[Session]]) -> dict[str, int]:
     """The counts that say that a cell's runs met what could have gone wrong."""
     sessions = [session for of_one in runs.values() for session in of_one]
     names = ["rounds_rejected_inside", "rounds_all_accepted"] if cell.method != "autoregressive" else []
-    names += ["branch_hits_other"] if cell.method in ("confidence", "specbranch", "auto", "wandering") else []
+    names += ["branch_hits_other"] if cell.method in ("confidence", "paper", "last", "specbranch", "auto", "wandering") else []
     names += ["siblings"] if cell.method in PLANNED else []
     return {name: total(sessions, name) for name in names}
 

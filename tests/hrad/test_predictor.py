@@ -1,0 +1,198 @@
+"""Predictors on disk, and at work beside a target: what is wrong with one is a sentence, and decoding goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specbranch import LLM
+from specbranch.assembly import ModelChoice as Choice
+from specbranch.assembly import load_runner
+from specbranch.core.runner import Feed
+from specbranch.core.slots import ROOT
+from specbranch.hrad.forecast import Forecast, features, tap
+from specbranch.hrad.predictor import Predictor, PredictorError
+from tiny_models import CONFIGS, saved, some_tokens, tiny
+from tiny_pair import make_gpt2, make_pair
+from tiny_predictor import LAYERS, LONGEST, made
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def folder(pair: tuple[str, str], tmp_path: Path) -> Path:
+    return made(*pair, tmp_path / "predictor")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("runner", ["native", "transformers"])
+def test_rows_carry_the_hidden_states_that_transformers_gives(kind: str, runner: str, tmp_path: Path) -> None:
+    path = str(saved(tiny(kind), tmp_path))
+    tokens = some_tokens(12)
+    with torch.no_grad():
+        states = tiny(kind)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    expected = torch.cat(states[-LAYERS:], dim=-1)[0]
+    loaded = load_runner(Choice(path, runner=runner, device="cpu", context_length=64))  # type: ignore[arg-type]
+    tapped = tap(loaded, LAYERS)
+    loaded.open(0)
+    loaded.extend(0, tokens[:4])
+    rows = loaded.feed([Feed(0, tuple(tokens[4:]), tuple(range(ROOT, 7)))])[0]
+    found = features(rows, [9] * len(rows), tapped)
+    assert found.shape == (8, (LAYERS + 1) * 48)
+    assert torch.allclose(found[:, :-48], expected[4:], rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    assert torch.equal(found[:, -48:], tapped.embedded((9,)).expand(8, -1))
+
+
+def test_many_rows_and_few_show_the_same_states(tmp_path: Path) -> None:
+    """Few rows go through the compiled step, many do not."""
+    loaded = load_runner(Choice(str(saved(tiny("llama"), tmp_path)), device="cpu", context_length=128))
+    tapped = tap(loaded, 3)
+    tokens = some_tokens(30)
+    shown = []
+    for seq, most in enumerate((30, 5)):
+        loaded.open(seq)
+        rows = []
+        for start in range(0, 30, most):
+            part = tokens[start : start + most]
+            rows += loaded.feed([Feed(seq, tuple(part), tuple(range(ROOT, len(part) - 1)))])[0]
+            loaded.keep(seq, range(len(part)), len(part))
+        shown.append(features(rows, tokens, tapped))
+    assert torch.allclose(*shown, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_saved_is_read_again(folder: Path) -> None:
+    one, other = Predictor.load(folder), Predictor.load(folder)
+    some = torch.randn(3, 96)
+    assert torch.equal(one.network.chances(some), other.network.chances(some)) and one.digest == other.digest
+    assert (one.about.longest, one.about.layers, one.about.hidden) == (LONGEST, LAYERS, 32)
+
+
+def card(**values: object) -> Callable[[Path], None]:
+    """Change what the JSON says."""
+
+    def spoil(folder: Path) -> None:
+        file = folder / "predictor.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return spoil
+
+
+def tampered(folder: Path) -> None:
+    file = folder / "predictor.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def endless(folder: Path) -> None:
+    found = Predictor.load(folder)
+    with torch.no_grad():
+        found.network.first.weight[0, 0] = float("nan")
+    found.save(folder)
+
+
+SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
+    "tampered": (tampered, "was changed or damaged"),
+    "another version": (card(version=99), "is of version 99, this program reads version 1"),
+    "another format": (card(format="poem"), "does not tell of a predictor"),
+    "no JSON": (lambda folder: (folder / "predictor.json").write_text("{"), "There is no predictor to be read"),
+    "no weights": (lambda folder: (folder / "predictor.safetensors").unlink(), "cannot be read"),
+    "other sizes": (card(layers=3), "does not hold the network"),
+    "odd sizes": (card(hidden=-1), "hidden is -1"),
+    "another target": (card(target_identity="0123"), "trained for the target target (0123)"),
+    "another draft": (card(draft_identity="0123"), "trained for the draft draft (0123)"),
+    "not finite": (endless, "not finite"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_predictor_that_cannot_be_used_is_a_sentence_and_decoding_goes_on(
+    name: str, folder: Path, pair: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil, words = SPOILT[name]
+    spoil(folder)
+    config = {"policy": "paper", "num_speculative_tokens": 4}
+    with LLM(*pair, speculative=config, device="cpu", dtype="float64", predictor=str(folder)) as llm:
+        text = llm.generate("A branch", {"max_tokens": 12}).token_ids
+        again = llm.using(speculative={**config, "stop_below": 0.2}).generate("A branch", {"max_tokens": 12}).token_ids
+        assert text == again == llm.using("autoregressive").generate("A branch", {"max_tokens": 12}).token_ids
+    told = [record.message for record in caplog.records if "Decoding goes on by the draft's confidence alone." in record.message]
+    assert len(told) == 1 and words in told[0]
+
+
+def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
+    folder: Path, pair: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(*pair, speculative={"policy": "paper"}, device="cpu", dtype="float64") as llm:
+        assert llm.generate("A branch", {"max_tokens": 3}).token_ids
+    with LLM(*pair, speculative={"policy": "paper", "num_speculative_tokens": 9}, device="cpu", predictor=str(folder)) as llm:
+        assert llm.generate("A branch", {"max_tokens": 3}).token_ids
+    first, second = (record.message for record in caplog.records)
+    assert "There is no predictor (H-RAD) for this pair" in first
+    assert "up to 6 tokens; num_speculative_tokens is 9" in second
+
+
+def test_features_that_are_not_finite_say_nothing_and_that_is_told_once(
+    folder: Path, pair: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = load_runner(Choice(pair[0], device="cpu", context_length=64))
+    forecast = Forecast(Predictor.load(folder), runner)
+    runner.open(0)
+    row = runner.feed([Feed(0, (1,), (ROOT,))])[0][0]
+    assert forecast.signal(row, 3) is not None
+    broken = replace(row, states=torch.full_like(row.states, float("nan")))
+    with caplog.at_level(logging.WARNING):
+        assert forecast.signal(broken, 3) is None and forecast.signal(broken, 4) is None
+    assert sum("not finite" in record.message for record in caplog.records) == 1
+
+
+class Opaque:
+    """A runner whose hidden states cannot be reached."""
+
+
+def test_a_target_whose_hidden_states_cannot_be_reached_is_told(folder: Path) -> None:
+    with pytest.raises(PredictorError, match="cannot be reached"):
+        Forecast(Predictor.load(folder), Opaque())
+
+
+def test_a_target_with_too_few_layers_or_another_width_is_told(pair: tuple[str, str], tmp_path: Path) -> None:
+    deep, wide = made(*pair, tmp_path / "deep", layers=9), made(*pair, tmp_path / "wide", hidden=48)
+    for runner in ("native", "transformers"):
+        loaded = load_runner(Choice(pair[0], runner=runner, device="cpu", context_length=64))  # type: ignore[arg-type]
+        with pytest.raises(Exception, match="the last 9"):
+            Forecast(Predictor.load(deep), loaded)
+        with pytest.raises(PredictorError, match="hidden states of 48 numbers, this target's have 32"):
+            Forecast(Predictor.load(wide), loaded)
+
+
+@pytest.mark.parametrize("executor", ["serial", "process"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_with_signals_the_text_is_that_of_plain_decoding(executor: str, temperature: float, folder: Path, pair: tuple[str, str]) -> None:
+    params = {"max_tokens": 60, "temperature": temperature, "seed": 4, "ignore_eos": True}
+    config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1, "max_branches": 8}
+    small = {"device": "cpu", "dtype": "float64", "context_length": 256}
+    with LLM(*pair, speculative=config, executor=executor, predictor=str(folder), **small) as llm:  # type: ignore[arg-type]
+        found = llm.generate("A branch is a guess", params)
+        plain = llm.using("autoregressive").generate("A branch is a guess", params)
+        without = llm.using(speculative={**config, "without": ["hrad"]}).generate("A branch is a guess", params)
+    assert found.token_ids == plain.token_ids == without.token_ids
+    assert found.stats["rollback"] != without.stats["rollback"], "signals made no difference"
+
+
+def test_transformers_targets_foretell_too(tmp_path: Path) -> None:
+    target = make_gpt2(tmp_path / "gpt2")
+    folder = made(target, target, tmp_path / "predictor")
+    config = {"policy": "paper", "num_speculative_tokens": 4}
+    with LLM(target, target, speculative=config, device="cpu", predictor=str(folder)) as llm:
+        found = llm.generate("A branch", {"max_tokens": 20})
+        assert found.token_ids == llm.using("autoregressive").generate("A branch", {"max_tokens": 20}).token_ids
+        assert llm._forecaster is not None
