@@ -316,7 +316,7 @@ def test_room_for_no_answer_is_refused(target: Target, tokenizer: Tokenizer) -> 
     [
         ({"tokens": None}, "neither seconds nor tokens"),
         ({"rows": 0}, "rows is 0"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
         ({"min_p": 1.5}, "min_p is 1.5"),
     ],
 )

@@ -267,6 +267,8 @@ class Tuner:
         prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
         space = {name: list(values) for name, values in SPACES[method].items()}
         question = [VERSION, __version__, models, goal.profile.digest, method, space, asdict(goal.workload), prompts, goal.trials]
+        if method == "specbranch:paper" and self.lab.forecasts is not None:
+            question.append(self.lab.forecasts.predictor.digest)
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
     def _held(self, method: str) -> Search | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 from specbranch.core.orders import Orders, Reports, Span
 
 KEPT = 15  # of the latest times at a number of rows; their median is the estimate
-SLOPE = 0.02  # until more is known: each further row of the target costs this share of one
+SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
 LANE = 0.05  # likewise, each further lane of a draft step
 MOST_ROWS = 24  # more is reading a text, not a round
 
