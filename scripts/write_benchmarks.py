@@ -1,13 +1,15 @@
 """Write the tables of docs/benchmarks.md from results of the bench: whatever stands between a pair of markers is made anew.
 
-    python scripts/write_benchmarks.py --modelled DIR --wall DIR
+    python scripts/write_benchmarks.py --modelled DIR --wall DIR --ablation DIR --sampled DIR --predictors
 
-The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`.
+The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`, those of the parts
+from `--preset ablation`, sampled ones from a modelled run with `--temperature 1`; the predictors' figures are in the package.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,9 +20,12 @@ from specbranch.bench.results import Results, Row
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "cnn_dm": "CNN/DM", "mt_bench": "MT-bench"}
 COMPARED = ("humaneval", "gsm8k", "cnn_dm")  # the suites of the paper's table that are ours, too
-PAPERS = "specbranch:confidence"  # the paper's method without its predictor
+PAPERS = "specbranch:paper"
+BARE = "specbranch:confidence"  # the same without its predictor
 OURS = "specbranch"
-METHODS = ("speculative", "adaptive", "pearl", PAPERS, "lookup", "tree", OURS)
+METHODS = ("speculative", "adaptive", "pearl", BARE, PAPERS, "lookup", "tree", OURS)
+BASELINES = ("speculative", "adaptive", "pearl")
+PREDICTORS = Path(__file__).parents[1] / "src" / "specbranch" / "predictors"
 PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval, GSM8K, CNN/DM
     "h200-68m-7b": ("LLaMA 68M & 7B", (1.69, 1.86, 1.66), (2.04, 2.12, 1.87)),
     "h200-68m-13b": ("Vicuna 68M & 13B", (2.02, 1.61, 1.68), (2.47, 1.95, 1.89)),
@@ -33,6 +38,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--modelled", type=Path, help="folder of modelled results")
     options.add_argument("--wall", type=Path, help="folder of measured results")
+    options.add_argument("--ablation", type=Path, help="folder of the ablation's results")
+    options.add_argument("--sampled", type=Path, help="folder of modelled results at temperature 1")
+    options.add_argument("--predictors", action="store_true", help="the figures of the shipped predictors")
     given = options.parse_args()
     text = PAGE.read_text(encoding="utf-8")
     if given.modelled:
@@ -45,6 +53,16 @@ def main() -> None:
         results = Results.load(given.wall / "results.json")
         text = _filled(text, "wall", _wall(results.rows))
         text = _filled(text, "wall-origin", _origin(results))
+    if given.ablation:
+        results = Results.load(given.ablation / "results.json")
+        text = _filled(text, "ablation", _ablation(results.rows))
+        text = _filled(text, "ablation-origin", _origin(results))
+    if given.sampled:
+        results = Results.load(given.sampled / "results.json")
+        text = _filled(text, "sampled", _sampled(results.rows))
+        text = _filled(text, "sampled-origin", _origin(results))
+    if given.predictors:
+        text = _filled(text, "predictors", _predictors())
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -77,7 +95,7 @@ def _beside_the_paper(rows: Sequence[Row]) -> list[str]:
             cells = [_speedup(rows, pair, suite, clock, method) for method in ("pearl", PAPERS, OURS) for suite in COMPARED]
             lines.append([clock, pair.removeprefix("smollm2-"), *_means(cells)])
         lines.append([clock, f"*paper: {models}*", *(f"*{text}*" for text in _means([*pearl, *branches])), "–"])
-    shown = ("PEARL", "SpecBranch as published, without H-RAD", "SpecBranch, ours")
+    shown = ("PEARL", "SpecBranch as published", "SpecBranch, ours")
     return _table(["costs", "pair", *(f"{m}: HumanEval / GSM8K / CNN-DM / mean" for m in shown)], lines)
 
 
@@ -115,7 +133,11 @@ def _ours(rows: Sequence[Row]) -> list[str]:
         f"{low[0]:.2f} ({low[3]}).",
         "",
         *_table(
-            ["pair", "costs", "ours over the best of serial, AdaEDL and PEARL", "rejected a token: ours", "serial", "PEARL"], _by_pair(rows)
+            [
+                *("pair", "costs", "ours over the best of serial, AdaEDL and PEARL", "rejected a token: ours", "serial", "PEARL"),
+                *("ours: siblings in the tree", "losing branches"),
+            ],
+            _by_pair(rows),
         ),
     ]
 
@@ -125,16 +147,76 @@ def _by_pair(rows: Sequence[Row]) -> list[list[str]]:
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
             means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in METHODS}
-            best = max(means[m] for m in ("speculative", "adaptive", "pearl"))
-            lost = [_rejected(rows, pair, clock, m) for m in (OURS, "speculative", "pearl")]
-            lines.append([pair.removeprefix("smollm2-"), clock, f"{means[OURS] / best:.2f}", *(f"{share:.2f}" for share in lost)])
+            best = max(means[m] for m in BASELINES)
+            lost = [_lost(rows, pair, clock, m, "rejected") for m in (OURS, "speculative", "pearl")]
+            beside = [_lost(rows, pair, clock, OURS, kind) for kind in ("tree_siblings", "losing_branches")]
+            lines.append(
+                [pair.removeprefix("smollm2-"), clock, f"{means[OURS] / best:.2f}", *(f"{share:.2f}" for share in (*lost, *beside))]
+            )
     return sorted(lines)
 
 
-def _rejected(rows: Sequence[Row], pair: str, clock: str, method: str) -> float:
-    """Tokens of the main line that were rejected, for each that was emitted."""
+def _lost(rows: Sequence[Row], pair: str, clock: str, method: str, kind: str) -> float:
+    """Tokens drafted in vain, of one kind, for each that was emitted."""
     found = [_row(rows, pair, suite, clock, method) for suite in SUITES]
-    return sum(row.rollback.get("rejected", 0.0) * row.tokens for row in found) / sum(row.tokens for row in found)
+    return sum(row.rollback.get(kind, 0.0) * row.tokens for row in found) / sum(row.tokens for row in found)
+
+
+def _ablation(rows: Sequence[Row]) -> list[str]:
+    """Every method and variant of the ablation: mean speedup over the suites for each pair, and what of it is left."""
+    pairs, (clock,) = _names(rows, lambda row: row.pair), _names(rows, lambda row: row.clock)
+    means = {
+        (pair, m): fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES)
+        for pair in pairs
+        for m in _names([row for row in rows if row.pair == pair], lambda row: row.method)
+    }
+    lines = []
+    for method in _names(rows, lambda row: row.method):
+        whole = re.split("[-@]", method)[0]
+        told = [f"{means[pair, method]:.2f}" + _share(means[pair, method], means[pair, whole], whole != method) for pair in pairs]
+        lines.append([f"`{method}`", *told])
+    return _table(["method", *(pair.removeprefix("smollm2-") for pair in pairs)], lines)
+
+
+def _share(part: float, whole: float, differs: bool) -> str:
+    return f" ({100 * (part / whole - 1):+.1f} %)" if differs else ""
+
+
+def _sampled(rows: Sequence[Row]) -> list[str]:
+    """Sampled decoding: ours against the baselines, mean over the suites."""
+    methods = (*BASELINES, "lookup", "tree", OURS)
+    lines = []
+    for clock in _names(rows, lambda row: row.clock):
+        for pair in _names([row for row in rows if row.clock == clock], lambda row: row.pair):
+            means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in methods}
+            best = max(means[m] for m in BASELINES)
+            lines.append([clock, pair.removeprefix("smollm2-"), *(f"{mean:.2f}" for mean in means.values()), f"{means[OURS] / best:.2f}"])
+    return _table(["costs", "pair", *methods, "ours over the best of the first three"], lines)
+
+
+def _predictors() -> list[str]:
+    """What each way foretells of a draft's length, in nats a round, on texts that were not learned from."""
+    figures = {
+        folder.name: json.loads((folder / "predictor.json").read_text(encoding="utf-8"))["figures"]
+        for folder in sorted(PREDICTORS.iterdir())
+    }
+    ways = list(next(iter(figures.values()))["rivals"])
+    lines = [[way, *(f"{one['rivals'][way]['nats']:.3f} ({_interval(one['rivals'][way])})" for one in figures.values())] for way in ways]
+    classes = [
+        "three classes at γ = 8: told rightly (none / some / all)",
+        *(
+            f"{one['accuracy']:.0%} ({' / '.join(f'{share:.0%}' for share in one['accuracy_by_class'].values())})"
+            for one in figures.values()
+        ),
+    ]
+    hard = ["rounds settled by none or all, told rightly", *(f"{o['hard_share']:.0%}, {o['hard_accuracy']:.0%}" for o in figures.values())]
+    return _table(
+        ["nats a round (95 % of the difference to H-RAD)", *(name.removeprefix("smollm2-") for name in figures)], [*lines, classes, hard]
+    )
+
+
+def _interval(one: dict[str, float]) -> str:
+    return "–" if one["low"] == one["high"] else f"{one['low']:+.2f} … {one['high']:+.2f}"
 
 
 def _wall(rows: Sequence[Row]) -> list[str]:

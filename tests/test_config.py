@@ -95,7 +95,11 @@ def test_the_longest_ngram_is_not_shorter_than_the_shortest() -> None:
     [
         ("rule", "mach", "Unknown rule 'mach'. Did you mean 'match'? Known: match, ratio."),
         ("heads", "sample", "Unknown heads 'sample'. Did you mean 'sampled'? Known: sampled, top."),
-        ("policy", "confident", "Unknown policy 'confident'. Did you mean 'confidence'? Known: confidence, entropy, fixed, last, oracle, paper, planner."),
+        (
+            "policy",
+            "confident",
+            "Unknown policy 'confident'. Did you mean 'confidence'? Known: confidence, entropy, fixed, last, oracle, paper, planner.",
+        ),
     ],
 )
 def test_an_unknown_choice_offers_the_nearest(name: str, value: str, said: str) -> None:

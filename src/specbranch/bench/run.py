@@ -174,8 +174,8 @@ def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
     import itertools
 
     workload = job.workloads[0]
-    live = [setting for setting in job.settings if setting.config is not None and setting.config.policy != "oracle"]
-    settings = [setting for setting in live if setting.needs_draft] or live[:1]
+    possible = [setting for setting in job.settings if setting.config is not None and setting.config.policy != "oracle"]
+    settings = [setting for setting in possible if setting.needs_draft] or possible[:1]
     prompts = [suite.prompts[0] for suite in job.suites]
     text = counted = counts = runs = 0
     for prompt, setting in itertools.islice(zip(itertools.cycle(prompts), itertools.cycle(settings), strict=False), most):
