@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specbranch.core.orders import Signal
 from specbranch.errors import BadParameter
 from specbranch.hrad.network import Network
 from specbranch.hrad.report import across_tasks, figures, rivalry
@@ -95,6 +96,12 @@ def test_the_three_classes_agree_with_each_other_at_every_length() -> None:
     assert torch.equal(chances[..., 0], chances[:, :1, 0].expand(-1, LONGEST)), "whether none is taken does not hang on the length"
     assert bool((chances[:, 1:, 2] <= chances[:, :-1, 2]).all())
     assert float(chances[:, 0, 1].detach().abs().max()) < 1e-6, "of one token there is no part"
+
+
+def test_a_signal_has_the_chances_of_the_network() -> None:
+    network, some = Network(WIDTH, LONGEST).eval(), torch.randn(20, WIDTH)
+    for steps, chances in zip(network.steps(some).tolist(), network.chances(some).tolist(), strict=True):
+        assert torch.allclose(torch.tensor(Signal.of(steps).chances), torch.tensor(chances), atol=1e-6)
 
 
 def test_a_kind_of_text_that_was_never_seen_is_told_apart() -> None:

@@ -165,6 +165,15 @@ class Signal:
 
     chances: tuple[tuple[float, float, float], ...]
 
+    @classmethod
+    def of(cls, steps: Sequence[float]) -> Signal:
+        """Make one from the chance of each token of a draft once all before it are taken."""
+        found, whole, none = [], 1.0, 1.0 - steps[0]
+        for step in steps:
+            whole *= step
+            found.append((none, max(1.0 - none - whole, 0.0), whole))
+        return cls(tuple(found))
+
     @property
     def sound(self) -> bool:
         """Whether these are chances at all."""

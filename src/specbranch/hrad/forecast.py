@@ -68,8 +68,7 @@ class Forecast:
     @torch.inference_mode()
     def signal(self, row: Row, token: int) -> Signal | None:
         """What becomes of a draft behind a token that came of this row; nothing if that cannot be told."""
-        chances = self._network.chances(features((row,), (token,), self._runner))[0]
-        found = Signal(tuple((none, some, all_) for none, some, all_ in chances.tolist()))
+        found = Signal.of(self._network.steps(features((row,), (token,), self._runner))[0].tolist())
         if found.sound:
             return found
         if not self._silent:

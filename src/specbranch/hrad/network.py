@@ -42,11 +42,11 @@ class Network(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Score each place of a draft: the log of the odds that its token is taken once all before it are [rows, longest]."""
-        x = self.forgetting(((features.float() - self.mean) / self.scale).clamp(-FARTHEST, FARTHEST))
-        x = self.dropout(torch.relu(self.first(x)))
-        x = self.dropout(torch.relu(self.second(x)))
-        scores: Tensor = self.last(x)
-        return scores * self.sharpness + self.shift
+        x = ((features.float() - self.mean) / self.scale).clamp_(-FARTHEST, FARTHEST)
+        x = torch.relu_(self.first(self.forgetting(x) if self.training else x))
+        x = torch.relu_(self.second(self.dropout(x) if self.training else x))
+        scores: Tensor = self.last(self.dropout(x) if self.training else x)
+        return torch.addcmul(self.shift, scores, self.sharpness)
 
     def steps(self, features: Tensor) -> Tensor:
         """The chance of each token once all before it are taken [rows, longest]."""
