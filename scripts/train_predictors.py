@@ -84,7 +84,7 @@ def read(asked: argparse.Namespace, material: Any) -> dict[str, Rounds]:
     collectors = {pair: one.collector(target) for pair, one in jobs.items()}
     texts = [text for text in one.texts(material) if all(c.fits(text) for c in collectors.values())][: asked.texts]
     made: dict[str, list[Rounds]] = {pair: [] for pair in PAIRS}
-    start = time.monotonic()
+    start, number = time.monotonic(), 0
     for number, text in enumerate(texts):
         shown = collectors[PAIRS[0]].shown(text)
         for pair, collector in collectors.items():
@@ -107,9 +107,9 @@ def narrowed(rounds: Rounds, layers: int) -> Rounds:
 def train(one: Job, rounds: Rounds, bars: Bars, out: Path) -> None:
     """Train and save."""
     start = time.monotonic()
-    predictor, parts = one.trained(rounds, bars)
+    predictor = one.trained(rounds, bars)
     predictor.save(out)
-    replace(one, out=out).draw(predictor, parts)
+    replace(one, out=out).draw(predictor)
     figures = predictor.about.figures
     nats = {name: round(rival["nats"], 3) for name, rival in figures["rivals"].items()}
     say(

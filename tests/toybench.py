@@ -79,6 +79,9 @@ def drafter_maker(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0
 class Moody:
     """A forecaster whose signals have no reason: every class comes up, and what comes up hangs on the row and the token alone."""
 
+    def attend(self, wanted: bool) -> None:
+        """A toy's rows are all there is."""
+
     def signal(self, row: Row, token: int) -> Signal | None:
         """Foretell whatever comes to its mind; now and then nothing."""
         rng = random.Random(f"{[round(x, 6) for x in row]} {token}")
@@ -143,7 +146,7 @@ class Case:
 
     def session(self, number: int = 0, limit: int = LIMIT) -> Session:
         """A session for it."""
-        request = Request(self.params, self.seed, len(self.prompt), rule=self.rule, eos_ids=self.ending.eos_ids)
+        request = Request(self.params, self.seed, len(self.prompt), rule=self.rule, eos_ids=self.ending.eos_ids, foretold=True)
         return Session(number, self.prompt, request, limit, self.ending.watch() if self.ending.watch else None)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
-from specbranch.core.runner import Forecaster, Runner
+from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture, unknown
 from specbranch.exec.drafter import Drafter
@@ -28,6 +28,7 @@ from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
+    from specbranch.hrad.forecast import Forecast
     from specbranch.models.fetch import Progress
     from specbranch.text.tokenizer import Tokenizer
 
@@ -169,7 +170,7 @@ def make_verifier(choice: ModelChoice) -> Verifier:
     return Verifier(runner, TorchSampler(runner.vocabulary, shared_noise()))
 
 
-def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner, length: int) -> Forecaster | None:
+def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner) -> Forecast | None:
     """Put H-RAD to work beside a target: the predictor named, or the one that comes with the pair; where that cannot be, say why."""
     from specbranch.hrad.forecast import ON, Forecast
     from specbranch.hrad.predictor import Predictor, PredictorError
@@ -180,9 +181,6 @@ def make_forecaster(predictor: str | None, target: str, draft: str | None, runne
             raise PredictorError("There is no predictor (H-RAD) for this pair. Train one with `specbranch train-predictor`.")
         found = Predictor.load(folder)
         found.check_pair(identity(target), None if draft is None else identity(draft))
-        if length > found.about.longest:
-            told = f"The predictor foretells drafts of up to {found.about.longest} tokens; num_speculative_tokens is {length}."
-            raise PredictorError(f"{told} Lower it, or train one with --longest {length}.")
         return Forecast(found, runner)
     except ModelError as error:
         log.warning("%s %s", error, ON)

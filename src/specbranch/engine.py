@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import ModelChoice, RunnerName, assemble, cost_profile, make_forecaster
@@ -22,11 +22,14 @@ from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
 from specbranch.core.request import Request
-from specbranch.core.runner import Forecaster, Runner
+from specbranch.core.runner import Runner
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.pairs import chosen_models
+
+if TYPE_CHECKING:
+    from specbranch.hrad.forecast import Forecast
 
 __all__ = ["LLM", "Chunk", "Output"]
 
@@ -81,7 +84,7 @@ class LLM:
         self._loop = Loop(self._parts.executor)
         self._numbers = count()
         self._named = named, predictor
-        self._forecasters: dict[int, Forecaster | None] = {}  # by draft length
+        self._forecasters: list[Forecast | None] = []  # the one there is, once it was looked for
         self._forecaster = self._foretelling()
 
     def using(self, method: str | None = None, *, speculative: SpeculativeConfig | Mapping[str, Any] | None = None) -> LLM:
@@ -154,7 +157,7 @@ class LLM:
 
     def repeat(self, prompt: Sequence[int], params: SamplingParams, seed: int, sample: int) -> Output:
         """Answer a prompt again with the noise of an earlier answer."""
-        request = Request(params, seed, len(prompt), sample, self.config.rule, self.tokenizer.eos_ids)
+        request = replace(self._request(prompt, params, seed), sample=sample)
         answer = self._answer(list(prompt), request)
         self._finish([answer])
         return answer.output()
@@ -202,14 +205,16 @@ class LLM:
                 "Policy 'oracle' knows the target's text beforehand, which only a replay does: `specbranch bench run --clock`."
             )
 
-    def _foretelling(self) -> Forecaster | None:
-        """Who tells the method what becomes of its drafts, if it wants to know; what is missing is said once for each draft length."""
+    def _foretelling(self) -> Forecast | None:
+        """Who tells the method what becomes of its drafts, if it wants to know; what is wrong is said once."""
         if not self._method.heeds_signals(self.config):
             return None
-        length, (draft, predictor) = self.config.num_speculative_tokens, self._named
-        if length not in self._forecasters:
-            self._forecasters[length] = make_forecaster(predictor, self.target, draft, self._verifier.runner, length)
-        return self._forecasters[length]
+        draft, predictor = self._named
+        if not self._forecasters:
+            self._forecasters.append(make_forecaster(predictor, self.target, draft, self._verifier.runner))
+            self._verifier.forecaster = self._forecasters[0]
+        found = self._forecasters[0]
+        return found if found is not None and found.reaches(self.config.num_speculative_tokens) else None
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -268,14 +273,17 @@ class LLM:
     def _join(self, answer: Answer) -> None:
         if self._loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
-        self._verifier.forecaster = self._forecaster
         self._loop.join(answer.session, self._method.start(answer.session, self.config, self._experience))
 
     def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
         """Return n answers to be made to one prompt: the same seed, numbered samples."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids)
+        first = self._request(prompt, params, seed)
         return [self._answer(prompt, replace(first, sample=sample)) for sample in range(params.n)]
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
+        foretold = self._forecaster is not None
+        return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, foretold)
 
     def _answer(self, prompt: list[int], request: Request) -> Answer:
         self._check_length(prompt)

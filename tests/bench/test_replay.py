@@ -39,6 +39,8 @@ CONFIGS = [*FIXED, *PLANNED]
 class Heard:
     """What the toys' forecaster says along a record."""
 
+    longest = 8
+
     def of(self, record: Record) -> RecordedForecaster:
         text, start = record.text, len(record.task.prompt)
         said = [Moody().signal(law().logits_of(text[:at]), text[at]) for at in range(start, len(text))]

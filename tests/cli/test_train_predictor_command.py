@@ -82,6 +82,21 @@ def test_what_cannot_be_done_is_a_sentence(
     assert not (tmp_path / "out" / "predictor.json").exists()
 
 
+def test_material_with_sampled_answers_or_of_another_target_is_refused(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+    writing = ("--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--tokens", "2000", "--only-write")
+    command("distill", "--target", pair[0], "--layers", "1", "--out", str(tmp_path / "sampled"), *writing)
+    sampled = trained(command, pair, tmp_path / "out", "--material", str(tmp_path / "sampled" / "training"), *QUICK)
+    assert sampled.code == 2 and "labels need greedy texts" in sampled.err
+    trained(command, pair, tmp_path / "theirs", *WRITING, *QUICK)
+    other = trained(command, (pair[1], pair[0]), tmp_path / "out", "--material", str(tmp_path / "theirs"), *QUICK)
+    assert other.code == 2 and "was written by target, not by" in other.err
+
+
+def test_a_predictor_that_nobody_heeds_is_told(command: Command, models: list[str]) -> None:
+    done = command("generate", *models, "--predictor", "somewhere", "--max-tokens", "3", "A branch")
+    assert done.code == 0 and "only policy 'paper' heeds one" in done.err
+
+
 def test_a_target_without_a_draft_is_refused(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     done = command("train-predictor", "--target", pair[0], "--out", str(tmp_path))
     assert done.code == 2 and "foretells what becomes of a draft" in done.err

@@ -134,11 +134,18 @@ def test_a_paper_policy_drafts_nothing_where_nothing_would_be_taken_and_does_not
     assert [heard(Paper(3, 0.5), told(0, 0, signal)).chain() for signal in (NONE, SOME, ALL)] == [Plan(0), Plan(3, stop_below=0.5), Plan(3)]
 
 
-def test_without_posterior_drafting_a_branch_is_judged_by_the_signal_before() -> None:
+def test_without_posterior_drafting_a_survivor_is_judged_by_the_signal_before_and_a_fresh_chain_is_not() -> None:
     drafted = branch(0.9, 0.2, 0.9)
     signals = told(0, 0, ALL), told(0, 0, NONE)
-    assert len(heard(Paper(3, 0.5), *signals).trim(drafted).tokens) == 0
-    assert len(heard(Paper(3, 0.5, posterior=False), *signals).trim(drafted).tokens) == 3
+    with_it, without = (heard(Paper(3, 0.5, posterior=posterior), *signals) for posterior in (True, False))
+    assert [len(policy.inherit(drafted).tokens) for policy in (with_it, without)] == [0, 3]
+    assert [len(policy.trim(drafted).tokens) for policy in (with_it, without)] == [0, 0]
+
+
+def test_a_survivor_is_judged_by_what_is_said_of_its_own_length() -> None:
+    policy = heard(Paper(3, 0.5), told(0, ALL, SOME))
+    assert len(policy.inherit(branch(0.9, 0.2)).tokens) == 2 and len(policy.trim(branch(0.9, 0.2, 0.9)).tokens) == 1
+    assert policy.inherit(branch()).tokens == ()
 
 
 @pytest.mark.parametrize(("taken", "kept"), [(0, 0), (1, 1), (2, 3)])

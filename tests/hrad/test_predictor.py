@@ -17,6 +17,7 @@ from specbranch.assembly import load_runner
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.hrad.forecast import Forecast, features, tap
+from specbranch.hrad.network import Network
 from specbranch.hrad.predictor import Predictor, PredictorError
 from tiny_models import CONFIGS, saved, some_tokens, tiny
 from tiny_pair import make_gpt2, make_pair
@@ -69,11 +70,16 @@ def test_many_rows_and_few_show_the_same_states(tmp_path: Path) -> None:
     assert torch.allclose(*shown, rtol=1e-3, atol=1e-4)
 
 
-def test_what_is_saved_is_read_again(folder: Path) -> None:
-    one, other = Predictor.load(folder), Predictor.load(folder)
-    some = torch.randn(3, 96)
-    assert torch.equal(one.network.chances(some), other.network.chances(some)) and one.digest == other.digest
-    assert (one.about.longest, one.about.layers, one.about.hidden) == (LONGEST, LAYERS, 32)
+def test_what_is_saved_is_read_again(folder: Path, tmp_path: Path) -> None:
+    network = Network(96, LONGEST).eval()
+    with torch.no_grad():
+        network.mean.add_(3e5)  # the scaling is kept in full precision
+    about = Predictor.load(folder).about
+    Predictor(about, network).save(tmp_path / "again")
+    one, some = Predictor.load(tmp_path / "again"), torch.randn(3, 96) + 3e5
+    assert torch.allclose(one.network.steps(some), network.steps(some), atol=1e-2)
+    assert not torch.allclose(one.network.steps(some), Predictor.load(folder).network.steps(some), atol=1e-2)
+    assert one.about == about and (about.longest, about.layers, about.hidden) == (LONGEST, LAYERS, 32)
 
 
 def card(**values: object) -> Callable[[Path], None]:
@@ -136,6 +142,7 @@ def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
         assert llm.generate("A branch", {"max_tokens": 3}).token_ids
     with LLM(*pair, speculative={"policy": "paper", "num_speculative_tokens": 9}, device="cpu", predictor=str(folder)) as llm:
         assert llm.generate("A branch", {"max_tokens": 3}).token_ids
+        assert llm.using(speculative={"policy": "paper", "num_speculative_tokens": 9, "stop_below": 0.2}).config
     first, second = (record.message for record in caplog.records)
     assert "There is no predictor (H-RAD) for this pair" in first
     assert "up to 6 tokens; num_speculative_tokens is 9" in second
@@ -147,6 +154,7 @@ def test_features_that_are_not_finite_say_nothing_and_that_is_told_once(
     runner = load_runner(Choice(pair[0], device="cpu", context_length=64))
     forecast = Forecast(Predictor.load(folder), runner)
     runner.open(0)
+    forecast.attend(True)
     row = runner.feed([Feed(0, (1,), (ROOT,))])[0][0]
     assert forecast.signal(row, 3) is not None
     broken = replace(row, states=torch.full_like(row.states, float("nan")))
@@ -186,6 +194,21 @@ def test_with_signals_the_text_is_that_of_plain_decoding(executor: str, temperat
         without = llm.using(speculative={**config, "without": ["hrad"]}).generate("A branch is a guess", params)
     assert found.token_ids == plain.token_ids == without.token_ids
     assert found.stats["rollback"] != without.stats["rollback"], "signals made no difference"
+
+
+def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pays_for_none(folder: Path, pair: tuple[str, str]) -> None:
+    params = {"max_tokens": 40, "ignore_eos": True}
+    config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1}
+    with LLM(*pair, speculative=config, device="cpu", dtype="float64", predictor=str(folder)) as llm:
+        alone = llm.generate("A branch is a guess", params)
+        stream = llm.stream("A branch is a guess", params)
+        first = next(stream)
+        plain = llm.using("autoregressive").generate("A branch is a guess", params)
+        *_, last = [first, *stream]
+        llm.using("autoregressive").generate("A branch is a guess", params)
+        assert llm.target_runner._tapped == 0, "plain decoding pays for hidden states"  # type: ignore[attr-defined]
+    assert last.output is not None and plain.token_ids == last.output.token_ids == alone.token_ids
+    assert last.output.stats["rollback"] == alone.stats["rollback"]
 
 
 def test_transformers_targets_foretell_too(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -31,18 +32,19 @@ class Forecasts:
         self.predictor = predictor
         self._forecast, self._target = Forecast(predictor, target), target
         self._folder, self._model = folder / predictor.digest, model
+        self.longest = predictor.about.longest
         self._held: dict[str, list[Signal | None]] = {}
 
     def of(self, record: Record) -> RecordedForecaster:
         """Return who says it in a replay."""
-        key = record.task.key(self._model)
+        key = sha256(f"{record.task.key(self._model)} {record.tokens}".encode()).hexdigest()[:32]
         if key not in self._held:
             self._held[key] = self._kept(key, len(record.tokens)) or self._read(record, key)
         return RecordedForecaster(len(record.task.prompt), self._held[key])
 
     def _kept(self, key: str, count: int) -> list[Signal | None] | None:
         """Return what was read before; what cannot be read, or is of another length, counts as nothing."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, EOFError):
             chances = np.load(self._folder / f"{key}.npy")
             if chances.ndim == 3 and len(chances) == count:
                 return [Signal(tuple(tuple(map(float, classes)) for classes in place)) for place in chances]  # type: ignore[misc]
@@ -50,17 +52,22 @@ class Forecasts:
 
     def _read(self, record: Record, key: str) -> list[Signal | None]:
         prompt, tokens = record.task.prompt, record.tokens
-        rows = read(self._target, prompt[:-1], (prompt[-1], *tokens[:-1]), ROWS)
-        signals = [self._forecast.signal(row, token) for row, token in zip(rows, tokens, strict=True)]
+        self._forecast.attend(True)
+        try:
+            rows = read(self._target, prompt[:-1], (prompt[-1], *tokens[:-1]), ROWS)
+            signals = [self._forecast.signal(row, token) for row, token in zip(rows, tokens, strict=True)]
+        finally:
+            self._forecast.attend(False)
         if all(signal is not None for signal in signals):
             self._keep(key, np.array([signal.chances for signal in signals if signal is not None], dtype=np.float32))
         return signals
 
     def _keep(self, key: str, chances: np.ndarray) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         part = self._folder / f"{key}.{os.getpid()}.part.npy"
-        np.save(part, chances)
-        part.replace(self._folder / f"{key}.npy")
+        with suppress(OSError):  # without room it is read again next time
+            self._folder.mkdir(parents=True, exist_ok=True)
+            np.save(part, chances)
+            part.replace(self._folder / f"{key}.npy")
 
 
 class RecordedForecaster:
@@ -68,6 +75,9 @@ class RecordedForecaster:
 
     def __init__(self, start: int, signals: Sequence[Signal | None]) -> None:
         self._start, self._signals = start, signals
+
+    def attend(self, wanted: bool) -> None:
+        """All was read before."""
 
     def signal(self, row: Row, token: int) -> Signal | None:
         """What was said where this row led to the record's next token."""

@@ -79,17 +79,14 @@ class Lab:
         place = folder or default_folder()
         self._records = Records(place / "records", self.identity["target_identity"])
         self.draft = self._remembering(draft, place)
-        self.forecasts, self._other_predictor = self._foretelling(predictor, draft, place), predictor is not None
+        self.forecasts = self._foretelling(predictor, draft, place)
         self.books = Books(self.draft, self.forecasts)
 
     @property
     def digest(self) -> str:
-        """Tells target and draft from others, and the predictor if it is not the pair's own, in a few characters."""
+        """Tells target and draft from others, in a few characters."""
         names = sorted(name for name in self.identity if name.endswith("identity"))
-        known = [str(self.identity[name]) for name in names]
-        if self._other_predictor and self.forecasts is not None:
-            known.append(self.forecasts.predictor.digest)
-        return sha256(" ".join(known).encode()).hexdigest()[:16]
+        return sha256(" ".join(str(self.identity[name]) for name in names).encode()).hexdigest()[:16]
 
     def records(self, prompt: Prompt, workload: Workload) -> list[Record]:
         """Return what the target says, turn by turn; what is not there yet is recorded now."""

@@ -95,6 +95,8 @@ class Name:
 
 def _value(name: str, setting: str) -> tuple[str, Any]:
     key, _, text = setting.partition("=")
+    if key in ("method", "policy", "without"):
+        raise BadParameter(f"{name!r} sets {key!r} behind '@'; expected METHOD:POLICY and -PART for these.")
     try:
         return key, json.loads(text)
     except ValueError:

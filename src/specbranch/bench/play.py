@@ -5,7 +5,7 @@ Owns the assembly of a replay. Invariant: what is emitted is the record's text; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specbranch.bench.forecasts import Forecasts
 from specbranch.bench.foresight import read_ahead
@@ -72,9 +72,10 @@ class Player:
         """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto` goes by, and adds to."""
         method = find_method(config.method or "autoregressive", self.draft is not None)
         executor = self._executor(profile, knows=config.policy == "oracle")
-        if method.heeds_signals(config) and self.forecasts is not None:
+        heeds = method.heeds_signals(config) and self.forecasts is not None and self.forecasts.longest >= config.num_speculative_tokens
+        if heeds and self.forecasts is not None:
             executor.target.forecaster = self.forecasts.of(self.record)
-        loop, session = Loop(executor, trace), self._session()
+        loop, session = Loop(executor, trace), self._session(heeds)
         known = experience or Experience(profile, self.draft is not None)
         loop.join(session, method.start(session, config, known))
         while loop.live:
@@ -104,6 +105,6 @@ class Player:
             draft.sampler = Knowing(draft.sampler, self.record)
         return VirtualClock(target, draft, profile)
 
-    def _session(self) -> Session:
+    def _session(self, foretold: bool) -> Session:
         task = self.record.task
-        return Session(0, task.prompt, task.request, len(task.prompt) + task.params.max_tokens)
+        return Session(0, task.prompt, replace(task.request, foretold=foretold), len(task.prompt) + task.params.max_tokens)

@@ -15,10 +15,11 @@ from specbranch.bench.ledger import has_book
 from specbranch.bench.measurement import Measurement, RunStore, output_digest, told
 from specbranch.bench.methods import Setting
 from specbranch.bench.record import Record
-from specbranch.bench.results import WALL
+from specbranch.bench.results import BASELINE, WALL
 from specbranch.bench.suites import Prompt, Suite
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
+from specbranch.core.methods import METHODS
 from specbranch.core.stats import Stats
 from specbranch.sim.profile import CostProfile
 
@@ -152,11 +153,19 @@ def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: 
         output="",
         clock=clock.name,
         rule="other" if outside_the_rule else rule,
-        setting=setting.shown,
+        setting=setting.shown | _predictor(lab, setting),
         models=lab.digest,
         charges=clock.profile.digest if clock.profile is not None else "",
         devices=clock.profile.devices if clock.profile is not None and setting.drafts else 1,
     )
+
+
+def _predictor(lab: Lab, setting: Setting) -> dict[str, Any]:
+    """Which predictor a setting goes by, if it goes by one."""
+    config = setting.config
+    if config is None or not METHODS[config.method or BASELINE].heeds_signals(config):
+        return {}
+    return {"predictor": lab.forecasts.predictor.digest[:8] if lab.forecasts is not None else "none"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,28 +44,21 @@ WORSE, ENOUGH = 1.1, 3  # a length that takes so much longer than the best is ba
 SEED = 20260301
 
 Knobs = Mapping[str, Sequence[int | float]]
+TWO_STAGE: Knobs = {
+    "num_speculative_tokens": range(1, 17),
+    "stop_below": tuple(n / 20 for n in range(20)),
+    "max_branches": range(1, 7),
+}
 SPACES: dict[str, Knobs] = {
     BASELINE: {},
     "speculative": {"num_speculative_tokens": range(1, 13)},
     "adaptive": {"num_speculative_tokens": range(1, 13)},
     "pearl": {"num_speculative_tokens": range(1, 17)},
-    "specbranch:confidence": {
-        "num_speculative_tokens": range(1, 17),
-        "stop_below": tuple(n / 20 for n in range(20)),
-        "max_branches": range(1, 7),
-    },
-    "specbranch:paper": {
-        "num_speculative_tokens": range(1, 17),
-        "stop_below": tuple(n / 20 for n in range(20)),
-        "max_branches": range(1, 13),
-    },
-    "specbranch:last": {
-        "num_speculative_tokens": range(1, 17),
-        "stop_below": tuple(n / 20 for n in range(20)),
-        "max_branches": range(1, 13),
-    },
+    "specbranch:confidence": TWO_STAGE,
+    "specbranch:paper": TWO_STAGE,
+    "specbranch:last": TWO_STAGE,
     "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
-    "specbranch:oracle": {"num_speculative_tokens": range(1, 17)},
+    "specbranch:oracle": {"num_speculative_tokens": range(1, 17), "max_branches": range(1, 7)},
     "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
     "tree": {},  # these plan by themselves
     "specbranch": {},

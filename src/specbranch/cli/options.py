@@ -178,6 +178,8 @@ def load_llm(given: dict[str, Any]) -> LLM:
     pulled(target)
     if given.get("config") is not None:
         _warn_of_other_circumstances(given, target, draft)
+    if given.get("predictor") is not None and config.get("policy") != "paper":
+        click.echo(f"The predictor {given['predictor']} is not used: only policy 'paper' heeds one (--policy paper).", err=True)
     from specbranch.engine import LLM
 
     return LLM(**chosen, speculative=config)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from specbranch.core.runner import Runner
     from specbranch.distill.material import Material
     from specbranch.hrad.collect import Collector, Text
-    from specbranch.hrad.predictor import Predictor
+    from specbranch.hrad.predictor import About, Predictor
     from specbranch.hrad.rounds import Rounds
-    from specbranch.hrad.train import FitSettings, Parts
+    from specbranch.hrad.train import FitSettings, Fitted, Parts
 
 ROWS = 512  # tokens read in one forward
 SHOWN = 8  # draft length that the summary and the picture tell of
@@ -82,9 +82,9 @@ def train_predictor(as_json: bool, **given: Any) -> None:
     with Bars() as bars:
         material = job.material(bars)
         rounds = job.rounds(material, bars)
-        predictor, parts = job.trained(rounds, bars)
+        predictor = job.trained(rounds, bars)
     predictor.save(job.out)
-    job.draw(predictor, parts)
+    job.draw(predictor)
     click.echo(json.dumps(predictor.about.figures) if as_json else _summary(job.out, predictor))
 
 
@@ -97,18 +97,21 @@ class Job:
     device: str
     out: Path
     given: Mapping[str, Any]
+    settings: FitSettings
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Job:
         """Refuse what cannot be done before anything is loaded."""
         from specbranch.assembly import chosen_device
+        from specbranch.hrad.train import FitSettings
 
         target, draft = chosen_models(given["pair"], given["target"], given["draft"])
         if draft is None:
             raise BadParameter("A predictor foretells what becomes of a draft, and none was given. Name one with --draft, or a --pair.")
         if given["material"] is not None and not material_files(given["material"]):
             raise BadParameter(f"There is no material at {given['material']}. Name a file that an earlier run left.")
-        return cls(target, draft, chosen_device(given["device"]), given["out"], given)
+        names = ("epochs", "batch", "learning_rate", "weight_decay", "forgets", "seed")
+        return cls(target, draft, chosen_device(given["device"]), given["out"], given, FitSettings(*(given[name] for name in names)))
 
     def material(self, bars: Bars) -> Material:
         """What the target wrote, greedily."""
@@ -123,7 +126,7 @@ class Job:
         given = self.given
         source = pulled(self.target)
         if given["material"] is not None:
-            return material_in(given["material"])
+            return self._checked(material_in(given["material"]))
         seconds, length = given["seconds_writing"], given["writing_length"]
         settings = WriterSettings(
             seconds=30.0 if seconds is None and given["tokens"] is None else seconds,
@@ -139,6 +142,19 @@ class Job:
         written = write(writer, load_tokenizer(ModelChoice(source)), settings, bars.slice(settings, "Writing"))
         written.save(self.out / "material.safetensors")
         return written
+
+    def _checked(self, material: Material) -> Material:
+        """Refuse what was drawn with a temperature, or by another target."""
+        from specbranch.assembly import ModelChoice, fetched
+
+        for part in material.about.get("parts", [material.about]):
+            name, settings = part.get("target"), part.get("settings", {})
+            if settings.get("temperature", 0.0) != 0.0:
+                told = f"{self.given['material']} was written at temperature {settings['temperature']}, half of it"
+                raise BadParameter(f"{told}; labels need greedy texts. Take what an earlier train-predictor left, or let it write.")
+            if name is not None and name != Path(fetched(ModelChoice(self.target))).name:
+                raise BadParameter(f"{self.given['material']} was written by {name}, not by {self.target}. Let this target write its own.")
+        return material
 
     def rounds(self, material: Material, bars: Bars) -> Rounds:
         """Read rounds off the answers."""
@@ -165,37 +181,41 @@ class Job:
         reading = {"layers": given["layers"], "longest": given["longest"], "rows": ROWS, "seed": given["seed"]}
         return Collector(target, drafter.runner, drafter.sampler, **reading)
 
-    def trained(self, rounds: Rounds, bars: Bars) -> tuple[Predictor, Parts]:
+    def trained(self, rounds: Rounds, bars: Bars) -> Predictor:
         """Train, calibrate and judge."""
         import torch
 
-        from specbranch.assembly import identity
-        from specbranch.hrad import report
-        from specbranch.hrad.predictor import About, Predictor
-        from specbranch.hrad.train import FitSettings, dealt, fit
+        from specbranch.hrad.predictor import Predictor
+        from specbranch.hrad.train import dealt, fit
 
-        given, device = self.given, torch.device(self.device)
-        settings = FitSettings(
-            given["epochs"], given["batch"], given["learning_rate"], given["weight_decay"], given["forgets"], given["seed"]
-        )
-        parts = dealt(rounds.to(device), settings.seed)
+        parts = dealt(rounds.to(torch.device(self.device)), self.settings.seed)
         start = time.monotonic()
-        fitted = fit(parts, settings, lambda done, of, nats: bars.show("Training", of, done, f"{nats:.3f} nats a round"))
-        network, seconds = fitted.network, time.monotonic() - start
-        shown = min(SHOWN, given["longest"])
-        figures = {**report.figures(network, parts.judged, shown), "epoch": fitted.epoch, "nats_calibrated": fitted.nats}
-        figures |= {"rivals": report.rivalry(network, parts, settings.seed)}
-        if given["across_tasks"]:
-            bars.show("Across tasks", None, 0, "")
-            figures["across_tasks"] = report.across_tasks(parts, self._tasks(), settings, network)
-        (target, _), (draft, _) = title_and_licence(self.target), title_and_licence(self.draft)
-        width = rounds.features.shape[1] // (given["layers"] + 1)
-        provenance = self._provenance(parts, settings, seconds)
-        identities = identity(self.target), identity(self.draft)
-        about = About(target, identities[0], draft, identities[1], given["longest"], given["layers"], width, figures, provenance)
-        return Predictor(about, network), parts
+        fitted = fit(parts, self.settings, lambda done, of, nats: bars.show("Training", of, done, f"{nats:.3f} nats a round"))
+        seconds = time.monotonic() - start
+        bars.show("Judging", None, 0, "")
+        width = rounds.features.shape[1] // (self.given["layers"] + 1)
+        about = self._about(width, self._figures(fitted, parts), self._provenance(parts, seconds))
+        return Predictor(about, fitted.network)
 
-    def draw(self, predictor: Predictor, parts: Parts) -> None:
+    def _figures(self, fitted: Fitted, parts: Parts) -> dict[str, Any]:
+        from specbranch.hrad import report
+
+        network, settings = fitted.network, self.settings
+        figures = report.figures(network, parts.judged, min(SHOWN, self.given["longest"]))
+        figures |= {"epoch": fitted.epoch, "nats_calibrated": fitted.nats, "rivals": report.rivalry(network, parts, settings.seed)}
+        if self.given["across_tasks"]:
+            figures["across_tasks"] = report.across_tasks(parts, self._tasks(), settings, network)
+        return figures
+
+    def _about(self, width: int, figures: dict[str, Any], provenance: dict[str, Any]) -> About:
+        from specbranch.assembly import identity
+        from specbranch.hrad.predictor import About
+
+        (target, _), (draft, _) = title_and_licence(self.target), title_and_licence(self.draft)
+        named = (target, identity(self.target), draft, identity(self.draft))
+        return About(*named, self.given["longest"], self.given["layers"], width, figures, provenance)
+
+    def draw(self, predictor: Predictor) -> None:
         """Draw whether chances came true."""
         from specbranch.bench.plots import Line, line_chart
         from specbranch.distill.draft_folder import write_whole
@@ -246,13 +266,13 @@ class Job:
 
         return (*KIND_NAMES, GIVEN)
 
-    def _provenance(self, parts: Parts, settings: FitSettings, seconds: float) -> dict[str, Any]:
+    def _provenance(self, parts: Parts, seconds: float) -> dict[str, Any]:
         from dataclasses import asdict
 
         import torch
 
         return {
-            **asdict(settings),
+            **asdict(self.settings),
             "rounds_learned": len(parts.learned),
             "rounds_calibrated": len(parts.calibrated),
             "rounds_judged": len(parts.judged),

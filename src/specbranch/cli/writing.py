@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def material_files(path: Path) -> list[Path]:
     """Return the files of material that a path names: itself, or those in it."""
     if path.is_dir():
-        return sorted(path.glob("material-*.safetensors"), key=lambda file: (len(file.name), file.name))
+        return sorted(path.glob("material*.safetensors"), key=lambda file: (len(file.name), file.name))
     return [path] if path.is_file() else []
 
 

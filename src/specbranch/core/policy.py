@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from specbranch.config import HeadKind, PolicyName, SpeculativeConfig
-from specbranch.core.orders import ALL, NONE, SOME, Branch, Plan, Until, Verdict
+from specbranch.core.orders import ALL, NONE, SOME, Branch, Plan, Signal, Until, Verdict
 
 
 class Policy(Protocol):
@@ -24,7 +24,11 @@ class Policy(Protocol):
         ...
 
     def trim(self, branch: Branch) -> Branch:
-        """Cut a drafted continuation to what is worth verifying."""
+        """Cut a chain to what is worth verifying."""
+        ...
+
+    def inherit(self, branch: Branch) -> Branch:
+        """Cut what the branch that survived a verification drafted behind its head, likewise."""
         ...
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:
@@ -51,6 +55,10 @@ class Fixed:
     def trim(self, branch: Branch) -> Branch:
         """Keep all of it."""
         return branch
+
+    def inherit(self, branch: Branch) -> Branch:
+        """Cut it as any chain."""
+        return self.trim(branch)
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:
         """Learn nothing."""
@@ -95,38 +103,52 @@ class Paper(Confidence):
         """`posterior`: a surviving branch is judged by the signal of the verdict it survived, not by the one before."""
         super().__init__(length, stop_below, width, heads, until)
         self._hrad, self._posterior = hrad, posterior
-        self._before = self._now = SOME
+        self._before: Signal | None = None
+        self._now: Signal | None = None
 
     def chain(self) -> Plan:
         """Plan a chain: nothing where nothing would be taken, all of it where all would."""
-        if self._now == NONE:
+        hard = _hard(self._now, self.length)
+        if hard == NONE:
             return Plan(0)
-        return Plan(self.length) if self._now == ALL else super().chain()
+        return Plan(self.length) if hard == ALL else super().chain()
 
     def trim(self, branch: Branch) -> Branch:
         """Keep nothing, all, or what comes before the first unsure token."""
-        signal = self._now if self._posterior else self._before
-        if signal == SOME:
-            return super().trim(branch)
-        return branch if signal == ALL else branch.cut(0, 0)
+        return self._kept(branch, self._now)
+
+    def inherit(self, branch: Branch) -> Branch:
+        """Do the same by the signal of the verdict that the branch survived, or by the one before."""
+        return self._kept(branch, self._now if self._posterior else self._before)
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:
         """Take in the verdict's signal."""
         self._before, self._now = self._now, self._signal(pending, verdict)
 
-    def _signal(self, pending: Branch, verdict: Verdict) -> int:
-        found = verdict.signal.hard(self.length) if self._hrad and verdict.signal is not None else None
-        return SOME if found is None else found
+    def _signal(self, pending: Branch, verdict: Verdict) -> Signal | None:
+        return verdict.signal if self._hrad else None
+
+    def _kept(self, branch: Branch, signal: Signal | None) -> Branch:
+        hard = _hard(signal, len(branch.tokens))
+        if hard == SOME:
+            return super().trim(branch)
+        return branch if hard == ALL else branch.cut(0, 0)
 
 
 class LastLength(Paper):
     """The plainest signal: what became of the last chain becomes of the next, nothing, all, or part of it."""
 
-    def _signal(self, pending: Branch, verdict: Verdict) -> int:
-        if not pending.tokens:
-            return SOME
+    def _signal(self, pending: Branch, verdict: Verdict) -> Signal | None:
         taken = len(verdict.path)
-        return NONE if taken == 0 else ALL if taken == len(pending.tokens) else SOME
+        if not pending.tokens or 0 < taken < len(pending.tokens):
+            return None
+        return Signal.of((1.0 if taken else 0.0,) * self.length)
+
+
+def _hard(signal: Signal | None, length: int) -> int:
+    """What a signal says of a draft of so many tokens, SOME where it says nothing."""
+    found = signal.hard(length) if signal is not None else None
+    return SOME if found is None else found
 
 
 class Entropy(Fixed):

@@ -21,6 +21,7 @@ class Request:
     sample: int = 0
     rule: Rule = "match"
     eos_ids: tuple[int, ...] = ()
+    foretold: bool = False  # whether the method heeds what a forecaster says at each verdict
 
     @property
     def greedy(self) -> bool:

@@ -96,7 +96,8 @@ def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) 
     policy.observe(pending, verdict)
     if kept is None or ended:
         return None
-    return _trim(session, policy, kept.cut(1))
+    behind = kept.cut(1)
+    return _counted(session, behind, policy.inherit(behind))
 
 
 def _abandon(session: Session, pending: InFlight) -> None:
@@ -116,12 +117,12 @@ def _draft_stage(session: Session, policy: Policy) -> Generator[Orders, Reports,
 def _chain(session: Session, policy: Policy, reports: Reports) -> Branch:
     """Turn a draft stage's report into the next pending chain."""
     session.stats.take(reports)
-    return _trim(session, policy, reports.branches[0]) if reports.branches else NOTHING
+    return _counted(session, reports.branches[0], policy.trim(reports.branches[0])) if reports.branches else NOTHING
 
 
-def _trim(session: Session, policy: Policy, branch: Branch) -> Branch:
-    kept = policy.trim(branch)
-    session.stats.dropped += len(branch.tokens) - len(kept.tokens)
+def _counted(session: Session, drafted: Branch, kept: Branch) -> Branch:
+    """Count what was cut off."""
+    session.stats.dropped += len(drafted.tokens) - len(kept.tokens)
     return kept
 
 

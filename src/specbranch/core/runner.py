@@ -110,6 +110,10 @@ class Law(Protocol):
 class Forecaster(Protocol):
     """Foretells from a target's row what becomes of the next draft."""
 
+    def attend(self, wanted: bool) -> None:
+        """Have the rows of the next forward carry what it reads, or spare them that."""
+        ...
+
     def signal(self, row: Row, token: int) -> Signal | None:
         """What becomes of a draft behind `token`, which came of this row; nothing if that cannot be told."""
         ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from specbranch.core import noise
 from specbranch.core.noise import Purpose
-from specbranch.core.orders import Branch, Context, TokenLogprobs, Verdict, Verify
+from specbranch.core.orders import Branch, Context, Signal, TokenLogprobs, Verdict, Verify
 from specbranch.core.runner import Feed, Forecaster, Law, Runner, Sampler
 from specbranch.core.slots import ROOT
 from specbranch.core.verify import Head, Outcome, Uniform, accept_match, accept_ratio
@@ -48,6 +48,8 @@ class Verifier(Worker):
                 work.append(self._work(session, order))
             except SpecBranchError as error:
                 failed[session] = error
+        if self.forecaster:
+            self.forecaster.attend(any(self.request(item.seq).foretold for item in work))
         fed = [item for item in work if item.tokens]
         nodes = dict(zip((item.seq for item in fed), self.feed(fed) if fed else [], strict=True))
         return {item.seq: _scored(orders[item.seq], nodes.get(item.seq, [])) for item in work}, failed
@@ -72,10 +74,16 @@ class Verifier(Worker):
     def _verdict(self, session: int, item: Scored, first: Branch | None) -> Verdict:
         path, token = self._outcome(session, item, first)
         logprobs = self._logprobs(session, item, path, token)
-        signal = self.forecaster.signal(self.row(session, item.node(path[-1] if path else ROOT)), token) if self.forecaster else None
+        signal = self._signal(session, item, path, token)
         line = [*item.line[1:], *(item.nodes[n] for n in path)]
         self._keep(session, line, len(line))
         return Verdict(path, token, logprobs, signal)
+
+    def _signal(self, session: int, item: Scored, path: tuple[int, ...], token: int) -> Signal | None:
+        """What is foretold of the draft behind the verdict's token, by the row that led to it."""
+        if self.forecaster is None or not self.request(session).foretold:
+            return None
+        return self.forecaster.signal(self.row(session, item.node(path[-1] if path else ROOT)), token)
 
     def _outcome(self, session: int, item: Scored, first: Branch | None) -> Outcome:
         if not self.request(session).by_ratio:

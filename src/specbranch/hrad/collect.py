@@ -18,6 +18,7 @@ from specbranch.core.slots import ROOT
 from specbranch.hrad.forecast import features, tap
 from specbranch.hrad.rounds import Rounds, Start, walk
 
+MOST = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more
 GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 
 
@@ -51,9 +52,9 @@ class Collector:
 
     def fits(self, text: Text) -> bool:
         """Whether both models can read a text, and there is a round in it."""
-        most = min(self.target.context_length, self.draft.context_length)
+        most, known = (min(getattr(one, name) for one in (self.target, self.draft)) for name in ("context_length", "vocabulary"))
         ids = (*text.prompt, *text.answer)
-        return len(text.answer) > 1 and len(ids) <= most and max(ids) < self.draft.vocabulary
+        return len(text.answer) > 1 and len(ids) <= most and max(ids) < known
 
     @torch.inference_mode()
     def shown(self, text: Text) -> list[Row]:
@@ -87,7 +88,7 @@ class Collector:
     def _features(self, text: Text, starts: Sequence[Start], rows: Sequence[Row]) -> Tensor:
         """What the network reads at each start: at the row before its token, which led to it."""
         at = [start.at for start in starts]
-        return features([rows[n] for n in at], [text.answer[n] for n in at], self._tapped).to(torch.float16)
+        return features([rows[n] for n in at], [text.answer[n] for n in at], self._tapped).clamp(-MOST, MOST).to(torch.float16)
 
 
 def read(runner: Runner, before: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[Row]:

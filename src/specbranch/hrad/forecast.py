@@ -27,7 +27,7 @@ class Tapped(Protocol):
     """A Runner whose rows can carry hidden states."""
 
     def tap(self, layers: int) -> None:
-        """Let rows carry the hidden states of the last layers from now on."""
+        """Let rows carry the hidden states of the last layers from now on; of 0 layers, none."""
         ...
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
@@ -62,16 +62,37 @@ class Forecast:
                 f"The predictor reads hidden states of {predictor.about.hidden} numbers, this target's have {sample.shape[-1]}. "
                 "Train one for this pair with `specbranch train-predictor`."
             )
-        self._network = predictor.network.to(sample.device)
-        self._silent = False
+        self.longest = predictor.about.longest
+        self._layers, self._network = predictor.about.layers, predictor.network.to(sample.device)
+        self._told: set[str] = set()
+        self.attend(False)
+
+    def attend(self, wanted: bool) -> None:
+        """Have the rows of the next forward carry hidden states, or spare them that."""
+        self._runner.tap(self._layers if wanted else 0)
+
+    def reaches(self, length: int) -> bool:
+        """Whether drafts of so many tokens are foretold; if not, that is said once."""
+        if length > self.longest:
+            told = (
+                f"The predictor foretells drafts of up to {self.longest} tokens; num_speculative_tokens is {length}. Lower it, or train one"
+            )
+            self._say(f"{told} with --longest {length}.")
+        return length <= self.longest
 
     @torch.inference_mode()
     def signal(self, row: Row, token: int) -> Signal | None:
         """What becomes of a draft behind a token that came of this row; nothing if that cannot be told."""
+        if row.states is None:
+            return None  # made before anybody asked
         found = Signal.of(self._network.steps(features((row,), (token,), self._runner))[0].tolist())
         if found.sound:
             return found
-        if not self._silent:
-            log.warning("The target's hidden states hold numbers that are not finite, so H-RAD says nothing there. %s", ON)
-            self._silent = True
+        self._say("The target's hidden states hold numbers that are not finite, so H-RAD says nothing there.")
         return None
+
+    def _say(self, words: str) -> None:
+        """Say something, once."""
+        if words not in self._told:
+            log.warning("%s %s", words, ON)
+            self._told.add(words)

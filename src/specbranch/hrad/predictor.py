@@ -7,7 +7,6 @@ predictor for another pair is refused before anything is computed with it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
@@ -84,10 +83,13 @@ class Predictor:
             raise PredictorError(f"The predictor in {folder} cannot be read ({error.strerror}: {WEIGHTS}). Train it again.") from None
         if sha256(data).hexdigest() != expected:
             raise PredictorError(f"{folder / WEIGHTS} is not what {CARD} says it is: it was changed or damaged. Fetch or train it again.")
-        network = Network(about.width, about.longest)
         try:
-            network.load_state_dict({name: tensor.float() for name, tensor in load(data).items()})
-        except (SafetensorError, RuntimeError) as error:
+            held = load(data)
+            if held["first.weight"].shape[-1] != about.width or held["shift"].shape[-1] != about.longest:
+                raise RuntimeError("its sizes are others")
+            network = Network(about.width, about.longest)
+            network.load_state_dict({name: tensor.float() for name, tensor in held.items()})
+        except (SafetensorError, RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise PredictorError(f"{folder / WEIGHTS} does not hold the network that {CARD} tells of: {reason}. Train it again.") from None
         if not all(bool(torch.isfinite(tensor).all()) for tensor in network.state_dict().values()):
@@ -132,6 +134,6 @@ def _about(folder: Path, card: Mapping[str, Any]) -> About:
         raise PredictorError(f"{folder / CARD} lacks {error}. Train the predictor again.") from None
     for name, most in (("longest", MOST_LENGTH), ("layers", MOST_LAYERS), ("hidden", MOST_HIDDEN)):
         value = getattr(about, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most or not math.isfinite(value):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise PredictorError(f"{folder / CARD}: {name} is {value!r}; expected a whole number from 1 to {most}. Train it again.")
     return about

@@ -20,6 +20,7 @@ from specbranch.hrad.rounds import Rounds, outcomes
 CALIBRATED, JUDGED = 0.1, 0.15  # shares of the texts
 LEAST_TEXTS = 8
 CALIBRATION_STEPS, LEASH = 300, 1e-4
+WARMING = 0.1  # share of the steps
 
 Progress = Callable[[int, int, float], None]  # epochs done, of how many, nats a round on texts that are not learned from
 
@@ -40,6 +41,12 @@ class FitSettings:
             raise BadParameter(f"{self.epochs} epochs of batches of {self.batch} were asked for; expected at least 1 of each.")
         if not 0 < self.learning_rate < 1:
             raise BadParameter(f"learning_rate is {self.learning_rate}; expected a number between 0 and 1.")
+        if not 0 <= self.weight_decay < 100:
+            raise BadParameter(f"weight_decay is {self.weight_decay}; expected a number from 0 to 100.")
+        if not 0 <= self.forgets < 1:
+            raise BadParameter(f"forgets is {self.forgets}; expected a share from 0, below 1.")
+        if not 0 <= self.seed < 2**53:
+            raise BadParameter(f"seed is {self.seed}; expected a whole number from 0 to {2**53 - 1}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ def learn(network: Network, parts: Parts, settings: FitSettings, progress: Progr
     rounds, device = parts.learned, parts.learned.features.device
     optimiser = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
     steps = settings.epochs * -(-len(rounds) // settings.batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, settings.learning_rate, total_steps=steps + 1, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _pace(step / steps))
     generator = torch.Generator().manual_seed(settings.seed)
     seen, true = outcomes(rounds)
     best, kept, held = math.inf, 0, dict[str, Tensor]()
@@ -109,9 +116,17 @@ def learn(network: Network, parts: Parts, settings: FitSettings, progress: Progr
         if unseen < best:
             best, kept, held = unseen, epoch, {name: tensor.clone() for name, tensor in network.state_dict().items()}
         progress(epoch, settings.epochs, unseen)
-    if held:
-        network.load_state_dict(held)
+    if not held:
+        raise BadParameter(
+            "Training came to no finite loss: hidden states may be too large. Lower --learning-rate, or read fewer --layers."
+        )
+    network.load_state_dict(held)
     return kept
+
+
+def _pace(done: float) -> float:
+    """The share of the highest rate after a share of the steps: up over the first tenth, then down to nothing."""
+    return max(done, 1e-3) / WARMING if done < WARMING else 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
 
 
 def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:

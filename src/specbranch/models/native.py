@@ -68,8 +68,8 @@ class NativeRunner:
         return self._context_length
 
     def tap(self, layers: int) -> None:
-        """Let rows carry the hidden states of the last layers from now on."""
-        if not 1 <= layers <= self.architecture.layers:
+        """Let rows carry the hidden states of the last layers from now on; of 0 layers, none."""
+        if not 0 <= layers <= self.architecture.layers:
             raise ModelError(f"{self.architecture.name} has {self.architecture.layers} layers; the last {layers} of them were asked for.")
         self._tapped = layers
 

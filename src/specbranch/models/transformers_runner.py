@@ -110,6 +110,7 @@ class TransformersRunner:
         self._tail = tail
         self._held: dict[int, _Sequence] = {}
         self._tapped = 0  # layers whose hidden states rows carry
+        self._seen: set[int] = set()  # numbers of layers that were seen to be there
         self._skips_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._vocabulary = _probe(self, name)
 
@@ -129,7 +130,10 @@ class TransformersRunner:
         return self._model
 
     def tap(self, layers: int) -> None:
-        """Let rows carry the hidden states of the last layers from now on, once they are seen to be there."""
+        """Let rows carry the hidden states of the last layers from now on, once they are seen to be there; of 0 layers, none."""
+        if layers == 0 or layers in self._seen:
+            self._tapped = layers
+            return
         try:
             states = self._forward(DynamicCache(), (1,), output_hidden_states=True).hidden_states
             width = self.embedded((1,)).shape[-1]
@@ -142,6 +146,7 @@ class TransformersRunner:
                 "its embedding."
             )
         self._tapped = layers
+        self._seen.add(layers)
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
         """The input embeddings of tokens [tokens, hidden]."""
