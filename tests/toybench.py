@@ -19,7 +19,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS, Rounds
-from specbranch.core.orders import Signal
+from specbranch.core.orders import Orders, Reports, Signal
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy
 from specbranch.core.request import Request
@@ -185,6 +185,13 @@ def _draw(logits: Logits, case: Case, position: int) -> int:
     gumbel = noise.gumbel_row(case.seed, 0, position, len(logits))
     scores = [x / case.temperature + g for x, g in zip(logits, gumbel, strict=True)]
     return scores.index(max(scores))
+
+
+class Timeless(Experience):
+    """Goes by the profile where the executor's own clock has nothing to do with it: always as fast as it was at first."""
+
+    def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
+        """Learn nothing of time."""
 
 
 class Wanderer(Planner):

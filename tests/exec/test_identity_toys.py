@@ -36,6 +36,7 @@ from toybench import (
     Answer,
     Case,
     Ending,
+    Timeless,
     Wanderer,
     acceptance,
     answer,
@@ -140,7 +141,7 @@ class Cell(NamedTuple):
         return Strict(CONFIGS["adaptive"].num_speculative_tokens) if self.method == "adaptive" else None
 
     def experience(self) -> Experience | None:
-        return Experience(PROFILE) if self.method in PLANNED else None
+        return Timeless(PROFILE) if self.method in PLANNED else None
 
     @property
     def start(self) -> Callable[[Session], Rounds] | None:
@@ -276,7 +277,7 @@ def test_a_perfect_draft_is_never_rejected_by_a_planner(method: str, kind: str, 
     executor, cell = executor_of(kind, 0.0, VOCABULARY), Cell(0.0, method, kind)
     config = replace(cell.config(), without=("lookup",))
     for temperature in TEMPERATURES:
-        experience, start = Experience(PROFILE), cell.start and (lambda session: growing(session, Wanderer(session)))
+        experience, start = Timeless(PROFILE), cell.start and (lambda session: growing(session, Wanderer(session)))
         sessions = [decode(executor, case(seed, temperature), config, None, None, experience, start) for seed in range(10)]
         assert total(sessions, "accepted") > 100 and total(sessions, "branch_hits_other") == 0
         assert total(sessions, "rejected") == 0 or method == "wandering"  # which may send the second best alone

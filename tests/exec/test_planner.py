@@ -153,7 +153,7 @@ KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
 def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledge: str) -> None:
     script, experience = Scripted.of(fresh(300), hits, 1), KNOWLEDGE[knowledge](HOPELESS)
     sessions = [play(script, AUTO, HOPELESS, experience) for _ in range(3)]
-    assert all(speedup(script, HOPELESS, session) >= (0.97 if at else 0.87) for at, session in enumerate(sessions))
+    assert all(speedup(script, HOPELESS, session) >= (0.96 if at else 0.87) for at, session in enumerate(sessions))
     assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
 
 
@@ -263,7 +263,7 @@ def test_without_lookup_nothing_is_looked_up() -> None:
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(BadParameter, match=r"Unknown part of the planner 'tree'\. Did you mean 'trees'\?"):
+    with pytest.raises(BadParameter, match=r"Unknown part of a policy 'tree'\. Did you mean 'trees'\?"):
         SpeculativeConfig(without=("tree",))  # type: ignore[arg-type]
 
 
