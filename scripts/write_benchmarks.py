@@ -92,11 +92,14 @@ def _beside_the_paper(rows: Sequence[Row]) -> list[str]:
     lines = []
     for clock, (models, pearl, branches) in PAPER.items():
         for pair in _pairs_by(rows, clock):
-            cells = [_speedup(rows, pair, suite, clock, method) for method in ("pearl", PAPERS, OURS) for suite in COMPARED]
-            lines.append([clock, pair.removeprefix("smollm2-"), *_means(cells)])
+            shown = [
+                _means([_speedup(rows, pair, suite, clock, method) for suite in COMPARED])[0] if _has(rows, pair, clock, method) else "–"
+                for method in ("pearl", PAPERS, OURS)
+            ]
+            lines.append([clock, pair.removeprefix("smollm2-"), *shown])
         lines.append([clock, f"*paper: {models}*", *(f"*{text}*" for text in _means([*pearl, *branches])), "–"])
-    shown = ("PEARL", "SpecBranch as published", "SpecBranch, ours")
-    return _table(["costs", "pair", *(f"{m}: HumanEval / GSM8K / CNN-DM / mean" for m in shown)], lines)
+    titles = ("PEARL", "SpecBranch as published", "SpecBranch, ours")
+    return _table(["costs", "pair", *(f"{m}: HumanEval / GSM8K / CNN-DM / mean" for m in titles)], lines)
 
 
 def _means(cells: Sequence[float]) -> list[str]:
@@ -108,9 +111,10 @@ def _modelled(rows: Sequence[Row]) -> list[str]:
     lines = []
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
-            means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in METHODS}
+            there = [m for m in METHODS if _has(rows, pair, clock, m)]
+            means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in there}
             best = max(means.values())
-            told = [f"**{mean:.2f}**" if mean == best else f"{mean:.2f}" for mean in means.values()]
+            told = ["–" if m not in means else f"**{means[m]:.2f}**" if means[m] == best else f"{means[m]:.2f}" for m in METHODS]
             lines.append([clock, pair.removeprefix("smollm2-"), *told])
     return _table(["costs", "pair", *METHODS], lines)
 
@@ -121,7 +125,8 @@ def _ours(rows: Sequence[Row]) -> list[str]:
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
             for suite in SUITES:
-                fixed = {m: _speedup(rows, pair, suite, clock, m) for m in ("autoregressive", *METHODS) if m != OURS}
+                others = [m for m in ("autoregressive", *METHODS) if m != OURS and _has(rows, pair, clock, m)]
+                fixed = {m: _speedup(rows, pair, suite, clock, m) for m in others}
                 best = max(fixed, key=fixed.__getitem__)
                 cells.append((_speedup(rows, pair, suite, clock, OURS), fixed[best], best, f"{clock}, {pair}, {suite}"))
     ratios = sorted((ours / best, f"{where}; {name}") for ours, best, name, where in cells)
@@ -146,7 +151,7 @@ def _by_pair(rows: Sequence[Row]) -> list[list[str]]:
     lines = []
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
-            means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in METHODS}
+            means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in (*BASELINES, OURS)}
             best = max(means[m] for m in BASELINES)
             lost = [_lost(rows, pair, clock, m, "rejected") for m in (OURS, "speculative", "pearl")]
             beside = [_lost(rows, pair, clock, OURS, kind) for kind in ("tree_siblings", "losing_branches")]
@@ -230,12 +235,19 @@ def _wall(rows: Sequence[Row]) -> list[str]:
 
 
 def _pairs_by(rows: Sequence[Row], clock: str) -> list[str]:
-    """The pairs whose rows by a clock are all there: a run may have been broken off."""
-    whole = len(METHODS) + 1, len(SUITES)
+    """The pairs whose rows by a clock are all there, but for the paper's: a run may have been broken off."""
+    rows = [row for row in rows if row.method != PAPERS]
+    whole = len(METHODS), len(SUITES)
     found = {pair: [row for row in rows if (row.pair, row.clock) == (pair, clock)] for pair in _names(rows, lambda row: row.pair)}
     fewest = {pair: min((row.prompts for row in some), default=0) for pair, some in found.items()}
     most = max((row.prompts for row in rows), default=0)
     return [pair for pair, some in found.items() if len(some) >= whole[0] * whole[1] and fewest[pair] == most]
+
+
+def _has(rows: Sequence[Row], pair: str, clock: str, method: str) -> bool:
+    """Whether a method was run on all suites and prompts."""
+    found = [row for row in rows if (row.pair, row.clock, row.method) == (pair, clock, method)]
+    return len(found) == len(SUITES) and all(row.prompts == max(other.prompts for other in rows) for row in found)
 
 
 def _names(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
