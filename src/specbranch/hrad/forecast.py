@@ -85,7 +85,8 @@ class Forecast:
         """What becomes of a draft behind a token that came of this row; nothing if that cannot be told."""
         if row.states is None:
             return None  # made before anybody asked
-        found = Signal.of(self._network.steps(features((row,), (token,), self._runner))[0].tolist())
+        seen = torch.cat((row.states[row.index], self._runner.embedded((token,))[0]))
+        found = Signal.of(self._network.steps(seen[None])[0].tolist())
         if found.sound:
             return found
         self._say("The target's hidden states hold numbers that are not finite, so H-RAD says nothing there.")
