@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specbranch.config import SamplingParams
-from specbranch.core.request import Request, Spot
+from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Feed, Row, Runner, Sampler
 from specbranch.core.slots import ROOT
+from specbranch.distill.agreement import GREEDY
 from specbranch.hrad.forecast import features, tap
 from specbranch.hrad.rounds import Rounds, Start, walk
 
 MOST = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more
-GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from specbranch.core.trees import EDGES  # the planner's classes of what a draft says
 from specbranch.hrad.network import Network
 from specbranch.hrad.rounds import UNKNOWN, Rounds, outcomes
 
-EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)  # between classes of confidence
 LEAST, MOST = 1e-4, 1 - 1e-4  # no law is sure
 TRUST = 2.0  # observations that the overall share counts as, in each class
 STEPS, LEASH = 300, 1e-4
