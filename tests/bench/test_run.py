@@ -18,7 +18,7 @@ from specbranch.bench.measurement import RunStore
 from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
 from specbranch.bench.run import Clock, Job, check_replay, measure, record_all, replay
 from specbranch.bench.suites import Prompt, Suite
-from specbranch.cli.bench import ABLATION
+from specbranch.cli.bench_presets import ABLATION
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
