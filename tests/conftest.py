@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from specbranch.pairs import Pair
 
 
+@pytest.fixture(autouse=True)
+def nothing_learned_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is learned in a test stays there."""
+    monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(tmp_path / "experience"))
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     from tiny_pair import make_pair

@@ -23,13 +23,13 @@ LAYERS = (
     {"distill"},
     {"hrad"},
     {"pairs"},
-    {"answer", "assembly"},
+    {"answer", "assembly", "experiences"},
     {"engine"},
     {"recheck", "server", "bench"},
     {"cli"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "config", "core", "exec", "sim", "pairs", "answer", "assembly", "engine", "recheck", "cli")
+WITHOUT_TORCH = ("errors", "config", "core", "exec", "sim", "pairs", "answer", "assembly", "experiences", "engine", "recheck", "cli")
 HEAVY = {"torch", "transformers", "numpy", "numba", "safetensors"}
 
 

@@ -240,7 +240,8 @@ def decode(
     start: Callable[[Session], Rounds] | None = None,
 ) -> Session:
     """Run one session alone to its end and check its statistics; `policy` replaces the method's own, `start` the method."""
-    loop, session, method = Loop(executor, trace), case.session(next(_numbers)), METHODS[config.method]
+    experience = experience or Experience()
+    loop, session, method = Loop(executor, trace, experience.learned), case.session(next(_numbers)), METHODS[config.method]
     if start:
         loop.join(session, start(session))
     else:

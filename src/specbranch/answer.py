@@ -12,7 +12,6 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.core.session import FinishReason, Origin, Session
-from specbranch.errors import SpecBranchError
 from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.stop import StopStrings
 
@@ -45,7 +44,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None, repr=False)
     sample: int = 0
     alternatives: tuple[Output, ...] = field(default=(), repr=False)  # the further samples, when n > 1
-    error: SpecBranchError | None = None  # why a request of several could not be finished
+    error: Exception | None = None  # why a request of several could not be finished
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `--json` prints and `verify` reads."""

@@ -226,6 +226,35 @@ def identity(name: str) -> str:
     return model_identity(fetched(ModelChoice(draft_path(name))))
 
 
+def circumstances(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, parts: Parts) -> dict[str, Any]:
+    """Return all that decides what a pair's rounds cost here: what is learned under other circumstances is of no use."""
+    import torch
+
+    from specbranch import __version__
+
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "target": identity(target.name),
+        "draft": None if draft is None else identity(draft.name),
+        "device": _device_name(target.device),
+        "draft_device": None if draft is None else _device_name(draft.device),
+        "runner": parts.runner,
+        "dtype": parts.dtype,
+        "threads": torch.get_num_threads(),
+        "executor": executor,
+    }
+
+
+def _device_name(device: str | None) -> str:
+    """Return what a device is, as far as its speed goes."""
+    import torch
+    from llvmlite.binding import get_host_cpu_name
+
+    chosen = torch.device(chosen_device(device))
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else str(get_host_cpu_name())
+
+
 def chosen_device(name: str | None) -> str:
     """Return the device that was asked for, a GPU if there is one and nothing was."""
     import torch

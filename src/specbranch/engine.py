@@ -7,6 +7,7 @@ session holds no cache any more.
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -15,17 +16,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import ModelChoice, RunnerName, assemble, cost_profile, make_forecaster
+from specbranch.assembly import ModelChoice, RunnerName, assemble, circumstances, cost_profile, make_forecaster
 from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
-from specbranch.core.costs import Costs, LearnedCosts
-from specbranch.core.experience import Experience
+from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
+from specbranch.core.rehearsal import rehearse
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
+from specbranch.experiences import ExperienceFile, Experiences, experience_folder
 from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any] | None
 T = TypeVar("T")
+REHEARSAL = 0.8  # seconds at load to time a pair of which nothing is known here
 
 
 class LLM:
@@ -60,6 +63,7 @@ class LLM:
         clock: str | None = None,
         force_profile: bool = False,
         predictor: str | None = None,
+        keep_experience: bool = True,
     ) -> None:
         """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub ids; the default pair
         where nothing is named.
@@ -67,6 +71,8 @@ class LLM:
         Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real and time is modelled:
         all seconds in the statistics are those the profile charges. A profile measured with another pair is refused, unless forced.
         `predictor`: a folder that `specbranch train-predictor` wrote, for policy "paper"; the pairs known by name have one of their own.
+        What is learned of a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
+        cache folder, unless `keep_experience` is false.
         """
         self.target, named = chosen_models(pair, target, draft)
         profile = cost_profile(clock, self.target, named, force_profile)
@@ -77,21 +83,25 @@ class LLM:
         drafting = replace(choice, name=named, device=draft_device or device, shorten=True) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)
-        self._costs: Costs = profile or LearnedCosts(self._overlap)
-        self._experiences: dict[SpeculativeConfig, Experience] = {}  # of each way to decode its own
+        folder = experience_folder() if keep_experience and profile is None else None
+        file = ExperienceFile(folder, circumstances(choice, drafting, executor, self._parts)) if folder else None
+        self._experiences = Experiences(profile or LearnedCosts(self._overlap), self._has_draft, file)
+        weakref.finalize(self, self._experiences.write, last=True)
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
-        self._loop = Loop(self._parts.executor)
+        self._loop = Loop(self._parts.executor, costs=self._experiences.learned)
         self._numbers = count()
         self._named = named, predictor
         self._forecasters: list[Forecast | None] = []  # the one there is, once it was looked for
         self._forecaster = self._foretelling()
+        self._rehearse()
 
     def using(self, method: str | None = None, *, speculative: SpeculativeConfig | Mapping[str, Any] | None = None) -> LLM:
         """Return an LLM that decodes with another method on the same loaded models; closing one of the two closes both."""
         other = copy(self)
         other._take_method(_config(speculative, method), self._has_draft)
         other._forecaster = other._foretelling()
+        other._rehearse()
         return other
 
     @property
@@ -185,6 +195,7 @@ class LLM:
     def close(self) -> None:
         """Stop a draft process, if there is one; nothing can be generated afterwards."""
         self._loop.close()
+        self._experiences.write(last=True)
 
     def __enter__(self) -> Self:
         return self
@@ -192,10 +203,11 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close()
 
-    @property
-    def _experience(self) -> Experience:
-        """What requests of this configuration have shown."""
-        return self._experiences.setdefault(self.config, Experience(self._costs, self._has_draft))
+    def _rehearse(self) -> None:
+        """Time the pair if the method plans by costs and nothing is known of them."""
+        costs = self._experiences.learned
+        if self._method.plans(self.config) and costs is not None and not costs.knows_target:
+            rehearse(self._loop.executor, costs, self.vocabulary, self._has_draft, REHEARSAL)
 
     def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:
         self.method, self.config = best_fit(config, has_draft)
@@ -246,6 +258,7 @@ class LLM:
                     yield chunk
         finally:
             self._loop.leave(session)
+            self._experiences.write()
 
     def _one(self, prompt: list[int], params: Params) -> Output:
         output = self._all([prompt], params)[0]
@@ -269,11 +282,12 @@ class LLM:
         finally:
             for answer in group:
                 self._loop.leave(answer.session)
+            self._experiences.write()
 
     def _join(self, answer: Answer) -> None:
         if self._loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
-        self._loop.join(answer.session, self._method.start(answer.session, self.config, self._experience))
+        self._loop.join(answer.session, self._method.start(answer.session, self.config, self._experiences.of(self.config)))
 
     def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
         """Return n answers to be made to one prompt: the same seed, numbered samples."""

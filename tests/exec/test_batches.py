@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 
 import pytest
 
 from specbranch.config import PolicyName, Rule, SpeculativeConfig
 from specbranch.core.loop import Executor, Loop
-from specbranch.core.methods import METHODS
+from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.orders import Orders
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull
 from specbranch.exec.process import Process
@@ -207,3 +209,46 @@ def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_wha
         assert answer(session) == plainly(case, law())
         assert session.stats.accepted_at == session.stats.tested_at, "a perfect draft was rejected"
         assert session.stats.branch_hits == session.stats.branch_points or method == "tree"
+
+
+def stumbling(session: Session, after: int) -> Rounds:
+    """Decodes plainly, until it makes a mistake."""
+    for at in count():
+        reports = yield Orders(verify=session.verify())
+        assert reports.verdict is not None
+        session.commit((), reports.verdict)
+        if at == after:
+            raise ZeroDivisionError("a mistake of the method's")
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "specbranch", "pearl"])
+def test_a_method_that_raises_takes_no_other_with_it(executor: Executor, method: str) -> None:
+    """The sessions that come after it in the round have their reports all the same."""
+    loop = Loop(executor)
+    cases = [Case((at, 2, 3), 0.7, at, LONG) for at in range(4)]
+    sessions = [start(loop, cases[0], config_of(method, "match"))]
+    bad = cases[1].session(next_number(), CONTEXT)
+    loop.join(bad, stumbling(bad, after=5))
+    sessions += [start(loop, case, config_of(method, "match")) for case in cases[2:]]
+    step_until_done(loop)
+    assert isinstance(bad.error, ZeroDivisionError) and bad.finished == "error" and len(bad.output) == 6
+    assert [answer(session) for session in sessions] == [plainly(case, law()) for case in (cases[0], *cases[2:])]
+
+
+def test_an_interrupt_within_a_step_loses_no_other_request() -> None:
+    """The round is made again for those that had not taken their reports; the one that was interrupted has failed."""
+    loop = Loop(serial(DRIFT))
+    cases = [Case((at, 2, 3), 0.7, at, LONG) for at in range(3)]
+    struck = cases[0].session(next_number(), CONTEXT)
+
+    def interrupted() -> Rounds:
+        yield Orders(verify=struck.verify())
+        raise KeyboardInterrupt
+
+    loop.join(struck, interrupted())
+    sessions = [start(loop, case, config_of("specbranch", "match")) for case in cases[1:]]
+    with pytest.raises(KeyboardInterrupt):
+        loop.step()
+    step_until_done(loop)
+    assert struck.finished == "error"
+    assert [answer(session) for session in sessions] == [plainly(case, law()) for case in cases[1:]]

@@ -122,8 +122,9 @@ def play(script: Scripted, config: SpeculativeConfig, profile: CostProfile, expe
     """Decode the text, and check that it is the text."""
     record = script.record
     session = Session(0, PROMPT, record.task.request, len(record.text))
-    loop = Loop(script.executor(profile))
-    loop.join(session, METHODS[str(config.method)].start(session, config, experience or Experience(profile)))
+    experience = experience or Experience(profile)
+    loop = Loop(script.executor(profile), costs=experience.learned)
+    loop.join(session, METHODS[str(config.method)].start(session, config, experience))
     run_out(loop)
     session.stats.check()
     assert tuple(session.output) == script.tokens

@@ -70,11 +70,13 @@ class Lab:
         draft: str | None = None,
         folder: Path | None = None,
         predictor: str | None = None,
+        keep_experience: bool = False,
     ) -> None:
-        """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own."""
+        """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own. Unless `keep_experience` is true, nothing that was
+        learned before takes part."""
         target, draft = chosen_models(pair, target, draft)
         self.pair = pair_title(pair, target, draft)
-        self.llm = LLM(target, draft, predictor=predictor)
+        self.llm = LLM(target, draft, predictor=predictor, keep_experience=keep_experience)
         self.identity = {"target": target, "target_identity": identity(target)}
         place = folder or default_folder()
         self._records = Records(place / "records", self.identity["target_identity"])

@@ -89,6 +89,14 @@ SPECULATION = (
     ),
     _speculation("--executor", metavar="NAME", help="serial, or process: the draft in a process of its own, beside the target [serial]."),
     _speculation(
+        "--no-experience",
+        "keep_experience",
+        is_flag=True,
+        flag_value=False,
+        default=None,
+        help="Neither take up nor keep what is learned of the pair on this machine.",
+    ),
+    _speculation(
         "--config",
         type=click.Path(path_type=Path),
         metavar="FILE",
@@ -169,6 +177,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
         "clock",
         "force_profile",
         "predictor",
+        "keep_experience",
     )
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))

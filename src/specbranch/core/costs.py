@@ -1,20 +1,25 @@
 """What a round costs: seconds by rows, known from a profile or learned from the spans of the rounds themselves.
 
-Owns the estimates. Invariant: an estimate is made of times and of how many rows were fed, never of which tokens these were.
+Owns the estimates. Invariant: an estimate is made of times and of how many rows were fed, of all sessions together, never of which tokens
+these were.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from itertools import zip_longest
 from statistics import median
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-from specbranch.core.orders import Orders, Reports, Span
+from specbranch.core.orders import DraftOrder, Orders, Reports, Span, Verify
 
 KEPT = 15  # of the latest times at a number of rows; their median is the estimate
 SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
 LANE = 0.05  # likewise, each further lane of a draft step
-MOST_ROWS = 24  # more is reading a text, not a round
+MOST_UNREAD = 24  # tokens of one session; more is reading a text, not a round
+Timed = Literal["target", "step", "slow_down", "host"]
+Points = list[tuple[int, float]]  # seconds by rows, ascending
 
 
 class Costs(Protocol):
@@ -59,114 +64,118 @@ class Costs(Protocol):
         ...
 
 
-class Running:
-    """The median of the latest values; the first one is dropped, it may have had something to set up."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=KEPT)
-        self._first = True
-
-    def add(self, value: float) -> None:
-        """Take a value in."""
-        if not self._first:
-            self._values.append(value)
-        self._first = False
-
-    @property
-    def value(self) -> float | None:
-        """The estimate, None before the second value."""
-        return median(self._values) if self._values else None
-
-
 class LearnedCosts:
-    """Costs as the rounds so far have shown them."""
+    """Costs as the rounds so far have shown them: for each kind, by rows, the latest times. What has no rows is filed under 0."""
 
     draft_slow_down = 0.0  # part of the steps' own times where they are beside the target
 
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap
-        self._target: dict[int, Running] = {}
-        self._step: dict[int, Running] = {}
-        self._slow_down = Running()
-        self._host = Running()
+        self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
+        self.news: list[tuple[Timed, int, float]] | None = None  # what was learned since it was last written down, where that is done
+        self._medians: dict[Timed, Points] = {}  # until another time comes in
+        self._begun: set[tuple[Timed, int]] = set()
         self._ended: float | None = None
 
     @property
     def slow_down(self) -> float:
         """Seconds added to the target for each draft step run beside it."""
-        return max(self._slow_down.value or 0.0, 0.0)
+        return max(_at(self._points("slow_down"), 0, 0.0), 0.0)
 
     @property
     def host(self) -> float:
         """Seconds between two rounds."""
-        return self._host.value or 0.0
+        return _at(self._points("host"), 0, 0.0)
 
     @property
     def knows_target(self) -> bool:
-        """Whether a plain step has been timed."""
-        return 1 in self._target and self._target[1].value is not None
+        """Whether a step of the target has been timed."""
+        return bool(self.times["target"])
 
     @property
     def knows_draft(self) -> bool:
         """Whether a draft step has been timed."""
-        return 1 in self._step and self._step[1].value is not None
+        return bool(self.times["step"])
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Seconds of one target forward over `tokens` rows; times are of late, so the context is that of the text."""
-        return _at(self._target, tokens, SLOPE)
+        return _at(self._points("target"), tokens, SLOPE)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Seconds of one draft forward over `width` rows."""
-        return _at(self._step, width, LANE)
+        return _at(self._points("step"), width, LANE)
 
     def pause(self) -> None:
         """What comes next does not follow on the last round."""
         self._ended = None
 
-    def observe(self, orders: Orders, reports: Reports) -> None:
-        """Learn from a round."""
-        drafting, verifying = reports.drafting, reports.verifying
-        beside = drafting is not None and verifying is not None and min(drafting.end, verifying.end) > max(drafting.start, verifying.start)
-        if drafting is not None and orders.draft is not None and len(orders.draft.on.tail) <= MOST_ROWS and _steps(reports):
-            self._drafted(reports, drafting)
-        if verifying is not None and orders.verify is not None:
-            self._verified(orders, reports, verifying, beside)
+    def add(self, kind: Timed, rows: int, seconds: float) -> None:
+        """Take in what was measured; the first time of each is dropped, it may have had something to set up."""
+        if (kind, rows) in self._begun:
+            self.take(kind, rows, seconds)
+            if self.news is not None:
+                self.news.append((kind, rows, seconds))
+        self._begun.add((kind, rows))
+
+    def take(self, kind: Timed, rows: int, seconds: float) -> None:
+        """Take in a time that counts."""
+        self.times[kind].setdefault(rows, deque(maxlen=KEPT)).append(seconds)
+        self._medians.pop(kind, None)
+
+    def observe(self, orders: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
+        """Learn from a round of all sessions."""
+        drafting = next((report.drafting for report in reports.values() if report.drafting), None)
+        verifying = next((report.verifying for report in reports.values() if report.verifying), None)
+        steps = _steps(reports)
+        if drafting is not None and steps and not any(_reads(order.draft) for order in orders.values()):
+            self.add("step", round(sum(steps) / len(steps)), drafting.seconds / len(steps))
+        if verifying is not None and not any(_reads(order.verify) for order in orders.values()):
+            self._verified(verifying, len(steps) if drafting is not None and _overlap(drafting, verifying) else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 
-    def _drafted(self, reports: Reports, span: Span) -> None:
-        steps = _steps(reports)
-        width = round(sum(steps) / len(steps))
-        self._step.setdefault(width, Running()).add(span.seconds / len(steps))
+    def _points(self, kind: Timed) -> Points:
+        if kind not in self._medians:
+            self._medians[kind] = sorted((rows, median(times)) for rows, times in self.times[kind].items())
+        return self._medians[kind]
 
-    def _verified(self, orders: Orders, reports: Reports, span: Span, beside: bool) -> None:
-        assert orders.verify is not None
-        rows = len(orders.verify.on.tail) + len(orders.verify.tokens)
-        if rows > MOST_ROWS:
-            return
-        if not beside:
-            self._target.setdefault(rows, Running()).add(span.seconds)
-        elif self._target and (steps := _steps(reports)):
-            self._slow_down.add((span.seconds - self.target_seconds(rows)) / len(steps))
+    def _verified(self, span: Span, steps: int) -> None:
+        """Learn from the target's part of a round, so many draft steps beside it."""
+        if not steps:
+            self.add("target", span.tokens, span.seconds)
+        elif self.knows_target:
+            self.add("slow_down", 0, (span.seconds - self.target_seconds(span.tokens)) / steps)
 
     def _between(self, spans: list[Span]) -> None:
         if not spans:
             return
         if self._ended is not None:
-            self._host.add(max(min(span.start for span in spans) - self._ended, 0.0))
+            self.add("host", 0, max(min(span.start for span in spans) - self._ended, 0.0))
         self._ended = max(span.end for span in spans)
 
 
-def _steps(reports: Reports) -> list[int]:
-    """The rows of each draft step of a round."""
-    if reports.tree is not None:
-        return list(reports.tree.steps)
-    longest = max((len(branch.confidence) for branch in reports.branches), default=0)
-    return [len(reports.branches)] * longest
+def _reads(order: DraftOrder | Verify | None) -> bool:
+    """Whether an order begins with reading a text."""
+    return order is not None and (order.on.base == 0 or len(order.on.tail) > MOST_UNREAD)
 
 
-def _at(known: dict[int, Running], rows: int, slope: float) -> float:
+def _overlap(one: Span, other: Span) -> bool:
+    return min(one.end, other.end) > max(one.start, other.start)
+
+
+def _steps(reports: Mapping[int, Reports]) -> list[int]:
+    """The rows of each draft step of a round: those of all sessions, which step together."""
+    return [sum(widths) for widths in zip_longest(*(_steps_of(report) for report in reports.values()), fillvalue=0)]
+
+
+def _steps_of(report: Reports) -> list[int]:
+    if report.tree is not None:
+        return list(report.tree.steps)
+    longest = max((len(branch.confidence) for branch in report.branches), default=0)
+    return [len(report.branches)] * longest
+
+
+def _at(points: Points, rows: int, slope: float) -> float:
     """Interpolate between the numbers of rows that were timed; beyond them go on by the slope between the ends, at least flat."""
-    points = sorted((n, value) for n, running in known.items() if (value := running.value) is not None)
     if not points:
         return 0.0
     below = [p for p in points if p[0] <= rows]

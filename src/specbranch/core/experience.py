@@ -6,6 +6,7 @@ Owns the estimates a `Planner` goes by. Invariant: they are made of verdicts and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from specbranch.core.costs import Costs, LearnedCosts
 from specbranch.core.orders import Orders, Reports
@@ -54,6 +55,10 @@ class Tally:
         return tuple(true / seen for true, seen in zip(self.true, self.seen, strict=True))
 
 
+Told = Literal["first", "other", "cover", "looked", "shift", "pace"]
+News = tuple[Told, int, float]  # what an observation is of, its class, and how it came out
+
+
 @dataclass(slots=True)
 class Insight:
     """How far the word of a draft and of the text itself goes, and how fast decoding has been."""
@@ -65,17 +70,31 @@ class Insight:
     shifts: list[float] = field(default_factory=lambda: [x for first, other in USUAL_SHIFT for x in (0.0, first, other, 0.0)])
     tokens: float = 0.0
     seconds: float = 0.0
+    news: list[News] | None = None  # what was learned since it was last written down, where that is done
 
     def chances(self) -> Chances:
         """As a table."""
         return Chances(self.first.shares(), self.other.shares(), self.looked.shares(), tuple(self.shifts))
 
-    def agreed(self, at: int, expected: float, true: bool) -> None:
-        """Take in what became of a candidate that draft and text agreed on."""
-        self.shifts[at] += PACE * (true - expected)
+    def learn(self, of: Told, at: int, value: float) -> None:
+        """Take in an observation, and note it where news are wanted."""
+        self.take(of, at, value)
+        if self.news is not None:
+            self.news.append((of, at, value))
 
-    def passed(self, tokens: int, seconds: float) -> None:
-        """Take in what a round gave and took."""
+    def take(self, of: Told, at: int, value: float) -> None:
+        """Take in an observation: whether a candidate of a class was right; of "shift" by how much more often than expected; of "pace" the
+        seconds of a round that gave `at` tokens."""
+        match of:
+            case "shift":
+                self.shifts[at] += PACE * value
+            case "pace":
+                self._passed(at, value)
+            case _:
+                tally: Tally = getattr(self, of)
+                tally.add(at, bool(value))
+
+    def _passed(self, tokens: int, seconds: float) -> None:
         if self.tokens > LATELY:
             self.tokens, self.seconds = 0.5 * self.tokens, 0.5 * self.seconds
         self.tokens += tokens
@@ -98,11 +117,6 @@ class Experience:
         self.insight = Insight()
         self._credit = 0.0  # seconds that may be spent on asking it all the same
 
-    def begin(self) -> None:
-        """A request begins: what comes next does not follow on the last round."""
-        if self.learned is not None:
-            self.learned.pause()
-
     def affords(self, seconds: float) -> bool:
         """Whether a draft that does not pay may be asked once more; if so, it is paid for."""
         if self._credit < seconds:
@@ -111,12 +125,10 @@ class Experience:
         return True
 
     def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
-        """Learn from a round."""
-        if self.learned is not None:
-            self.learned.observe(orders, reports)
+        """Learn from a round of one session; what it cost is learned by the `Loop`, of all sessions together."""
         spans = [span for span in (reports.drafting, reports.verifying) if span is not None]
         seconds = max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
         if orders.verify is not None:
             seconds += self.costs.host
         self._credit += PROBING * seconds
-        self.insight.passed(emitted, seconds)
+        self.insight.learn("pace", emitted, seconds)

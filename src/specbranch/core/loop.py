@@ -1,18 +1,24 @@
 """The loop: every live session says what it wants, the executor does it, every session takes its reports.
 
-Owns which sessions are live. Invariant: a session joins, leaves or fails without the others noticing.
+Owns which sessions are live. Invariant: a session joins, leaves or fails without the others noticing. A step that was interrupted can be
+made again: orders that were carried out may be repeated.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Protocol
 
+from specbranch.core.costs import LearnedCosts
 from specbranch.core.methods import Rounds
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.core.trace import Trace
+from specbranch.errors import SpecBranchError
+
+log = logging.getLogger("specbranch")
 
 
 class Executor(Protocol):
@@ -47,9 +53,11 @@ class Executor(Protocol):
 class Loop:
     """Runs sessions to their end, a round at a time."""
 
-    def __init__(self, executor: Executor, trace: Trace | None = None) -> None:
+    def __init__(self, executor: Executor, trace: Trace | None = None, costs: LearnedCosts | None = None) -> None:
+        """`costs` learn from every round, once, with the rows of all sessions."""
         self.executor = executor
         self.trace = trace
+        self.costs = costs
         self.closed = False
         self._live: dict[int, tuple[Session, Rounds]] = {}
         self._orders: dict[int, Orders] = {}
@@ -62,6 +70,8 @@ class Loop:
     def join(self, session: Session, rounds: Rounds) -> None:
         """Take a session in; it takes part from the next round on."""
         session.stats.started = self.executor.now()
+        if self.costs is not None and not self._live:
+            self.costs.pause()
         try:
             self.executor.open(session.number, session.request)
         except BaseException:
@@ -74,6 +84,8 @@ class Loop:
         """Run one round for every live session; returns those that took part."""
         restarts = self.executor.restarts
         reports = self.executor.run(self._orders)
+        if self.costs is not None:
+            self.costs.observe(self._orders, reports)
         took_part = [self._live[number][0] for number in reports]
         for number, report in reports.items():
             self._live[number][0].stats.draft_restarts += self.executor.restarts - restarts
@@ -112,7 +124,12 @@ class Loop:
         try:
             self._orders[session.number] = rounds.send(reports)
         except StopIteration:
-            assert session.finished, "a method ended before its session"
+            if not session.finished:
+                session.fail(RuntimeError("the method ended before its session"))
+        except Exception as error:  # whatever it is, the other sessions have their reports to take
+            if not isinstance(error, SpecBranchError) and len(self._live) > 1:
+                log.error("A request failed; the others go on.", exc_info=error)
+            session.fail(error)
 
     def _clock(self, session: Session, reports: Reports, first: bool) -> None:
         if not first:

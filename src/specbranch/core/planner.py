@@ -153,15 +153,15 @@ class Planner:
             for node in children:
                 self._judged(node, read, node.token == said)
             if read:
-                self.insight.cover.add(0, any(node.token == said for node in children))
+                self.insight.learn("cover", 0, any(node.token == said for node in children))
 
     def _judged(self, node: Node, read: bool, true: bool) -> None:
         insight = self.insight
         if node.said > 0.0:
-            (insight.other if node.rank else insight.first).add(class_of(node.said), true)
+            insight.learn("other" if node.rank else "first", class_of(node.said), true)
         if node.look:
             at = look_class(node.look, node.depth > 1, standing(node, read))
             if node.said > 0.0:
-                insight.agreed(at, node.chance, true)
+                insight.learn("shift", at, true - node.chance)
             else:
-                insight.looked.add(at, true)
+                insight.learn("looked", at, true)

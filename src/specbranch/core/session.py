@@ -14,7 +14,6 @@ from specbranch.core.orders import NOTHING, Branch, Context, Draft, Grow, Plan, 
 from specbranch.core.request import Request
 from specbranch.core.stats import Stats
 from specbranch.core.trees import Growth, Tree
-from specbranch.errors import SpecBranchError
 
 Origin = Literal["target", "draft", "branch"]
 FinishReason = Literal["stop", "length", "error"]
@@ -34,7 +33,7 @@ class Session:
         self.logprobs: list[TokenLogprobs] = []
         self.finished: FinishReason | None = None
         self.stopped_by: int | None = None  # the token id that ended it
-        self.error: SpecBranchError | None = None
+        self.error: Exception | None = None
         self.stats = Stats()
         self._watch = watch
         self._ending = request.ending_ids
@@ -93,7 +92,7 @@ class Session:
                 return index + 1
         return len(tokens)
 
-    def fail(self, error: SpecBranchError) -> None:
+    def fail(self, error: Exception) -> None:
         """End the request with an error; what was emitted stays."""
         self.error = error
         self.finished = "error"

@@ -16,7 +16,6 @@ from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 
 def growing(session: Session, planner: Planner) -> Rounds:
     """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models can work at once."""
-    planner.experience.begin()
     yield from prefill(session, planner.experience.has_draft)
     tree = NO_TREE
     while not session.finished:

@@ -16,7 +16,7 @@ from specbranch.core.runner import Feed, Forecaster, Law, Runner, Sampler
 from specbranch.core.slots import ROOT
 from specbranch.core.verify import Head, Outcome, Uniform, accept_match, accept_ratio
 from specbranch.errors import SpecBranchError
-from specbranch.exec.worker import Worker, chain_after
+from specbranch.exec.worker import Stale, Worker, chain_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,10 @@ class Verifier(Worker):
         return self.sampler.margin(self.row(session, node), self.spot(session, node), first, second)
 
     def _work(self, session: int, order: Verify) -> Feed:
-        _, rest = self.align(session, order.on)  # all of the context is committed, so the tail is empty now
+        try:
+            _, rest = self.align(session, order.on)  # all of the context is committed, so the tail is empty now
+        except Stale:
+            _, rest = self.align(session, order.on.whole())
         self.slots(session).demand(len(rest) + len(order.tokens))
         # Behind `rest` node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT.
         below = tuple(len(rest) + order.parent(n) for n in range(len(order.tokens)))

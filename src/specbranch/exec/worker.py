@@ -1,13 +1,15 @@
 """A worker's hold on its sequences: what the model has read, the rows it made, and how to bring both in line with an order.
 
-Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariant: after `align` the tail holds exactly the
-line the order states, the committed part of it in the prefix, and every fed node still has its row.
+Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariants: after `align` the tail holds exactly the
+line the order states, the committed part of it in the prefix, and every fed node still has its row, also where the order was carried out
+before, in part or whole. Whether a token is read as part of the prompt or as a step hangs on its position and the prompt's length alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from specbranch.core.orders import Context
 from specbranch.core.request import Request, Spot
@@ -15,7 +17,7 @@ from specbranch.core.runner import Feed, Row, Runner, Sampler
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 
-PREFILL_ABOVE = 16  # unread tokens beyond this many are read in chunks, without rows
+AT_ONCE = 16  # unread tokens an order's own forward reads besides what it asks for; more are read before it
 
 
 class Stale(Exception):
@@ -55,32 +57,43 @@ class Worker:
 
         Returns the node the line ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
         """
-        unread, path = self._unread(session, on)
-        committed = max(len(unread) - pending, 0)
+        unread, path = self._unread(session, on, pending)
+        committed = len(unread) - pending
         self._keep(session, path, min(len(path), committed))
         rest = unread[len(path) :]
-        return len(self.slots(session).tokens) - 1, self._prefill(session, rest, committed - len(path))
+        return len(self.slots(session).tokens) - 1, self._catch_up(session, rest, committed - len(path))
 
     def settle(self, session: int, on: Context, tree: Tree) -> tuple[list[int], dict[int, int]]:
         """Bring the cache in line with `on`, all of it committed, and keep what it holds of a tree behind it.
 
         Returns the tokens still to be fed, and where the nodes of the tree lie that were read.
         """
-        unread, path = self._unread(session, on)
+        unread, path = self._unread(session, on, 0)
         rest = unread[len(path) :]
         places = {} if rest else _places(self.slots(session), path[-1] if path else ROOT, tree)
         kept = sorted(places.values())
         self._keep(session, [*path, *kept], len(path))
-        return self._prefill(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
+        return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
 
-    def _unread(self, session: int, on: Context) -> tuple[list[int], list[int]]:
-        """Return the tokens of `on` beyond the prefix, and the nodes of the tail that carry the first of them."""
-        slots = self.slots(session)
-        held = len(slots.prefix)
+    def _unread(self, session: int, on: Context, pending: int) -> tuple[list[int], list[int]]:
+        """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry the first of them."""
+        slots, rows = self.slots(session), self._held[session].rows
+        held, settled = len(slots.prefix), len(on) - pending
         if held < on.base:
             raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
-        unread = list(on.tail[held - on.base :])
-        return unread, slots.find(unread)
+        unread = on.tail[held - on.base :]
+        alike = on.base + _alike(slots.prefix[on.base :], on.tail)
+        if min(alike, settled) < held or (settled == held and ROOT not in rows):
+            unread = self._go_back(session, on, min(alike, settled - 1))
+        return list(unread), list(takewhile(rows.__contains__, slots.find(unread)))
+
+    def _go_back(self, session: int, on: Context, length: int) -> tuple[int, ...]:
+        """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of `on`."""
+        before = tuple(self.slots(session).prefix[: on.base])
+        length = length if length >= self._prompt(session) else 0
+        self._held[session].rows.clear()
+        self.runner.rewind(session, length)
+        return (*before, *on.tail)[length:]
 
     def commit_line(self, session: int, nodes: Sequence[int]) -> None:
         """Make a line of nodes from the root part of the prefix, and forget all others."""
@@ -119,26 +132,45 @@ class Worker:
         held = self._held[session]
         line = [ROOT, *nodes]  # the row after k kept nodes of a line is that of line[k]
         rows = {at - commit - 1: held.rows[node] for at, node in enumerate(line) if at >= commit and node in held.rows}
+        held.rows.clear()  # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
         self.runner.keep(session, nodes, commit)
-        held.rows = rows
+        held.rows.update(rows)
 
-    def _prefill(self, session: int, rest: list[int], committed: int) -> list[int]:
-        """Read all but a few of the committed tokens in chunks; returns those left to feed."""
-        if committed <= PREFILL_ABOVE:
-            return rest
-        self.runner.extend(session, rest[: committed - 1])
-        self.rows_fed += committed - 1
+    def _catch_up(self, session: int, rest: list[int], committed: int) -> list[int]:
+        """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those left to feed."""
+        if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
+            self._extend(session, rest[:prompt])
+            rest, committed = rest[prompt:], committed - prompt
+        while committed > AT_ONCE:
+            count = min(committed - 1, self.slots(session).room)
+            nodes = self.feed([Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))])[0]
+            self.commit_line(session, nodes)
+            rest, committed = rest[count:], committed - count
+        return rest
+
+    def _extend(self, session: int, tokens: Sequence[int]) -> None:
+        """Read a part of the prompt, without making rows."""
         self._held[session].rows.clear()
-        return rest[committed - 1 :]
+        self.runner.extend(session, tokens)
+        self.rows_fed += len(tokens)
+
+    def _prompt(self, session: int) -> int:
+        """How many tokens are read as a prompt: its last one is a step, as the target's first word hangs on its row."""
+        return self._held[session].request.prompt_length - 1
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _places(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
-    """Where the nodes of a tree lie in the tail, those that do, if the tree hangs below `root`."""
+    """Where those nodes of a tree lie in the tail that are known to be read, if the tree hangs below `root`."""
     at = {(parent, token): node for node, (parent, token) in enumerate(zip(slots.parents, slots.tokens, strict=True))}
     places: dict[int, int] = {}
     for n, node in enumerate(tree.nodes):
         above = root if node.parent == ROOT else places.get(node.parent)
-        if above is not None and (above, node.token) in at:
+        if node.fed and above is not None and (above, node.token) in at:
             places[n] = at[above, node.token]
     return places
 

@@ -63,12 +63,9 @@ class MeteredDrafter(Drafter):
         self.charge.stepped(sum(len(item.tokens) for item in work), context)
         return super().feed(work)
 
-    def _prefill(self, session: int, rest: list[int], committed: int) -> list[int]:
-        before, held = self.rows_fed, len(self.slots(session).prefix)
-        left = super()._prefill(session, rest, committed)
-        if self.rows_fed > before:
-            self.charge.stepped(self.rows_fed - before, held)
-        return left
+    def _extend(self, session: int, tokens: Sequence[int]) -> None:
+        self.charge.stepped(len(tokens), len(self.slots(session).prefix))
+        super()._extend(session, tokens)
 
 
 class VirtualClock:

@@ -1,0 +1,190 @@
+"""What was learned of a pair on this machine: by an LLM while it runs, and in a file from process to process.
+
+Owns the file: which one belongs to a pair, what stands in it, how news are added. Invariants: news are added to what the file holds at that
+moment, under a lock, so processes at work at once lose nothing; what is damaged or foreign is never believed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.costs import KEPT, Costs, LearnedCosts, Timed
+from specbranch.core.experience import Experience, Insight, News, Tally
+
+log = logging.getLogger("specbranch")
+
+VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
+FORMAT = 1
+PAUSE = 5.0  # seconds between two writes, unless it is the last
+WAIT = 2.0  # seconds for another process to finish its write
+TALLIES = ("first", "other", "cover", "looked")
+
+
+class Experiences:
+    """An experience for each way to decode, all with the same costs; kept in a file where there is one."""
+
+    def __init__(self, costs: Costs, has_draft: bool, file: ExperienceFile | None = None) -> None:
+        self.learned = costs if isinstance(costs, LearnedCosts) else None
+        self._costs = costs
+        self._has_draft = has_draft
+        self._file = file
+        self._known = file.read() if file else Known()
+        self._made: dict[str, Experience] = {}
+        self._written = time.monotonic()
+        if file and self.learned is not None:
+            self._known.give(self.learned)
+            self.learned.news = []
+
+    def of(self, config: SpeculativeConfig) -> Experience:
+        """What requests of this configuration have shown."""
+        name = _name(config)
+        if name not in self._made:
+            made = self._made[name] = Experience(self._costs, self._has_draft)
+            if self._file:
+                made.insight = self._known.insights.pop(name, made.insight)
+                made.insight.news = []
+        return self._made[name]
+
+    def write(self, last: bool = False) -> None:
+        """Add what is new to the file; not at every call, unless it is the last."""
+        if self._file is None or self.learned is None or (time.monotonic() < self._written + PAUSE and not last):
+            return
+        insights = {name: one.insight.news for name, one in self._made.items() if one.insight.news}
+        if self.learned.news or insights:
+            self._file.add(self.learned.news or [], insights)
+        self.learned.news = []
+        for one in self._made.values():
+            one.insight.news = []
+        self._written = time.monotonic()
+
+
+@dataclass(slots=True)
+class Known:
+    """What a file holds."""
+
+    costs: LearnedCosts = field(default_factory=LearnedCosts)
+    insights: dict[str, Insight] = field(default_factory=dict)
+
+    def give(self, costs: LearnedCosts) -> None:
+        """Hand the times over."""
+        for kind, by_rows in self.costs.times.items():
+            for rows, times in by_rows.items():
+                for seconds in times:
+                    costs.take(kind, rows, seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        times = {kind: {str(rows): list(times) for rows, times in by_rows.items()} for kind, by_rows in self.costs.times.items()}
+        return {"costs": times, "insights": {name: _told(insight) for name, insight in self.insights.items()}}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Known:
+        """From JSON; raises where something does not fit."""
+        known = cls(insights={str(name): _insight(told) for name, told in values["insights"].items()})
+        for kind in known.costs.times:
+            for rows, times in values["costs"][kind].items():
+                for seconds in times[-KEPT:]:
+                    known.costs.take(kind, int(rows), _number(seconds))
+        return known
+
+
+class ExperienceFile:
+    """The file of one pair under one set of circumstances, all of which stand in it."""
+
+    def __init__(self, folder: Path, circumstances: Mapping[str, Any]) -> None:
+        self.circumstances = dict(circumstances)
+        digest = sha256(json.dumps(self.circumstances, sort_keys=True).encode()).hexdigest()
+        self.path = folder / f"{digest[:16]}.json"
+
+    def read(self) -> Known:
+        """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is said."""
+        try:
+            values = json.loads(self.path.read_text(encoding="utf-8"))
+            if values["format"] != FORMAT or values["circumstances"] != self.circumstances:
+                raise ValueError("it is of another version or another pair")
+            return Known.from_dict(values)
+        except FileNotFoundError:
+            return Known()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
+            return Known()
+
+    def add(self, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]) -> None:
+        """Add news to what the file holds; where it cannot be written that is said, and nothing else happens."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
+                known = self.read()
+                for time_taken in costs:
+                    known.costs.take(*time_taken)
+                for name, news in insights.items():
+                    insight = known.insights.setdefault(name, Insight())
+                    for one in news:
+                        insight.take(*one)
+                self._replace({"format": FORMAT, "circumstances": self.circumstances, **known.to_dict()})
+        except (OSError, Timeout) as error:
+            log.warning("What was learned is not kept: %s cannot be written (%s).", self.path, error)
+
+    def _replace(self, values: Mapping[str, Any]) -> None:
+        fresh = self.path.with_suffix(f".{os.getpid()}.new")
+        try:
+            fresh.write_text(json.dumps(values), encoding="utf-8")
+            fresh.replace(self.path)
+        finally:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+
+
+def experience_folder() -> Path | None:
+    """Where experience is kept: $SPECBRANCH_EXPERIENCE, else in the cache; nowhere if that says "off"."""
+    from specbranch.models.store import cache_folder
+
+    given = os.environ.get(VARIABLE)
+    if given == "off":
+        return None
+    return Path(given).expanduser() if given else cache_folder() / "experience"
+
+
+def _name(config: SpeculativeConfig) -> str:
+    """A configuration by what differs from the usual one."""
+    usual = asdict(SpeculativeConfig())
+    return json.dumps({key: value for key, value in asdict(config).items() if value != usual[key]}, sort_keys=True)
+
+
+def _told(insight: Insight) -> dict[str, Any]:
+    tallies = {name: [getattr(insight, name).seen, getattr(insight, name).true] for name in TALLIES}
+    return {**tallies, "shifts": insight.shifts, "tokens": insight.tokens, "seconds": insight.seconds}
+
+
+def _insight(told: Mapping[str, Any]) -> Insight:
+    insight = Insight(tokens=_number(told["tokens"]), seconds=_number(told["seconds"]))
+    for name in TALLIES:
+        tally: Tally = getattr(insight, name)
+        seen, true = ([_number(x) for x in column] for column in told[name])
+        if not (len(seen) == len(true) == len(tally.seen) and all(0.0 <= t <= s and s > 0.0 for s, t in zip(seen, true, strict=True))):
+            raise ValueError(f"{name} does not fit")
+        tally.seen, tally.true = seen, true
+    shifts = [_number(x) for x in told["shifts"]]
+    if len(shifts) != len(insight.shifts):
+        raise ValueError("shifts do not fit")
+    insight.shifts = shifts
+    return insight
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number")
+    return float(value)

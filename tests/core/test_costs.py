@@ -1,0 +1,78 @@
+"""What rounds cost is learned of all sessions together."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.costs import LearnedCosts
+from specbranch.core.experience import Experience
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.rehearsal import ROWS, WIDTHS, rehearse
+from specbranch.exec.serial import Serial
+from specbranch.sim.profile import CostProfile
+from toybench import Case, Ending, make_drafter, make_verifier, next_number, run_out, serial, virtual_clock
+
+STEEP = CostProfile(target=((1, 10.0), (33, 42.0)), draft=((1, 2.0), (33, 18.0)), overlap=False)
+
+
+def learned_in_company(sessions: int, method: str) -> LearnedCosts:
+    costs = LearnedCosts(overlap=False)
+    loop = Loop(virtual_clock(0.2, profile=STEEP), costs=costs)
+    for seed in range(sessions):
+        session = Case((seed % 6, 1, 2), 0.7, seed, Ending("long", max_tokens=60)).session(next_number())
+        config = SpeculativeConfig(method=method, num_speculative_tokens=3)
+        loop.join(session, METHODS[method].start(session, config, Experience(costs)))
+    run_out(loop)
+    return costs
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "speculative", "specbranch"])
+@pytest.mark.parametrize("sessions", [1, 4, 8])
+def test_times_are_booked_under_the_rows_of_all_sessions(sessions: int, method: str) -> None:
+    costs = learned_in_company(sessions, method)
+    for rows in costs.times["target"]:
+        assert costs.target_seconds(rows) == pytest.approx(STEEP.target_seconds(rows), rel=1e-6)
+    assert max(costs.times["target"]) >= sessions
+    for width in costs.times["step"]:  # steps of several widths are booked under their mean
+        assert costs.draft_seconds(width) == pytest.approx(STEEP.draft_seconds(width), rel=0.35)
+
+
+def test_a_round_is_observed_once_however_many_take_part() -> None:
+    rounds = {sessions: sum(map(len, learned_in_company(sessions, "autoregressive").times["target"].values())) for sessions in (1, 8)}
+    assert rounds[1] == rounds[8] > 10
+
+
+def test_reading_a_prompt_is_no_round() -> None:
+    costs = LearnedCosts()
+    loop = Loop(serial(0.2), costs=costs)
+    session = Case((1, 2, 3) * 4, 0.0, 0, Ending("one", max_tokens=1)).session(next_number())
+    loop.join(session, METHODS["autoregressive"].start(session, SpeculativeConfig(method="autoregressive")))
+    run_out(loop)
+    assert not costs.knows_target
+
+
+def test_a_rehearsal_finds_what_a_profile_charges() -> None:
+    costs = LearnedCosts()
+    rehearse(virtual_clock(0.2, vocabulary=12, profile=STEEP), costs, 12, has_draft=True, seconds=1e9)
+    assert set(costs.times["target"]) == set(ROWS) and set(costs.times["step"]) == set(WIDTHS)
+    for rows in ROWS:
+        assert costs.target_seconds(rows) == pytest.approx(STEEP.target_seconds(rows))
+    for width in WIDTHS:
+        assert costs.draft_seconds(width) == pytest.approx(STEEP.draft_seconds(width), rel=0.35)
+
+
+def test_a_rehearsal_ends_when_its_time_is_over_and_leaves_nothing_behind() -> None:
+    costs, target, draft = LearnedCosts(), make_verifier(vocabulary=12), make_drafter(0.2, 12)
+    rehearse(Serial(target, draft, clock=iter(range(10_000)).__next__), costs, 12, has_draft=True, seconds=20.0)
+    assert sum(len(times) for by_rows in costs.times.values() for times in by_rows.values()) < 8
+    assert not target._held and not draft._held
+
+
+def test_a_rehearsal_takes_no_token_for_granted_that_does_not_fit() -> None:
+    """A context too short for it is found out and left alone."""
+    costs, target = LearnedCosts(), make_verifier(vocabulary=3)
+    target.runner.context_length, target.runner._tail = 8, 4  # type: ignore[misc, attr-defined]
+    rehearse(Serial(target), costs, 3, has_draft=False, seconds=10.0)
+    assert not costs.knows_target

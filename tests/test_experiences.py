@@ -1,0 +1,150 @@
+"""What was learned of a pair is kept from process to process, and only what is sound is believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from specbranch import LLM, SamplingParams
+from specbranch.config import SpeculativeConfig
+from specbranch.core.costs import LearnedCosts
+from specbranch.core.experience import Insight
+from specbranch.experiences import ExperienceFile, Experiences, experience_folder
+
+HERE = {"target": "a", "threads": 2}
+CONFIG = SpeculativeConfig(method="specbranch")
+
+
+def learned(file: ExperienceFile, *, first: int = 3, seconds: float = 0.02) -> Experiences:
+    """Experiences that have learned a little."""
+    made = Experiences(LearnedCosts(), True, file)
+    assert made.learned is not None
+    for _ in range(3):
+        made.learned.add("target", 4, seconds)
+    for _ in range(first):
+        made.of(CONFIG).insight.learn("first", 2, True)
+    made.of(CONFIG).insight.learn("shift", 1, 0.5)
+    made.of(CONFIG).insight.learn("pace", 3, 0.1)
+    return made
+
+
+def test_the_next_process_knows_what_the_last_one_learned(tmp_path: Path) -> None:
+    file = ExperienceFile(tmp_path, HERE)
+    learned(file).write(last=True)
+    later = Experiences(LearnedCosts(), True, file)
+    assert later.learned is not None and later.learned.target_seconds(4) == 0.02 and later.learned.knows_target
+    usual, insight = Insight(), later.of(CONFIG).insight
+    assert insight.first.seen[2] == usual.first.seen[2] + 3 and insight.shifts[1] != usual.shifts[1] and insight.tokens == 3
+    other = later.of(SpeculativeConfig(method="tree")).insight
+    assert other.first.seen == usual.first.seen, "another way to decode has its own"
+
+
+def test_what_was_taken_up_is_not_added_again(tmp_path: Path) -> None:
+    file = ExperienceFile(tmp_path, HERE)
+    for _ in range(3):
+        learned(file).write(last=True)
+    found = file.read().insights[next(iter(file.read().insights))]
+    assert found.first.seen[2] == Insight().first.seen[2] + 9
+    Experiences(LearnedCosts(), True, file).write(last=True)
+    assert file.read().insights[next(iter(file.read().insights))].first.seen == found.first.seen
+
+
+def _learn_for_a_while(folder: str, times: int) -> None:
+    file = ExperienceFile(Path(folder), HERE)
+    for _ in range(times):
+        learned(file, first=1).write(last=True)
+
+
+def test_processes_at_work_at_once_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_learn_for_a_while, args=(str(tmp_path), 40)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    known = ExperienceFile(tmp_path, HERE).read()
+    assert next(iter(known.insights.values())).first.seen[2] == Insight().first.seen[2] + 80
+    assert not list(tmp_path.glob("*.new"))
+
+
+DAMAGE = {
+    "cut short": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "no object": lambda text: "[1, 2]",
+    "another pair": lambda text: text.replace('"target": "a"', '"target": "b"'),
+    "another format": lambda text: text.replace('"format": 1', '"format": 99'),
+    "no number": lambda text: text.replace("0.02", '"soon"', 1),
+    "not finite": lambda text: text.replace("0.02", "NaN", 1),
+    "a share above 1": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[20.0], [26.0]]'),
+    "too few": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[], []]'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_or_foreign_file_is_ignored_with_a_sentence(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = ExperienceFile(tmp_path, HERE)
+    learned(file).write(last=True)
+    sound, changed = file.path.read_text(), DAMAGE[damage](file.path.read_text())
+    assert changed != sound
+    file.path.write_text(changed)
+    with caplog.at_level(logging.WARNING):
+        known = file.read()
+    assert not known.insights and not known.costs.knows_target
+    assert "is ignored" in caplog.text and "learned anew" in caplog.text
+    learned(file).write(last=True)
+    assert file.read().costs.knows_target, "it is written anew"
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        learned(ExperienceFile(tmp_path / "file" / "below", HERE)).write(last=True)
+    assert "What was learned is not kept" in caplog.text
+
+
+def test_the_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPECBRANCH_EXPERIENCE", "off")
+    assert experience_folder() is None
+    monkeypatch.delenv("SPECBRANCH_EXPERIENCE")
+    monkeypatch.setenv("SPECBRANCH_CACHE", str(tmp_path))
+    assert experience_folder() == tmp_path / "experience"
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json"))
+
+
+def test_an_llm_keeps_what_it_learns_and_another_takes_it_up(pair: tuple[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "experience"
+    with LLM(*pair, method="specbranch", device="cpu") as llm:
+        assert llm._experiences.learned is not None and llm._experiences.learned.knows_target, "it was timed at load"
+        first = llm.generate("one two three", SamplingParams(max_tokens=24))
+    assert len(kept(folder)) == 1
+    values = json.loads(kept(folder)[0].read_text())
+    assert values["circumstances"]["draft"] and values["costs"]["target"] and values["insights"]
+    with LLM(*pair, method="specbranch", device="cpu") as llm:
+        insight = llm._experiences.of(llm.config).insight
+        assert insight.tokens > 0 and llm._experiences.learned is not None and llm._experiences.learned.knows_draft
+        assert llm.generate("one two three", SamplingParams(max_tokens=24)).token_ids == first.token_ids
+
+
+def test_other_circumstances_have_a_file_of_their_own(pair: tuple[str, str], tmp_path: Path) -> None:
+    for settings in ({}, {"dtype": "float64"}, {"runner": "transformers"}, {"draft": None, "method": "auto"}):
+        models = {"target": pair[0], "draft": pair[1], "method": "specbranch", "device": "cpu"} | settings
+        with LLM(**models) as llm:  # type: ignore[arg-type]
+            llm.generate("one two three", SamplingParams(max_tokens=8))
+    assert len(kept(tmp_path / "experience")) == 4
+
+
+@pytest.mark.parametrize("settings", [{"keep_experience": False}, {"clock": "c10"}])
+def test_nothing_is_kept_where_it_is_not_wanted_or_time_is_modelled(
+    pair: tuple[str, str], tmp_path: Path, settings: dict[str, object]
+) -> None:
+    with LLM(*pair, method="specbranch", device="cpu", **settings) as llm:  # type: ignore[arg-type]
+        llm.generate("one two three", SamplingParams(max_tokens=24))
+    assert not (tmp_path / "experience").exists()
