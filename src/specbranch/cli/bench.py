@@ -88,6 +88,12 @@ def bench() -> None:
     "--config", "configs", multiple=True, metavar="JSON", help='Run this setting too: \'{"method": "pearl", "num_speculative_tokens": 8}\'.'
 )
 @_how("--predictor", metavar="DIR", help="H-RAD for policy paper, as `specbranch train-predictor` writes it [the pair's own].")
+@_how(
+    "--experience",
+    "keep_experience",
+    is_flag=True,
+    help="By the wall clock: let planned methods take up what was learned of the pair on this machine, and add to it [they begin anew].",
+)
 @_how("--force-profile", is_flag=True, help="Take a profile although it was measured with another pair.")
 @_how("--seed", type=int, default=0, metavar="N", help="Every prompt gets a seed of its own, made from this one [0].")
 @_where("--data", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the public suites [$SPECBRANCH_DATA].")
@@ -235,7 +241,7 @@ def _run_pair(
     pulled(chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0])
     _measure_machine(pair, names, wanted, clocks, progress)
     progress(f"Loading {pair.get('pair') or pair.get('target')}", 0, 0)
-    with Lab(**pair, folder=wanted["records"], predictor=wanted["predictor"]) as lab:
+    with Lab(**pair, folder=wanted["records"], predictor=wanted["predictor"], keep_experience=wanted["keep_experience"]) as lab:
         for clock in clocks:
             _refuse_other_pair(clock.profile, lab, wanted["force_profile"])
             job = Job(suites, workloads, _settings(lab, names, wanted, clock, workloads, progress), wanted["repeats"])
