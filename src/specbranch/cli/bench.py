@@ -105,8 +105,9 @@ def run(**given: Any) -> None:
     specbranch bench run --pair smollm2-weak --pair smollm2-strong --clock c10 --clock h200-1b-8b
 
     By the wall clock all methods take turns on each prompt. With --clock decisions are real and time is modelled: the target's text is
-    recorded once, and methods are replayed from the record. Writes DIR/results.json, results.csv and report.html; interrupted, the same
-    command goes on. The last line on standard output is JSON.
+    recorded once, and methods are replayed from the record. Writes DIR/results.json, results.csv and report.html. Interrupted, the same
+    command goes on: with --clock it comes to the very rows of a run in one go; by the wall clock specbranch, tree and auto begin to learn
+    anew. The last line on standard output is JSON.
     """
     from specbranch.bench.measurement import RunStore
 
