@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "specbranch"
 # From the bottom up; those of one line must not import one another. A new package has to find its line here.
 LAYERS = (
     {"errors"},
-    {"config"},
+    {"config", "extras"},
     {"core"},
     {"exec"},
     {"sim"},
@@ -29,8 +29,10 @@ LAYERS = (
     {"cli"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("errors", "config", "core", "exec", "sim", "pairs", "answer", "assembly", "experiences", "engine", "recheck", "cli")
-HEAVY = {"torch", "transformers", "numpy", "numba", "safetensors"}
+WITHOUT_TORCH = (  # layers that load without it
+    *("errors", "config", "extras", "core", "exec", "sim", "pairs", "answer", "assembly", "experiences", "engine", "recheck", "cli"),
+)
+HEAVY = {"torch", "transformers", "numpy", "numba", "safetensors", "optuna", "accelerate"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
 
 def test_core_needs_the_standard_library_only() -> None:
     for path in files():
-        if layer(path) in ("errors", "config", "core"):
+        if layer(path) in ("errors", "config", "extras", "core"):
             for found in imports(path):
                 top = found.module.split(".")[0]
                 assert top == "specbranch" or top in sys.stdlib_module_names, f"{found.file} imports {found.module}"
@@ -102,6 +104,11 @@ def test_no_torch_is_imported_before_a_model_is_loaded() -> None:
         if layer(path) in (*WITHOUT_TORCH, "__init__"):
             for found in imports(path):
                 assert not (found.at_once and found.module.split(".")[0] in HEAVY), f"{found.file} imports {found.module} at once"
+
+
+def test_extras_are_imported_only_where_they_are_used() -> None:
+    found = {(one.file, one.module, one.at_once) for path in files() for one in imports(path) if one.module in ("optuna", "accelerate")}
+    assert found == {("bench/tuning.py", "optuna", False)}
 
 
 def test_the_package_itself_imports_only_its_words_at_once() -> None:

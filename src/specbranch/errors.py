@@ -29,6 +29,10 @@ class VocabularyMismatch(ModelError):
     """Draft and target do not speak the same tokens."""
 
 
+class MissingPackage(SpecBranchError):
+    """Something optional that is not installed."""
+
+
 class CacheFull(SpecBranchError):
     """A sequence needs more places than its cache has."""
 

@@ -98,6 +98,15 @@ def test_an_old_library_is_a_problem_and_a_missing_one_too(monkeypatch: pytest.M
         assert torch.level == "problem" and said in torch.said and "2.11" in torch.advice
 
 
+def test_a_missing_extra_is_no_problem_and_its_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "optuna" else real(package))
+    found = {finding.about: finding for finding in doctor.libraries()}
+    assert found["optuna"].level == "ok" and "only searching for a setting" in found["optuna"].said
+    assert "pip install 'specbranch[tune]'" in found["optuna"].advice
+    assert found["accelerate"].advice == ""
+
+
 @pytest.mark.parametrize(("free", "level"), [(0.2, "problem"), (0.8, "note"), (8.0, "ok"), (None, "note")])
 def test_little_memory_is_noted(monkeypatch: pytest.MonkeyPatch, free: float | None, level: str) -> None:
     monkeypatch.setattr(doctor, "_free_memory", lambda: None if free is None else free * 2**30)

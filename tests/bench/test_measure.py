@@ -106,12 +106,43 @@ def test_the_check_charges_what_the_profile_says() -> None:
     assert plain.modelled == pytest.approx(100.0 * (BRIEF.check_tokens - 1) * prompts) and plain.off > 100
 
 
-def test_steps_beside_a_forward_are_as_many_as_fit() -> None:
+class Hindered:
+    """Two models by a clock of their own: each draft step beside the target costs it and the step so much more, the first time a lot."""
+
+    def __init__(self, target: float, draft: float) -> None:
+        self.target, self.draft = target, draft
+        self.steps = self.times = 0
+        self.beside = False
+
+    def begin(self, steps: int) -> None:
+        self.steps, self.beside = steps, False
+
+    def finish(self) -> float:
+        steps, self.steps = self.steps, 0
+        return steps * (0.002 + self.beside * self.draft)
+
+    def forward(self) -> float:
+        self.beside = self.steps > 0
+        self.times += self.beside
+        setting_up = 1.0 if self.beside and self.times == 1 else 0.0
+        return 0.021 + setting_up + self.steps * self.target
+
+
+@pytest.mark.parametrize(("target", "draft"), [(0.004, 0.001), (0.0, 0.003), (-0.001, -0.001)])
+def test_what_each_costs_the_other_is_told_by_the_step_and_never_below_nothing(target: float, draft: float) -> None:
+    models: Any = Hindered(target, draft)
+    ticks: list[int] = []
+    found = measure_slowing(models, models.forward, 1, lambda: ticks.append(1))
+    assert found.steps == 8 and len(ticks) == models.times == 2  # 8 steps of 2 ms fill four fifths of 21 ms
+    assert (found.target, found.draft) == (pytest.approx(max(target, 0.0)), pytest.approx(max(draft, 0.0)))
+
+
+def test_a_companion_takes_the_steps_it_is_told_beside_the_target() -> None:
     workers = toys(0.02, 0.002, "process")
     with measure.Held(workers.verifier, 1, [1, 2, 3, 4, 5]) as held, Companion(workers.make, [1, 2, 3]) as companion:
-        ticks: list[int] = []
-        found = measure_slowing(companion, lambda: held.forward(4), 3, lambda: ticks.append(1))
-    assert 1 <= found.steps <= 8 and found.target >= 0 and found.draft >= 0 and len(ticks) == 4
+        for steps in (1, 5):
+            companion.begin(steps)
+            assert held.forward(4) >= 0.02 and companion.finish() >= steps * 0.002  # they sleep so long, or longer
 
 
 def test_two_processes_side_by_side_make_a_profile_that_overlaps() -> None:

@@ -91,22 +91,42 @@ def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossle
     assert {row.speedup for row in rows if row.method == "autoregressive"} == {1.0}
 
 
+def test_a_replay_that_was_interrupted_ends_with_the_rows_of_one_that_was_not(lab: Lab, tmp_path: Path) -> None:
+    planned = tuple(default_setting(name) for name in ("autoregressive", "specbranch", "tree", "auto"))
+    with RunStore(tmp_path / "whole.jsonl", {}) as store:
+        replay(lab, job(planned), C5, store, nothing)
+        whole = list(store.measurements)
+    for cut in range(1, len(whole)):  # also in the middle of a prompt
+        path = tmp_path / f"{cut}.jsonl"
+        with RunStore(path, {}) as store:
+            for measurement in whole[:cut]:
+                store.append(measurement)
+        with RunStore(path, {}) as store:
+            replay(lab, job(planned), C5, store, nothing)
+            assert store.measurements == whole, cut
+
+
 def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "runs.jsonl"
     with RunStore(path, {}) as store:
         replay(lab, replace(job(), suites=(CODE,)), C5, store, nothing)
         kept = len(store.measurements)
-    played: list[str] = []
+    played: list[tuple[str, str]] = []
     real = running._replayed
     monkeypatch.setattr(
         running,
         "_replayed",
-        lambda lab, records, missing, *rest: played.extend(b.prompt for b, _ in missing) or real(lab, records, missing, *rest),
+        lambda lab, records, wanted, *rest: played.extend((b.prompt, s.method) for b, s in wanted) or real(lab, records, wanted, *rest),
     )  # type: ignore[func-returns-value]
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
         assert len(store.measurements) == kept + len(SETTINGS)
-    assert set(played) == {"t1"}
+    assert {method for prompt, method in played if prompt == "t1"} == {s.method for s in SETTINGS}
+    assert {method for prompt, method in played if prompt != "t1"} == {"specbranch", "tree", "auto"}  # they learn from it
+    played.clear()
+    with RunStore(path, {}) as store:
+        replay(lab, job(), C5, store, nothing)
+    assert not played, "nothing was missing"
 
 
 def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(

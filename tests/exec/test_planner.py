@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -36,6 +37,7 @@ HOPELESS = CostProfile(target=((1, 0.01), (2, 0.02), (16, 0.16)), draft=((1, 0.0
 BY_TURNS = CostProfile(target=((1, 0.01), (16, 0.03)), draft=((1, 0.004), (64, 0.006)), overlap=False)
 WRONG = 1_000_000  # what a scripted draft says where it is wrong; its further choices follow
 PROMPT = (1, 2, 3)
+SEEDS = range(3)  # of the texts on which one way to decode is held against another
 NEVER = 12  # a rank that is never asked for
 ASTRAY = 0.7  # times as sure is a draft that has left the text
 FIXED = (
@@ -152,31 +154,40 @@ KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
 @pytest.mark.parametrize("knowledge", KNOWLEDGE)
 @pytest.mark.parametrize("hits", [0.0, 0.5, 0.95])
 def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledge: str) -> None:
-    script, experience = Scripted.of(fresh(300), hits, 1), KNOWLEDGE[knowledge](HOPELESS)
-    sessions = [play(script, AUTO, HOPELESS, experience) for _ in range(3)]
-    assert all(speedup(script, HOPELESS, session) >= (0.96 if at else 0.87) for at, session in enumerate(sessions))
-    assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
+    for seed in SEEDS:
+        script, experience = Scripted.of(fresh(300), hits, seed), KNOWLEDGE[knowledge](HOPELESS)
+        sessions = [play(script, AUTO, HOPELESS, experience) for _ in range(3)]
+        first, *later = [speedup(script, HOPELESS, session) for session in sessions]
+        assert first >= 0.85 and min(later) >= 0.95, seed
+        assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
 
 
 @pytest.mark.parametrize("profile", shipped_profiles())
 @pytest.mark.parametrize("hits", [0.0, 0.3, 0.7, 0.95])
 def test_it_is_never_slower_than_plain_decoding(hits: float, profile: str) -> None:
-    script, costs = Scripted.of(fresh(400), hits, 2), load_profile(profile)
-    experience = Experience(costs)
-    first, later = (play(script, AUTO, costs, experience) for _ in range(2))
-    assert speedup(script, costs, first) >= 0.95, "finding out costs too much"
-    assert speedup(script, costs, later) >= 0.97
+    costs = load_profile(profile)
+    for seed in SEEDS:
+        script, experience = Scripted.of(fresh(130), hits, seed), Experience(costs)
+        first, later = (play(script, AUTO, costs, experience) for _ in range(2))
+        assert speedup(script, costs, first) >= 0.95, "finding out costs too much"
+        assert speedup(script, costs, later) >= 0.97
+
+
+@cache
+def best_fixed(script: Scripted, profile: str) -> float:
+    """Seconds of the quickest fixed method, chosen knowing the text."""
+    return min(play(script, config, load_profile(profile)).stats.decode_seconds for config in FIXED)
 
 
 @pytest.mark.parametrize("knowledge", KNOWLEDGE)
 @pytest.mark.parametrize("hits", [0.5, 0.8])
 @pytest.mark.parametrize("profile", ["c5", "h200-1b-8b", "h200-68m-7b"])
 def test_it_is_ahead_of_every_fixed_method(profile: str, hits: float, knowledge: str) -> None:
-    script, costs = Scripted.of(fresh(600), hits, 3), load_profile(profile)
-    experience = KNOWLEDGE[knowledge](costs)
-    planned = [play(script, AUTO, costs, experience) for _ in range(2)][-1]
-    best = min(play(script, config, costs).stats.decode_seconds for config in FIXED)
-    assert best / planned.stats.decode_seconds >= 1.0
+    costs = load_profile(profile)
+    for seed in SEEDS:
+        script, experience = Scripted.of(fresh(300), hits, seed), KNOWLEDGE[knowledge](costs)
+        planned = [play(script, AUTO, costs, experience) for _ in range(2)][-1]
+        assert planned.stats.decode_seconds <= best_fixed(script, profile), seed
 
 
 def test_with_a_draft_auto_is_specbranch() -> None:
@@ -186,10 +197,11 @@ def test_with_a_draft_auto_is_specbranch() -> None:
 
 
 def test_text_that_repeats_is_looked_up() -> None:
-    script = Scripted.of(repeating(300), 0.5, 4)
-    session = play(script, replace(AUTO, without=("overlap",)), TEN)
-    assert session.stats.by_method["lookup"] >= 0.8 * 300
-    assert speedup(script, TEN, session) > 4
+    for seed in SEEDS:
+        script = Scripted.of(repeating(300), 0.5, seed)
+        session = play(script, replace(AUTO, without=("overlap",)), TEN)
+        assert session.stats.by_method["lookup"] >= 0.8 * 300
+        assert speedup(script, TEN, session) > 4
 
 
 def test_without_a_draft_it_is_plain_decoding_or_lookup() -> None:
@@ -230,10 +242,10 @@ def test_probes_cost_little() -> None:
 
 
 def test_what_one_request_has_shown_the_next_one_need_not_find_out() -> None:
-    bad = Scripted.of(fresh(60), 0.02, 12, [NEVER])
-    experience = Experience(BY_TURNS)
-    seconds = [play(bad, AUTO, BY_TURNS, experience).stats.decode_seconds for _ in range(4)]
-    assert seconds[-1] < seconds[0]
+    for seed in SEEDS:
+        bad, experience = Scripted.of(fresh(60), 0.02, seed, [NEVER]), Experience(BY_TURNS)
+        seconds = [play(bad, AUTO, BY_TURNS, experience).stats.decode_seconds for _ in range(4)]
+        assert seconds[-1] < seconds[0]
 
 
 def test_costs_are_learned_from_the_rounds() -> None:
@@ -248,19 +260,23 @@ def test_costs_are_learned_from_the_rounds() -> None:
 
 @pytest.mark.parametrize("part", ["overlap", "trees", "branches", "learning"])
 def test_every_part_brings_something(part: Part) -> None:
-    """Left out, the same text takes longer: alternatives are often right here, and the draft is worse than is usual."""
-    script = Scripted.of(fresh(800), 0.6, 16)
-    whole, rest = (play(script, replace(AUTO, without=without), load_profile("c5")) for without in ((), (part,)))
-    assert whole.stats.decode_seconds < rest.stats.decode_seconds
-    assert part != "trees" or rest.stats.siblings == 0
-    assert part != "branches" or rest.stats.losing < 0.5 * whole.stats.losing
+    """Left out, the same texts together take longer: alternatives are often right here, and the draft is worse than is usual."""
+    longer = 0.0
+    for seed in SEEDS:
+        script = Scripted.of(fresh(300), 0.6, seed)
+        whole, rest = (play(script, replace(AUTO, without=without), load_profile("c5")) for without in ((), (part,)))
+        longer += rest.stats.decode_seconds - whole.stats.decode_seconds
+        assert part != "trees" or rest.stats.siblings == 0
+        assert part != "branches" or rest.stats.losing < 0.5 * whole.stats.losing
+    assert longer > 0
 
 
 def test_without_lookup_nothing_is_looked_up() -> None:
-    script = Scripted.of(repeating(200), 0.3, 17)
-    whole, rest = (play(script, replace(AUTO, without=without), TEN) for without in ((), ("lookup",)))
-    assert "lookup" not in rest.stats.by_method
-    assert whole.stats.decode_seconds < 0.5 * rest.stats.decode_seconds
+    for seed in SEEDS:
+        script = Scripted.of(repeating(200), 0.3, seed)
+        whole, rest = (play(script, replace(AUTO, without=without), TEN) for without in ((), ("lookup",)))
+        assert "lookup" not in rest.stats.by_method
+        assert whole.stats.decode_seconds < 0.5 * rest.stats.decode_seconds
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name() -> None:

@@ -23,6 +23,7 @@ from specbranch.config import ExecutorName, SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.serial import Serial
+from specbranch.extras import EXTRAS, Extra
 from specbranch.pairs import PAIRS, draft_folder
 
 if TYPE_CHECKING:
@@ -136,11 +137,13 @@ def python_version() -> Finding:
 
 
 def libraries() -> Iterator[Finding]:
-    """Check torch, transformers and the compiler of the CPU kernels."""
+    """Check torch, transformers and the compiler of the CPU kernels; tell of the extras, which may be missing."""
     yield _at_least("torch", _version("torch"), TORCH)
     yield _at_least("transformers", _version("transformers"), TRANSFORMERS)
     if _version("llvmlite") is None:
         yield Finding("note", "llvmlite", "is not installed, so that the CPU kernels are not compiled.", "pip install llvmlite")
+    for extra in EXTRAS:
+        yield _optional(extra)
 
 
 def processor() -> Finding:
@@ -434,6 +437,15 @@ def _at_least(name: str, version: str | None, least: tuple[int, int]) -> Finding
         return Finding("problem", name, "is not installed.", wanted)
     parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     return Finding("ok", name, f"{version}.") if parts >= least else Finding("problem", name, f"{version} is too old.", wanted)
+
+
+def _optional(extra: Extra) -> Finding:
+    """Tell of a package that few need: it is no problem if it is missing."""
+    version = _version(extra.package)
+    if version is not None:
+        return Finding("ok", extra.package, f"{version}.")
+    use = f"{extra.purpose[0].lower()}{extra.purpose[1:]}"
+    return Finding("ok", extra.package, f"is not installed; only {use} needs it.", f"To have it: {extra.command}")
 
 
 def _version(package: str) -> str | None:

@@ -26,6 +26,7 @@ from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.record import Record
 from specbranch.distill.draft_name import is_draft_folder
 from specbranch.errors import BadParameter, unknown
+from specbranch.extras import ACCELERATE
 from specbranch.pairs import draft_path
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
     from specbranch.distill.draft_folder import DraftFile
 
 LOOKED_UP = 10  # tokens a round of prompt lookup, as transformers' documentation has it
+
+
+def check_target(name: str) -> None:
+    """Raise, before anything is run, if transformers lacks what it needs for a target."""
+    if fetched(ModelChoice(name)).lower().endswith(".gguf"):
+        ACCELERATE.require(f"or leave {', '.join(OUTSIDE)} out of --methods")
 
 
 class Transformers:

@@ -1,7 +1,8 @@
 """Benches carried out: every method on the same prompts, by the wall clock or from records by a profile, one measurement at a time.
 
-Owns the order of the runs. Invariants: what is in the store is not run again; by the wall clock methods take turns on each prompt, so that
-whatever the machine does besides is shared by all, and the first run of each is dropped; a replay that strays from its record stops it all.
+Owns the order of the runs. Invariants: what is in the store is not written again, and a replay that was interrupted ends with the rows of
+one that was not; by the wall clock methods take turns on each prompt, so that whatever the machine does besides is shared by all, and the
+first run of each is dropped; a replay that strays from its record stops it all.
 """
 
 from __future__ import annotations
@@ -63,30 +64,41 @@ def record_all(lab: Lab, job: Job, progress: Progress) -> None:
 
 
 def replay(lab: Lab, job: Job, clock: Clock, store: RunStore, progress: Progress) -> None:
-    """Run every setting from the records, charged by a profile."""
+    """Run every setting from the records, charged by a profile.
+
+    A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that are done are played
+    again, to learn from, which is quick: the draft's words are remembered.
+    """
     asked = [(workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
     store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], clock))
     done = store.done
     known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings}  # for all prompts, as in an LLM
-    for number, (workload, suite, prompt) in enumerate(asked):
+    runs = [[(_blank(lab, suite, prompt, w, setting, clock), setting) for setting in job.settings] for w, suite, prompt in asked]
+    learning = {setting for line in runs for blank, setting in line if blank.key not in done and _plans(setting)}
+    for number, ((workload, _, prompt), line) in enumerate(zip(asked, runs, strict=True)):
         progress(f"Replaying {lab.pair} by {clock.name}", number, len(asked))
-        blanks = [_blank(lab, suite, prompt, workload, setting, clock) for setting in job.settings]
-        missing = [(blank, setting) for blank, setting in zip(blanks, job.settings, strict=True) if blank.key not in done]
-        if missing:
-            for measurement in _replayed(lab, lab.records(prompt, workload), missing, clock, known):
-                store.append(measurement)
+        wanted = [(blank, setting) for blank, setting in line if blank.key not in done or setting in learning]
+        if wanted:
+            for measurement in _replayed(lab, lab.records(prompt, workload), wanted, clock, known):
+                if measurement.key not in done:
+                    store.append(measurement)
+
+
+def _plans(setting: Setting) -> bool:
+    """Whether it decides by experience."""
+    return setting.config is not None and METHODS[setting.config.method or BASELINE].plans(setting.config)
 
 
 def _replayed(
-    lab: Lab, records: Sequence[Record], missing: list[tuple[Measurement, Setting]], clock: Clock, known: Known
+    lab: Lab, records: Sequence[Record], wanted: list[tuple[Measurement, Setting]], clock: Clock, known: Known
 ) -> Iterator[Measurement]:
-    turns: list[list[dict[str, Any]]] = [[] for _ in missing]
+    turns: list[list[dict[str, Any]]] = [[] for _ in wanted]
     for record in records:
-        for lines, (_, setting) in zip(turns, missing, strict=True):
+        for lines, (_, setting) in zip(turns, wanted, strict=True):
             assert setting.config is not None and clock.profile is not None
             lines.append(told(_replay(lab, record, setting.config, clock.profile, known[setting.config])))
     text = output_digest(record.tokens for record in records)  # what a play gave is checked against it
-    for lines, (blank, _) in zip(turns, missing, strict=True):
+    for lines, (blank, _) in zip(turns, wanted, strict=True):
         yield replace(blank, turns=tuple(lines), output=text)
 
 

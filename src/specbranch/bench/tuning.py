@@ -32,6 +32,7 @@ from specbranch.bench.suites import SHIPPED, Suite, load_suite
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
+from specbranch.extras import OPTUNA
 from specbranch.sim.profile import CostProfile
 
 VERSION = 3  # of the search: what was found by another is looked for again
@@ -133,6 +134,11 @@ def can_be_tuned(method: str) -> bool:
     return method not in OUTSIDE and bool(SPACES.get(Name.of(method).like))
 
 
+def has_several_values(method: str) -> bool:
+    """Whether a search has more than one value to find, which takes optuna."""
+    return method not in OUTSIDE and len(SPACES.get(Name.of(method).like, {})) > 1
+
+
 def tuning_suites() -> tuple[Suite, ...]:
     """Return the prompts that methods are tuned on unless others are given."""
     suites = (load_suite(name) for name in SHIPPED)
@@ -163,7 +169,7 @@ class Tuner:
             self.tried[method], self.looked_at[method] = list(held.trials), held.looked_at
             return held
         self.tried[method], self.looked_at[method] = [], 0
-        for config in self._ascending(method) if len(SPACES[method]) < 2 else self._optimised(method):
+        for config in self._optimised(method) if has_several_values(method) else self._ascending(method):
             self.tried[method].append(Trial(config, self._seconds(config, self._records)))
         found = self.found(method)
         assert found is not None
@@ -193,6 +199,7 @@ class Tuner:
 
     def _optimised(self, method: str) -> Iterator[SpeculativeConfig]:
         """Let optuna choose, going by a part of the prompts; yields what is worth playing on all of them."""
+        OPTUNA.require()
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -111,8 +111,9 @@ def run(**given: Any) -> None:
     specbranch bench run --pair smollm2-weak --pair smollm2-strong --clock c10 --clock h200-1b-8b
 
     By the wall clock all methods take turns on each prompt. With --clock decisions are real and time is modelled: the target's text is
-    recorded once, and methods are replayed from the record. Writes DIR/results.json, results.csv and report.html; interrupted, the same
-    command goes on. The last line on standard output is JSON.
+    recorded once, and methods are replayed from the record. Writes DIR/results.json, results.csv and report.html. Interrupted, the same
+    command goes on: with --clock it comes to the very rows of a run in one go; by the wall clock specbranch, tree and auto begin to learn
+    anew. The last line on standard output is JSON.
     """
     from specbranch.bench.measurement import RunStore
 
@@ -204,6 +205,8 @@ def _pairs(wanted: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _methods(wanted: dict[str, Any], pairs: list[dict[str, Any]], clocks: Sequence[Clock]) -> tuple[str, ...]:
     from specbranch.bench.methods import chosen_methods
+    from specbranch.bench.tuning import has_several_values
+    from specbranch.extras import OPTUNA
 
     has_draft = all("pair" in pair or pair.get("draft") for pair in pairs)
     names = [name.strip() for name in wanted["methods"].split(",") if name.strip()]
@@ -211,6 +214,8 @@ def _methods(wanted: dict[str, Any], pairs: list[dict[str, Any]], clocks: Sequen
     modelled = [clock.name for clock in clocks if clock.profile is not None]
     if not modelled and (knowing := [name for name in chosen if ":oracle" in name]):
         raise BadParameter(f"{knowing[0]} knows the target's text beforehand, which only a replay does. Give a --clock, or leave it out.")
+    if wanted["tune"] and any(has_several_values(name) for name in chosen):
+        OPTUNA.require("or give --no-tune")
     if modelled and (outside := [name for name in chosen if name in OUTSIDE]):
         raise BadParameter(f"{', '.join(outside)} run by the wall clock only, and --clock {modelled[0]} was given. Leave one of them out.")
     return chosen
@@ -234,11 +239,15 @@ def _run_pair(
 ) -> dict[str, Any]:
     """Run everything with one pair; returns what tells its models from others."""
     from specbranch.bench.lab import Lab
+    from specbranch.bench.outside import check_target
     from specbranch.bench.run import Job, check_replay, measure, record_all, replay
     from specbranch.cli.progress import pulled
     from specbranch.pairs import chosen_models
 
-    pulled(chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0])
+    target = chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0]
+    pulled(target)
+    if any(name in OUTSIDE for name in names):
+        check_target(target)
     _measure_machine(pair, names, wanted, clocks, progress)
     progress(f"Loading {pair.get('pair') or pair.get('target')}", 0, 0)
     with Lab(**pair, folder=wanted["records"], predictor=wanted["predictor"], keep_experience=wanted["keep_experience"]) as lab:

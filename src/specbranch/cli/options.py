@@ -68,7 +68,10 @@ SPECULATION = (
         help="Decoding method, see below [specbranch with a draft, auto without one].",
     ),
     _speculation(
-        "--rule", metavar="RULE", help="match: exactly what plain decoding gives with this seed; ratio: the same distribution [match]."
+        "--rule",
+        metavar="RULE",
+        help="match: what plain decoding gives with this seed, token for token (on GPUs, in bfloat16, rounding makes exceptions); "
+        "ratio: the same distribution [match].",
     ),
     _speculation("--num-speculative-tokens", type=int, metavar="N", help="Longest draft of a round [5]."),
     _speculation(

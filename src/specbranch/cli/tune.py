@@ -117,8 +117,9 @@ class Request:
 
 
 def _request(given: dict[str, Any]) -> Request:
-    from specbranch.bench.tuning import SPACES, candidates
+    from specbranch.bench.tuning import SPACES, candidates, has_several_values
     from specbranch.cli.progress import pulled
+    from specbranch.extras import OPTUNA
 
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     known = candidates(draft is not None)
@@ -128,6 +129,8 @@ def _request(given: dict[str, Any]) -> Request:
             raise unknown("method to tune", name, SPACES)
         if name not in known:
             raise BadParameter(f"Method {name!r} needs a draft model, and none was given. Give one with --draft, or name a --pair.")
+    if several := [name for name in names if has_several_values(name)]:
+        OPTUNA.require(f"or leave {', '.join(several)} out with --methods")
     suites = _suites(given)
     if given["profile"] is None and draft is None:
         raise BadParameter("Only a pair can be measured, and a target alone was given. Name a --profile, or give a --draft.")

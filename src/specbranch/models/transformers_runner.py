@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError
+from specbranch.extras import ACCELERATE
 from specbranch.models.rollback import active_window, refuse_if_cannot_roll_back
 from specbranch.models.rows import TensorRow, rows_of
 
@@ -265,6 +266,7 @@ def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
         return str(name), options
     if not path.is_file():
         raise ModelError(f"There is no file {name}. Give the path of a GGUF file, of a model folder, or a Hub id.")
+    ACCELERATE.require("or give runner='native'")
     return str(path.parent), options | {"gguf_file": path.name}
 
 

@@ -1,0 +1,43 @@
+"""Packages that few need, each an extra of the installation: what needs them, and how they are installed.
+
+Owns the table of extras, which pyproject.toml repeats. Invariant: what is missing is told before work begins, with the command that
+installs it; nothing here imports any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from specbranch.errors import MissingPackage
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A package, the extra that brings it, and what cannot be done without."""
+
+    package: str
+    name: str
+    purpose: str
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it could be imported."""
+        return find_spec(self.package) is not None
+
+    @property
+    def command(self) -> str:
+        """What installs it."""
+        return f"pip install 'specbranch[{self.name}]'"
+
+    def require(self, otherwise: str = "") -> None:
+        """Raise unless it is installed; `otherwise` says how to do without."""
+        if self.is_installed:
+            return
+        way = f"{self.command}; {otherwise}" if otherwise else self.command
+        raise MissingPackage(f"{self.purpose} needs {self.package}, which is not installed. Install it with: {way}.")
+
+
+OPTUNA = Extra("optuna", "tune", "Searching for a setting of several values")
+ACCELERATE = Extra("accelerate", "transformers", "Running a GGUF file on transformers")
+EXTRAS = (OPTUNA, ACCELERATE)
