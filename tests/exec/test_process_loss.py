@@ -23,11 +23,12 @@ from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import MakeDrafter, TargetDone, Work
+from specbranch.exec.messages import Message, Recipe, TargetDone, Work
 from specbranch.exec.process import MOST_FAILURES, Process
 from specbranch.exec.verifier import Verifier
+from specbranch.exec.wire import BadMessage
 from specbranch.sim.toys import Logits, ToySampler
-from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_maker, law, make_drafter, next_number, plainly, wandering
+from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_recipe, law, make_drafter, next_number, plainly, wandering
 
 DRIFT = 0.1
 KILLS = 20
@@ -73,20 +74,27 @@ def starts(notes: Path) -> int:
     return len(notes.read_text()) if notes.exists() else 0
 
 
-def make_faulty_once(notes: Path, how: str) -> Drafter:
-    """Make a draft worker that goes wrong, the first time."""
-    first = starts(notes) == 0
+def noted_start(notes: Path) -> int:
+    """Note a start; returns how many there were."""
     with notes.open("a") as file:
         file.write(".")
+    return starts(notes)
+
+
+def recipe(function: Callable[..., Drafter], **given: str) -> Recipe:
+    """How a child makes its worker by a function of this file."""
+    return Recipe(f"{__name__}:{function.__name__}", given)
+
+
+def make_faulty_once(notes: str, how: str) -> Drafter:
+    """Make a draft worker that goes wrong, the first time."""
+    first = noted_start(Path(notes)) == 1
     return Drafter(FaultyDraftRunner(how), ToySampler()) if first else make_drafter(DRIFT)
 
 
-def make_only_once(notes: Path, how: str) -> Drafter:
+def make_only_once(notes: str, how: str) -> Drafter:
     """Make a draft worker the first time; fail ever after."""
-    first = starts(notes) == 0
-    with notes.open("a") as file:
-        file.write(".")
-    if first:
+    if noted_start(Path(notes)) == 1:
         return make_drafter(DRIFT)
     if how == "raises":
         raise RuntimeError("no weights today")
@@ -115,9 +123,9 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not alive(pid)
 
 
-def executor_with(make: MakeDrafter | None = None, hung_after: float = 30.0) -> tuple[Process, Target]:
+def executor_with(made_by: Recipe | None = None, hung_after: float = 30.0) -> tuple[Process, Target]:
     target = Target()
-    return Process(Verifier(target, ToySampler()), make or drafter_maker(DRIFT), hung_after=hung_after), target
+    return Process(Verifier(target, ToySampler()), made_by or drafter_recipe(DRIFT), hung_after=hung_after), target
 
 
 def begin(executor: Process, method: str, seed: int, rule: Rule = "match", until_target: bool = False) -> tuple[Loop, Session, Case]:
@@ -211,18 +219,18 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
 class Overheard(Process):
     """Notes what the child is told."""
 
-    def __init__(self, target: Verifier, make: MakeDrafter) -> None:
-        self.told: list[object] = []
-        super().__init__(target, make)
+    def __init__(self, target: Verifier, made_by: Recipe) -> None:
+        self.told: list[Message] = []
+        super().__init__(target, made_by)
 
-    def _tell(self, message: object) -> bool:
+    def _tell(self, message: Message) -> bool:
         self.told.append(message)
         return super()._tell(message)
 
 
 def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
     target = Target()
-    with closing(Overheard(Verifier(target, ToySampler()), drafter_maker(DRIFT))) as executor:
+    with closing(Overheard(Verifier(target, ToySampler()), drafter_recipe(DRIFT))) as executor:
         loop, session, case = begin(executor, "pearl", 4, until_target=True)
         target.surprise, target.at = partial(send, executor, signal.SIGKILL), 9
 
@@ -252,7 +260,7 @@ def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
 @pytest.mark.parametrize("how", ["hangs", "raises"])
 def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how: str) -> None:
     notes = tmp_path / "starts"
-    executor, target = executor_with(partial(make_faulty_once, notes, how), hung_after=1.0)
+    executor, target = executor_with(recipe(make_faulty_once, notes=str(notes), how=how), hung_after=1.0)
     with closing(executor):
         session, resumed = run_with_loss(executor, target, "confidence", 3, lambda: None, at=-1)
         assert session.stats.rounds_without_draft > 0
@@ -277,13 +285,13 @@ def test_a_stopped_child_counts_as_hung_and_is_replaced() -> None:
 )
 def test_a_child_that_cannot_start_is_a_sentence(how: str, said: str) -> None:
     with pytest.raises(ModelError, match=f"The draft worker could not start: .*{said}"):
-        executor_with(partial(make_never, how))
+        executor_with(recipe(make_never, how=how))
 
 
 @pytest.mark.parametrize("how", ["raises", "exits"])
 def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(tmp_path: Path, how: str) -> None:
     notes = tmp_path / "starts"
-    executor, target = executor_with(partial(make_only_once, notes, how))
+    executor, target = executor_with(recipe(make_only_once, notes=str(notes), how=how))
     with closing(executor):
         loop, session, case = begin(executor, "confidence", 8)
         target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
@@ -321,8 +329,8 @@ def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: p
 def test_a_worker_that_cannot_be_sent_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
-    with pytest.raises(Exception, match="pickle"):
-        executor_with(lambda: make_drafter(DRIFT))
+    with pytest.raises(BadMessage, match="This Hello cannot be sent: Object of type ToyLaw is not JSON serializable"):
+        executor_with(Recipe("toybench:make_drafter", {"drift": law()}))
     assert started == []
 
 
@@ -338,7 +346,7 @@ def test_no_child_is_left_after_close() -> None:
 
 
 def test_a_child_that_is_drafting_is_gone_after_close_too() -> None:
-    executor, _ = executor_with(drafter_maker(DRIFT, seconds=0.2))
+    executor, _ = executor_with(drafter_recipe(DRIFT, seconds=0.2))
     begin(executor, "confidence", 1)
     pid = executor.child_pid
     assert pid
@@ -374,7 +382,7 @@ def make_always_faulty(how: str) -> Drafter:
 def test_a_child_that_breaks_in_every_round_is_given_up() -> None:
     target = Target()
     target.seconds = WAITING
-    with closing(Process(Verifier(target, ToySampler()), partial(make_always_faulty, "raises"))) as executor:
+    with closing(Process(Verifier(target, ToySampler()), recipe(make_always_faulty, how="raises"))) as executor:
         loop, session, case = begin(executor, "pearl", 3)
         finish(loop)
         assert answer(session) == plainly(case, law())
@@ -392,7 +400,7 @@ def make_slowly() -> Drafter:
 def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target()
     target.seconds = WAITING
-    with closing(Process(Verifier(target, ToySampler()), make_slowly, start_within=5.0)) as executor:
+    with closing(Process(Verifier(target, ToySampler()), recipe(make_slowly), start_within=5.0)) as executor:
         monkeypatch.setenv("SPECBRANCH_TEST_SLOW_START", "1")
         executor._start_within = 0.3
         assert executor.child_pid

@@ -15,7 +15,7 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Draft, Plan
 from specbranch.core.request import Request
 from specbranch.errors import ModelError
-from specbranch.exec.messages import HeadDrawn, MakeDrafter, Open, RoundDrafted, Work
+from specbranch.exec.messages import HeadDrawn, Open, Recipe, RoundDrafted, Work
 from specbranch.exec.process import Child, Lost
 
 START_WITHIN = 600.0  # seconds
@@ -36,10 +36,10 @@ class Slowing:
 class Companion:
     """A draft in a process of its own that has read a text, and drafts after it as often as it is told; to be closed."""
 
-    def __init__(self, make: MakeDrafter, text: Sequence[int]) -> None:
+    def __init__(self, recipe: Recipe, text: Sequence[int]) -> None:
         self._read = len(text)
         self._ticket = 0
-        self._child = Child.start(make)
+        self._child = Child.start(recipe)
         try:
             self._child.receive(START_WITHIN)
             self._child.send(Open(0, Request(SamplingParams(), 0, self._read)))

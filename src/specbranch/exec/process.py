@@ -7,15 +7,12 @@ beside, and once it is ready it is told the sessions anew.
 from __future__ import annotations
 
 import logging
-import pickle
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from typing import Any
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
 from specbranch.core.request import Request
@@ -25,15 +22,17 @@ from specbranch.exec.messages import (
     HeadDrawn,
     Hello,
     Leave,
-    MakeDrafter,
+    Message,
     Open,
     Ready,
+    Recipe,
     RoundDrafted,
     StaleHolding,
     TargetDone,
     Work,
 )
 from specbranch.exec.verifier import Scored, Verifier
+from specbranch.exec.wire import BadMessage, Line, to_bytes
 
 log = logging.getLogger("specbranch")
 
@@ -51,40 +50,43 @@ class Child:
     """A running draft process and our end of the line to it."""
 
     process: subprocess.Popen[bytes]
-    connection: Connection[Any, Any]
+    line: Line
     ready: bool = False
     torn: bool = False  # a message was left half read
     started: float = field(default_factory=time.perf_counter)
 
     @classmethod
-    def start(cls, make: MakeDrafter) -> Child:
-        """Start a process that makes its worker by `make`; it says Ready when that is done."""
-        hello = Hello(tuple(sys.path), pickle.dumps(make))  # first: what cannot be sent needs no process
+    def start(cls, recipe: Recipe) -> Child:
+        """Start a process that makes its worker by a recipe; it says Ready when that is done."""
+        hello = Hello(tuple(sys.path), recipe)
+        to_bytes(hello)  # what cannot be sent needs no process
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "specbranch.exec.child", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        child = cls(process, Connection(ours.detach()))
+        child = cls(process, Line(ours.detach()))
         child.send(hello)
         return child
 
-    def send(self, message: object) -> None:
+    def send(self, message: Message) -> None:
         """Send, or raise Lost."""
         try:
-            self.connection.send(message)
+            self.line.send(message)
         except OSError as error:
             raise Lost("the draft process hung up") from error
 
-    def receive(self, seconds: float) -> object:
+    def receive(self, seconds: float) -> Message:
         """Return the next message, or raise Lost if it does not come."""
         try:
-            if not self.connection.poll(seconds):
+            if not self.line.poll(seconds):
                 raise Lost(f"the draft process did not answer within {seconds:.1f} s")
             self.torn = True
-            message: object = self.connection.recv()
+            message = self.line.receive()
             self.torn = False
         except (EOFError, OSError) as error:
             raise Lost("the draft process ended") from error
+        except BadMessage as error:
+            raise Lost(f"the draft process cannot be understood: {error}") from error
         if isinstance(message, Broken):
             raise Lost(f"the draft process failed: {message.reason}")
         self.ready = self.ready or isinstance(message, Ready)
@@ -92,7 +94,7 @@ class Child:
 
     def stop(self) -> None:
         """Hang up and make sure the process is gone."""
-        self.connection.close()
+        self.line.close()
         try:
             self.process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -114,11 +116,11 @@ class Round:
 class Process:
     """Verifies here while a child drafts."""
 
-    def __init__(self, target: Verifier, make: MakeDrafter, hung_after: float = HUNG_AFTER, start_within: float = 600.0) -> None:
+    def __init__(self, target: Verifier, recipe: Recipe, hung_after: float = HUNG_AFTER, start_within: float = 600.0) -> None:
         self.target = target
         self.restarts = 0
         self.now = time.perf_counter
-        self._make = make
+        self._recipe = recipe
         self._hung_after = hung_after
         self._sessions: dict[int, Request] = {}
         self._ticket = 0
@@ -127,7 +129,7 @@ class Process:
         self._closed = False
         self._child: Child | None = None
         try:
-            self._child = Child.start(make)
+            self._child = Child.start(recipe)
             self._child.receive(start_within)
         except Lost as loss:
             self.close()
@@ -191,8 +193,7 @@ class Process:
             return None
         self._ticket += 1
         work = Round(self._ticket, drafts)
-        plain = {session: replace(o, on=replace(o.on, history=())) for session, o in drafts.items()}
-        return work if self._tell(Work(work.ticket, plain)) else None
+        return work if self._tell(Work(work.ticket, drafts)) else None
 
     def _target_done(self, work: Round | None) -> None:
         if work and any(o.until_target for o in work.orders.values()):
@@ -244,7 +245,7 @@ class Process:
     def _welcome(self, child: Child) -> None:
         """Take a new child into service if it is ready; give up one that takes too long."""
         late = self.now() - child.started > self._start_within
-        if not late and not child.connection.poll():
+        if not late and not child.line.poll():
             return
         try:
             child.receive(0)
@@ -260,11 +261,11 @@ class Process:
         if self._failures >= MOST_FAILURES:
             return
         try:
-            self._child = Child.start(self._make)
+            self._child = Child.start(self._recipe)
         except (Lost, OSError) as error:
             self._lose(Lost(f"no new process could be made: {error}"))
 
-    def _tell(self, message: object) -> bool:
+    def _tell(self, message: Message) -> bool:
         if self._child is None or not self._child.ready:
             return False
         try:
