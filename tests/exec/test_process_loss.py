@@ -23,12 +23,25 @@ from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import Message, Recipe, TargetDone, Work
+from specbranch.exec.messages import Recipe, TargetDone, Work
 from specbranch.exec.process import MOST_FAILURES, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
 from specbranch.sim.toys import Logits, ToySampler
-from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_recipe, law, make_drafter, next_number, plainly, wandering
+from toybench import (
+    MOST_ROUNDS,
+    Case,
+    Ending,
+    Overheard,
+    SlowRunner,
+    answer,
+    drafter_recipe,
+    law,
+    make_drafter,
+    next_number,
+    plainly,
+    wandering,
+)
 
 DRIFT = 0.1
 KILLS = 20
@@ -216,18 +229,6 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
             assert "draft" in session.origins[-50:]
 
 
-class Overheard(Process):
-    """Notes what the child is told."""
-
-    def __init__(self, target: Verifier, made_by: Recipe) -> None:
-        self.told: list[Message] = []
-        super().__init__(target, made_by)
-
-    def _tell(self, message: Message) -> bool:
-        self.told.append(message)
-        return super()._tell(message)
-
-
 def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
     target = Target()
     with closing(Overheard(Verifier(target, ToySampler()), drafter_recipe(DRIFT))) as executor:
@@ -242,7 +243,7 @@ def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_i
         tickets = [message.ticket for message in executor.told if isinstance(message, Work)]
         assert len(tickets) - len(set(tickets)) == executor.restarts == 1
         second = next(i for i, m in enumerate(executor.told) if isinstance(m, Work) and m.orders[session.number].on.base == 0 and i > 3)
-        assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])  # type: ignore[attr-defined]
+        assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])
 
 
 def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:

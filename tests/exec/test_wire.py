@@ -17,7 +17,7 @@ from specbranch.core.request import Request
 from specbranch.core.trees import Chances, Growth, Node, Tree
 from specbranch.exec.messages import (
     Broken,
-    HeadDrawn,
+    HeadsDrawn,
     Hello,
     Leave,
     Message,
@@ -86,7 +86,7 @@ PARTS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     Hello: {"path": several(texts), "recipe": full(Recipe, given=st.dictionaries(texts, plain, max_size=3))},
     Open: {"request": requests},
     Work: {"orders": st.dictionaries(ints, orders, max_size=2)},
-    HeadDrawn: {"branch": branches},
+    HeadsDrawn: {"heads": st.dictionaries(ints, branches, max_size=2)},
     RoundDrafted: {"made": st.dictionaries(ints, made, max_size=2), "span": full(Span)},
 }
 

@@ -15,7 +15,7 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Draft, Plan
 from specbranch.core.request import Request
 from specbranch.errors import ModelError
-from specbranch.exec.messages import HeadDrawn, Open, Recipe, RoundDrafted, Work
+from specbranch.exec.messages import Open, Recipe, RoundDrafted, Work
 from specbranch.exec.process import Child, Lost
 
 START_WITHIN = 600.0  # seconds
@@ -56,8 +56,6 @@ class Companion:
     def finish(self) -> float:
         """Wait for the steps; returns the seconds they took."""
         message = self._child.receive(ANSWER_WITHIN)
-        while isinstance(message, HeadDrawn):  # told early, for verdicts that wait for it
-            message = self._child.receive(ANSWER_WITHIN)
         if not isinstance(message, RoundDrafted):
             raise ModelError(f"The draft worker answered {type(message).__name__} where drafted tokens were expected.")
         return message.span.seconds

@@ -13,11 +13,11 @@ from collections import deque
 from contextlib import suppress
 from importlib import import_module
 
-from specbranch.core.orders import Span
+from specbranch.core.orders import Branch, Span
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import (
     Broken,
-    HeadDrawn,
+    HeadsDrawn,
     Hello,
     Leave,
     Message,
@@ -84,12 +84,13 @@ def _answer(line: Line, drafter: Drafter, message: Message, backlog: deque[Messa
 
 def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[Message]) -> None:
     start, fed = time.perf_counter(), drafter.rows_fed
+
+    def announce(heads: dict[int, Branch]) -> None:
+        if any(order.announces for order in work.orders.values()):
+            line.send(HeadsDrawn(work.ticket, heads))
+
     try:
-        made = drafter.draft(
-            work.orders,
-            done=_TargetDone(line, work.ticket, backlog),
-            announce=lambda session, branch: line.send(HeadDrawn(work.ticket, session, branch)),
-        )
+        made = drafter.draft(work.orders, _TargetDone(line, work.ticket, backlog), announce)
     except Stale:
         line.send(StaleHolding(work.ticket))
     except Exception as error:

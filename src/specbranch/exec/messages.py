@@ -53,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TargetDone:
-    """The target has finished the round; lanes that draft only until then end."""
+    """The verdicts of the round are made, so the target has finished; lanes that draft only until then end."""
 
     ticket: int
 
@@ -71,12 +71,11 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDrawn:
-    """A session's first head, told early because a sampled head is judged with the target's row."""
+class HeadsDrawn:
+    """The sessions' first heads, where they have one; told early, because a sampled head is judged with the target's row."""
 
     ticket: int
-    session: int
-    branch: Branch
+    heads: dict[int, Branch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +94,4 @@ class RoundDrafted:
     span: Span
 
 
-Message = Hello | Open | Leave | Work | TargetDone | Ready | Broken | HeadDrawn | StaleHolding | RoundDrafted
+Message = Hello | Open | Leave | Work | TargetDone | Ready | Broken | HeadsDrawn | StaleHolding | RoundDrafted

@@ -19,7 +19,7 @@ from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.messages import (
     Broken,
-    HeadDrawn,
+    HeadsDrawn,
     Hello,
     Leave,
     Message,
@@ -108,9 +108,10 @@ class Round:
 
     ticket: int
     orders: dict[int, DraftOrder]
-    heads: dict[int, Branch] = field(default_factory=dict)
+    heads: dict[int, Branch] | None = None
     made: dict[int, Drafted] | None = None
     span: Span | None = None
+    target_done: bool = False  # and the child was told so
 
 
 class Process:
@@ -154,10 +155,10 @@ class Process:
         work = self._begin(drafts)
         start, fed = self.now(), self.target.rows_fed
         scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
-        self._target_done(work)
         self._await_heads(work, scored)
-        verdicts = self.target.judge(scored, work.heads if work else {})
+        verdicts = self.target.judge(scored, (work.heads if work else None) or {})
         span = Span(start, self.now(), self.target.rows_fed - fed)
+        self._target_done(work)  # not before: a forward may have been launched only, and it is judging that waits for a device
         self._await_branches(work)
         made = work.made if work else None
         return {
@@ -197,15 +198,14 @@ class Process:
 
     def _target_done(self, work: Round | None) -> None:
         if work and any(o.until_target for o in work.orders.values()):
-            self._tell(TargetDone(work.ticket))
+            work.target_done = self._tell(TargetDone(work.ticket))
 
     def _await_heads(self, work: Round | None, scored: Mapping[int, Scored]) -> None:
         """Under the ratio rule wait for the sampled heads, which are judged together with the target's rows."""
         if work is None:
             return
-        sampled = (s for s, o in work.orders.items() if self._sessions[s].by_ratio and o.announces)
-        wanted = scored.keys() & set(sampled)
-        while work.made is None and not wanted <= work.heads.keys() and self._child:
+        wanted = any(s in scored and o.announces and self._sessions[s].by_ratio for s, o in work.orders.items())
+        while wanted and work.heads is None and work.made is None and self._child:
             self._hear(work)
 
     def _await_branches(self, work: Round | None) -> None:
@@ -222,14 +222,15 @@ class Process:
             self._lose(loss)
             return
         match message:
-            case HeadDrawn(ticket, session, branch) if ticket == work.ticket:
-                work.heads[session] = branch
+            case HeadsDrawn(ticket, heads) if ticket == work.ticket:
+                work.heads = heads
             case RoundDrafted(ticket, made, span) if ticket == work.ticket:
                 work.made, work.span = made, span
                 self._failures = 0
             case StaleHolding(ticket) if ticket == work.ticket:
                 self._tell(Work(ticket, {session: replace(o, on=o.on.whole()) for session, o in work.orders.items()}))
-                self._target_done(work)  # told before, but not of this work; we listen only once the target is done
+                if work.target_done:  # told before, but not of this work
+                    self._target_done(work)
 
     def _available(self) -> bool:
         """Whether a child can take work now; a lost one is replaced, and a new one that has become ready is told the sessions."""

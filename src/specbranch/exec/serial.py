@@ -79,6 +79,6 @@ def _both(drafted: Reports, verified: Reports) -> Reports:
 def draft_or_whole(drafter: Drafter, orders: dict[int, DraftOrder], done: Done, heads: dict[int, Branch]) -> dict[int, Drafted]:
     """Draft; if the worker has lost a sequence, tell it everything once and draft then."""
     try:
-        return drafter.draft(orders, done, heads.__setitem__)
+        return drafter.draft(orders, done, heads.update)
     except Stale:
-        return drafter.draft({session: replace(o, on=o.on.whole()) for session, o in orders.items()}, done, heads.__setitem__)
+        return drafter.draft({session: replace(o, on=o.on.whole()) for session, o in orders.items()}, done, heads.update)
