@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from specbranch.config import Rule, SamplingParams
-from specbranch.core.orders import Branch, Context, Draft, Orders, Plan, Verdict, Verify
+from specbranch.core.experience import Experience
+from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Orders, Plan, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
-from specbranch.exec.drafter import Drafter
+from specbranch.core.trees import NO_TREE, Growth
+from specbranch.exec.drafter import Announce, Drafter, never
+from specbranch.exec.grower import Done
 from specbranch.exec.messages import Open, Recipe, TargetDone, Work
+from specbranch.exec.serial import draft_or_whole
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.sim.toys import Logits, ToyRunner, ToySampler
-from toybench import Overheard, SlowRunner, law
+from toybench import PROFILE, Overheard, SlowRunner, drafter_recipe, law
 
 PATIENCE = 10.0  # seconds after which something that should come is not waited for any more
 LENGTH, ENOUGH = 60, 20  # tokens: as many as a lane may have, and as many as it must have to be said to go on
@@ -83,3 +87,61 @@ def test_heads_are_told_together_also_where_a_session_has_none() -> None:
     made = drafter.draft({0: Draft(Context(0, (1, 2)), plan), 1: Draft(Context(0, (1,) * 30), plan)}, announce=told.append)
     assert [heads.keys() for heads in told] == [{0}]
     assert made[0][0].tokens[0] == told[0][0].tokens[0] and made[1] == ()
+
+
+def whole(message: Work) -> set[int]:
+    """The sessions that are told everything."""
+    return {session for session, order in message.orders.items() if order.on.base == 0}
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> None:
+    texts = {session: [session, 1, 2, 3] for session in range(3)}
+
+    def orders(base: int, number: int) -> dict[int, Orders]:
+        on = {session: Context(base, tuple(text[base:]), text) for session, text in texts.items()}
+        growth = Growth((0.0,), Experience(PROFILE).insight.chances(), most=2, worth=1.0)
+        drafts = {s: Draft(c, Plan(2), 0, number) if kind == "chain" else Grow(c, NO_TREE, growth, number) for s, c in on.items()}
+        return {session: Orders(draft) for session, draft in drafts.items()}
+
+    with closing(Overheard(Verifier(ToyRunner(law()), ToySampler()), drafter_recipe(0.1))) as executor:
+        for session in texts:
+            executor.open(session, request())
+        executor.run(orders(0, 1))
+        executor._tell(Open(1, request()))  # the child begins the session anew, so it holds nothing of it
+        for text in texts.values():
+            text.append(4)
+        reports = executor.run(orders(4, 2))
+    assert [whole(message) for message in executor.told if isinstance(message, Work)] == [{0, 1, 2}, set(), {1}]
+    assert all(report.tree if kind == "tree" else report.branches for report in reports.values())
+
+
+class Counted(Drafter):
+    """Notes which sessions it is told whole."""
+
+    def draft(self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None) -> dict[int, Drafted]:
+        self.whole = whole(Work(0, dict(orders)))
+        return super().draft(orders, done, announce)
+
+
+def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> None:
+    drafter, text = Counted(ToyRunner(law(0.1)), ToySampler()), [1, 2, 3, 4]
+    for session in range(3):
+        drafter.open(session, request())
+    draft_or_whole(drafter, {session: Draft(Context(0, (1, 2, 3)), Plan(2)) for session in range(3)}, never, {})
+    drafter.leave(1)
+    drafter.open(1, request())
+    draft_or_whole(drafter, {session: Draft(Context(3, (4,), text), Plan(2)) for session in range(3)}, never, {})
+    assert drafter.whole == {1}
+
+
+def test_a_text_that_has_outgrown_the_draft_is_not_sent_again_and_again() -> None:
+    drafter = Counted(ToyRunner(law(0.1), context_length=6), ToySampler())
+    drafter.open(0, request())
+    text = [1, 2, 3, 4, 5]
+    told = []
+    for base in (0, 5, 6):
+        draft_or_whole(drafter, {0: Draft(Context(base, tuple(text[base:]), text), Plan(2))}, never, {})
+        told.append(drafter.whole)
+        text.append(1)
+    assert told == [{0}, set(), set()]

@@ -200,6 +200,6 @@ def test_what_cannot_be_sent_says_so(unsent: Any) -> None:
 def test_the_simplest_messages_look_simple() -> None:
     assert to_bytes(Ready()) == b'["Ready",[]]'
     assert to_bytes(TargetDone(3)) == b'["TargetDone",[3]]'
-    assert from_bytes(b'["StaleHolding",[3]]') == StaleHolding(3)
+    assert from_bytes(b'["StaleHolding",[3,[7]]]') == StaleHolding(3, (7,))
     assert from_bytes(b'["Leave",[3]]') == Leave(3)
     assert from_bytes(b'["Broken",["why"]]') == Broken("why")

@@ -30,7 +30,6 @@ from specbranch.exec.messages import (
     Work,
 )
 from specbranch.exec.wire import BadMessage, Line
-from specbranch.exec.worker import Stale
 
 
 def main(descriptor: int) -> None:
@@ -83,6 +82,9 @@ def _answer(line: Line, drafter: Drafter, message: Message, backlog: deque[Messa
 
 
 def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[Message]) -> None:
+    if stale := tuple(session for session, order in work.orders.items() if drafter.stale(session, order.on)):
+        line.send(StaleHolding(work.ticket, stale))
+        return
     start, fed = time.perf_counter(), drafter.rows_fed
 
     def announce(heads: dict[int, Branch]) -> None:
@@ -91,8 +93,6 @@ def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[Message]) -> 
 
     try:
         made = drafter.draft(work.orders, _TargetDone(line, work.ticket, backlog), announce)
-    except Stale:
-        line.send(StaleHolding(work.ticket))
     except Exception as error:
         line.send(Broken(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None

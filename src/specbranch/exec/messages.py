@@ -80,9 +80,10 @@ class HeadsDrawn:
 
 @dataclass(frozen=True, slots=True)
 class StaleHolding:
-    """The child holds less than an order presumes; send the whole sequences."""
+    """The child holds less of these sessions than their orders presume, and has drafted nothing yet; send them whole."""
 
     ticket: int
+    sessions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
 from specbranch.core.request import Request
@@ -31,6 +31,7 @@ from specbranch.exec.messages import (
     TargetDone,
     Work,
 )
+from specbranch.exec.serial import told_whole
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.exec.wire import BadMessage, Line, to_bytes
 
@@ -227,8 +228,9 @@ class Process:
             case RoundDrafted(ticket, made, span) if ticket == work.ticket:
                 work.made, work.span = made, span
                 self._failures = 0
-            case StaleHolding(ticket) if ticket == work.ticket:
-                self._tell(Work(ticket, {session: replace(o, on=o.on.whole()) for session, o in work.orders.items()}))
+            case StaleHolding(ticket, stale) if ticket == work.ticket:
+                work.orders = told_whole(work.orders, stale)
+                self._tell(Work(ticket, work.orders))
                 if work.target_done:  # told before, but not of this work
                     self._target_done(work)
 
