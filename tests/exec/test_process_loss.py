@@ -16,15 +16,18 @@ from typing import Any
 
 import pytest
 
-from specbranch.config import PolicyName, Rule, SpeculativeConfig
+from specbranch.config import PolicyName, Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.orders import Context, Draft, Orders, Plan
+from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
+from specbranch.exec import process
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe, TargetDone, Work
-from specbranch.exec.process import MOST_FAILURES, Process
+from specbranch.exec.process import LONGEST_WAIT, START_WITHIN, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
 from specbranch.sim.toys import Logits, ToySampler
@@ -48,6 +51,28 @@ KILLS = 20
 WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
 LONG = Ending("long", max_tokens=240)
 METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "confidence", "wandering")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new child is started at once, except on a clock of the test's own."""
+    monkeypatch.setattr(process, "LONGEST_WAIT", 0.0)
+
+
+class HandClock:
+    """A clock that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(process, "LONGEST_WAIT", LONGEST_WAIT)
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, no_waiting: None) -> HandClock:
+    return HandClock(monkeypatch)
 
 
 class Target(SlowRunner):
@@ -136,9 +161,47 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not alive(pid)
 
 
-def executor_with(made_by: Recipe | None = None, hung_after: float = 30.0) -> tuple[Process, Target]:
+def executor_with(
+    made_by: Recipe | None = None, hung_after: float = 30.0, clock: Callable[[], float] = time.perf_counter
+) -> tuple[Process, Target]:
     target = Target()
-    return Process(Verifier(target, ToySampler()), made_by or drafter_recipe(DRIFT), hung_after=hung_after), target
+    return Process(Verifier(target, ToySampler()), made_by or drafter_recipe(DRIFT), hung_after=hung_after, clock=clock), target
+
+
+def ask(executor: Process) -> bool:
+    """Order a draft; returns whether one came."""
+    executor.open(0, Request(SamplingParams(), 0, 2))
+    report = executor.run({0: Orders(Draft(Context(0, (1, 2)), Plan(2)))})[0]
+    executor.leave(0)
+    return not report.draft_lost
+
+
+def ask_until(executor: Process, happened: Callable[[], bool]) -> None:
+    """Order drafts until something has happened, on a clock that stands still."""
+    end = time.monotonic() + 60.0
+    while not happened():
+        assert time.monotonic() < end, "it does not happen"
+        ask(executor)
+        time.sleep(0.005)
+
+
+def lose(executor: Process) -> None:
+    """Kill the child and let its end be found out."""
+    send(executor, signal.SIGKILL)
+    ask_until(executor, lambda: executor.child_pid is None)
+
+
+def started_at(executor: Process, clock: HandClock, seconds: int, started: Callable[[], int]) -> list[float]:
+    """The seconds at which new children were started while a clock moves on; each is left time to fail."""
+    begun, found = clock.time, list[float]()
+    for _ in range(seconds):
+        clock.time += 1.0
+        before = started()
+        ask(executor)
+        if executor.child_pid or started() > before:
+            found.append(clock.time - begun)
+            ask_until(executor, lambda: executor.child_pid is None)
+    return found
 
 
 def begin(executor: Process, method: str, seed: int, rule: Rule = "match", until_target: bool = False) -> tuple[Loop, Session, Case]:
@@ -290,26 +353,55 @@ def test_a_child_that_cannot_start_is_a_sentence(how: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "exits"])
-def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(tmp_path: Path, how: str) -> None:
+def test_a_child_that_never_starts_again_is_tried_after_longer_and_longer_waits(tmp_path: Path, how: str, clock: HandClock) -> None:
     notes = tmp_path / "starts"
-    executor, target = executor_with(recipe(make_only_once, notes=str(notes), how=how))
+    executor, _ = executor_with(recipe(make_only_once, notes=str(notes), how=how), clock=clock)
     with closing(executor):
-        loop, session, case = begin(executor, "confidence", 8)
-        target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
+        lose(executor)
+        assert started_at(executor, clock, 8, lambda: starts(notes)) == [1.0, 3.0, 7.0]
+        assert starts(notes) == 4
+        assert executor.restarts == 0
 
-        def slowly() -> None:
-            target.seconds = WAITING if session.stats.rounds_without_draft and executor.child_pid else 0.0
 
-        finish(loop, slowly)
-        assert answer(session) == plainly(case, law())
-        assert starts(notes) == MOST_FAILURES  # the first loss, then two that did not get as far
+def test_a_request_completes_while_no_child_is_started(tmp_path: Path, clock: HandClock) -> None:
+    notes = tmp_path / "starts"
+    executor, target = executor_with(recipe(make_only_once, notes=str(notes), how="raises"), clock=clock)
+    with closing(executor):
+        for seed, method in enumerate(("confidence", "pearl")):
+            loop, session, case = begin(executor, method, seed)
+            if executor.child_pid:
+                target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
+            finish(loop)
+            assert answer(session) == plainly(case, law())
+            assert session.stats.rounds_without_draft > 60
         assert executor.child_pid is None
-        assert executor.restarts == session.stats.draft_restarts == 0
-        assert session.stats.rounds_without_draft > 60
-        again, following, second = begin(executor, "pearl", 9)
-        finish(again)
-        assert answer(following) == plainly(second, law())
-        assert starts(notes) == MOST_FAILURES  # the first loss, then two that did not get as far
+        assert starts(notes) == 1
+
+
+def test_waits_double_up_to_a_minute_and_a_drafted_round_makes_them_short_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: HandClock
+) -> None:
+    executor, _ = executor_with(clock=clock)
+    tries: list[float] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        tries.append(clock.time)
+        raise OSError("out of memory")
+
+    with closing(executor):
+        lose(executor)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            assert started_at(executor, clock, 200, lambda: len(tries)) == [1, 3, 7, 15, 31, 63, 123, 183]
+        said = [record.getMessage() for record in caplog.records]
+        assert [line.rpartition(" again in ")[2] for line in said] == [f"{n} s." for n in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
+        clock.time += LONGEST_WAIT
+        ask_until(executor, lambda: ask(executor))
+        lose(executor)
+        assert caplog.records[-1].getMessage().endswith("tried again in 1 s.")
+        clock.time += 1.0
+        ask(executor)
+        assert executor.child_pid
 
 
 def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,15 +472,13 @@ def make_always_faulty(how: str) -> Drafter:
     return Drafter(runner, ToySampler())
 
 
-def test_a_child_that_breaks_in_every_round_is_given_up() -> None:
-    target = Target()
-    target.seconds = WAITING
-    with closing(Process(Verifier(target, ToySampler()), recipe(make_always_faulty, how="raises"))) as executor:
-        loop, session, case = begin(executor, "pearl", 3)
-        finish(loop)
-        assert answer(session) == plainly(case, law())
-        assert executor.child_pid is None
-        assert executor.restarts == MOST_FAILURES - 1
+def test_a_child_that_breaks_in_every_round_is_waited_for_longer_and_longer(clock: HandClock, caplog: pytest.LogCaptureFixture) -> None:
+    executor, _ = executor_with(recipe(make_always_faulty, how="raises"), clock=clock)
+    with closing(executor):
+        ask_until(executor, lambda: executor.child_pid is None)
+        assert started_at(executor, clock, 6, lambda: 0) == [1.0, 3.0]
+        assert executor.restarts == 2
+    assert [record.getMessage()[-5:] for record in caplog.records if "lost" in record.getMessage()] == [" 1 s.", " 2 s.", " 4 s."]
 
 
 def make_slowly() -> Drafter:
@@ -398,15 +488,17 @@ def make_slowly() -> Drafter:
     return make_drafter(DRIFT)
 
 
-def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target()
-    target.seconds = WAITING
-    with closing(Process(Verifier(target, ToySampler()), recipe(make_slowly), start_within=5.0)) as executor:
+def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch, clock: HandClock) -> None:
+    executor, _ = executor_with(recipe(make_slowly), clock=clock)
+    with closing(executor):
         monkeypatch.setenv("SPECBRANCH_TEST_SLOW_START", "1")
-        executor._start_within = 0.3
-        assert executor.child_pid
-        os.kill(executor.child_pid, signal.SIGKILL)
-        loop, session, case = begin(executor, "pearl", 3)
-        finish(loop)
-        assert answer(session) == plainly(case, law())
-        assert executor.child_pid is None
+        lose(executor)
+        clock.time += 1.0
+        assert not ask(executor)
+        slow = executor.child_pid
+        clock.time += START_WITHIN
+        assert not ask(executor)
+        assert slow and executor.child_pid == slow
+        clock.time += 1.0
+        assert not ask(executor)
+        assert executor.child_pid is None and not alive(slow)

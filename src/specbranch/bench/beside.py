@@ -16,10 +16,9 @@ from specbranch.core.orders import Context, Draft, Plan
 from specbranch.core.request import Request
 from specbranch.errors import ModelError
 from specbranch.exec.messages import Open, Recipe, RoundDrafted, Work
-from specbranch.exec.process import Child, Lost
+from specbranch.exec.process import START_WITHIN, Child, Lost
 
-START_WITHIN = 600.0  # seconds
-ANSWER_WITHIN = 120.0
+ANSWER_WITHIN = 120.0  # seconds
 FILL = 0.8  # share of a target forward that the draft steps beside it take when alone
 MOST_STEPS = 16
 

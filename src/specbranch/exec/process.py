@@ -1,7 +1,7 @@
 """The draft in a child process, the target in this one, both at work at once.
 
 Owns the child's life. Invariant: losing the child never loses a request: the round goes on without branches, a new child is started
-beside, and once it is ready it is told the sessions anew.
+beside after a wait that doubles with each loss, and once it is ready it is told the sessions anew.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
 from specbranch.core.request import Request
@@ -39,7 +39,8 @@ log = logging.getLogger("specbranch")
 
 HUNG_AFTER = 60.0  # seconds without an answer after which a child counts as lost
 PREFILL_ALLOWANCE = 0.1  # seconds more for each token it may have to read first
-MOST_FAILURES = 3  # in a row, without a round drafted between them
+START_WITHIN = 600.0  # seconds in which a child must have made its worker
+LONGEST_WAIT = 60.0  # seconds before a lost child is started again, however often it was lost
 
 
 class Lost(Exception):
@@ -54,7 +55,6 @@ class Child:
     line: Line
     ready: bool = False
     torn: bool = False  # a message was left half read
-    started: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def start(cls, recipe: Recipe) -> Child:
@@ -118,16 +118,24 @@ class Round:
 class Process:
     """Verifies here while a child drafts."""
 
-    def __init__(self, target: Verifier, recipe: Recipe, hung_after: float = HUNG_AFTER, start_within: float = 600.0) -> None:
+    def __init__(
+        self,
+        target: Verifier,
+        recipe: Recipe,
+        hung_after: float = HUNG_AFTER,
+        start_within: float = START_WITHIN,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.target = target
         self.restarts = 0
-        self.now = time.perf_counter
+        self.now = clock
         self._recipe = recipe
         self._hung_after = hung_after
         self._sessions: dict[int, Request] = {}
         self._ticket = 0
         self._start_within = start_within
-        self._failures = 0
+        self._failures = 0  # in a row, without a round drafted between them
+        self._started = self._again_at = 0.0  # when the last child was, and from when on the next may be
         self._closed = False
         self._child: Child | None = None
         try:
@@ -247,7 +255,7 @@ class Process:
 
     def _welcome(self, child: Child) -> None:
         """Take a new child into service if it is ready; give up one that takes too long."""
-        late = self.now() - child.started > self._start_within
+        late = self.now() - self._started > self._start_within
         if not late and not child.line.poll():
             return
         try:
@@ -261,8 +269,9 @@ class Process:
         log.warning("The draft worker was restarted; drafting resumes.")
 
     def _start_again(self) -> None:
-        if self._failures >= MOST_FAILURES:
+        if self.now() < self._again_at:
             return
+        self._started = self.now()
         try:
             self._child = Child.start(self._recipe)
         except (Lost, OSError) as error:
@@ -280,7 +289,7 @@ class Process:
 
     def _lose(self, loss: Lost) -> None:
         self._failures += 1
-        log.warning("Draft worker lost (%s); decoding goes on without it.", loss)
-        if self._failures >= MOST_FAILURES:
-            log.warning("The draft worker was lost %d times in a row; it is not started again.", self._failures)
+        wait = min(2.0 ** min(self._failures - 1, 10), LONGEST_WAIT)  # the inner bound: a float ends at 2 ** 1024
+        self._again_at = self.now() + wait
+        log.warning("Draft worker lost (%s); decoding goes on without it, and it is tried again in %.0f s.", loss, wait)
         self._stop_child()
