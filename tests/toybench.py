@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
@@ -30,7 +30,7 @@ from specbranch.core.trace import Trace
 from specbranch.core.tree_rounds import growing
 from specbranch.core.trees import Growth, Tree
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import MakeDrafter
+from specbranch.exec.messages import Message, Recipe
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
@@ -71,9 +71,9 @@ def make_drafter(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0.
     return Drafter(SlowRunner(law(drift, vocabulary), seconds), ToySampler())
 
 
-def drafter_maker(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0.0) -> MakeDrafter:
+def drafter_recipe(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0.0) -> Recipe:
     """What exec.process.Process is given to make a child's worker."""
-    return partial(make_drafter, drift, vocabulary, seconds)
+    return Recipe("toybench:make_drafter", {"drift": drift, "vocabulary": vocabulary, "seconds": seconds})
 
 
 class Moody:
@@ -103,7 +103,19 @@ def serial(drift: float, vocabulary: int = VOCABULARY) -> Serial:
 
 def process(drift: float, vocabulary: int = VOCABULARY, target_seconds: float = 0.0, draft_seconds: float = 0.0) -> Process:
     """The draft in a child; to be closed."""
-    return Process(make_verifier(vocabulary, target_seconds), drafter_maker(drift, vocabulary, draft_seconds))
+    return Process(make_verifier(vocabulary, target_seconds), drafter_recipe(drift, vocabulary, draft_seconds))
+
+
+class Overheard(Process):
+    """Notes what the child is told."""
+
+    def __init__(self, target: Verifier, recipe: Recipe) -> None:
+        self.told: list[Any] = []
+        super().__init__(target, recipe)
+
+    def _tell(self, message: Message) -> bool:
+        self.told.append(message)
+        return super()._tell(message)
 
 
 def virtual_clock(drift: float, vocabulary: int = VOCABULARY, profile: CostProfile = PROFILE) -> VirtualClock:

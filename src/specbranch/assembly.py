@@ -6,10 +6,10 @@ that a draft process can make the same model for itself.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.errors import BadParameter, ModelError, UnsupportedArchitecture, unknown
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.messages import Recipe
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
@@ -154,11 +155,21 @@ def load_tokenizer(choice: ModelChoice) -> Tokenizer:
 
 
 def make_drafter(choice: ModelChoice, vocabulary: int, beside: Runner | None = None) -> Drafter:
-    """Make a draft worker that proposes only the first `vocabulary` ids; a draft process calls this for itself."""
+    """Make a draft worker that proposes only the first `vocabulary` ids."""
     from specbranch.models.noise import shared_noise
     from specbranch.models.sampling import TorchSampler
 
     return Drafter(load_runner(choice, beside), TorchSampler(vocabulary, shared_noise()))
+
+
+def drafter_recipe(choice: ModelChoice, vocabulary: int) -> Recipe:
+    """Return how a draft process makes the same worker for itself."""
+    return Recipe("specbranch.assembly:make_drafter_by", {"choice": asdict(choice), "vocabulary": vocabulary})
+
+
+def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:
+    """Make a draft worker from plain values, in a process of its own."""
+    return make_drafter(ModelChoice(**choice), vocabulary)
 
 
 def make_verifier(choice: ModelChoice) -> Verifier:
@@ -204,7 +215,7 @@ def make_executor(
         return Serial(verifier) if clock is None else VirtualClock(verifier, None, clock)
     vocabulary = min(shared, verifier.runner.vocabulary)
     if name == "process":
-        return Process(verifier, functools.partial(make_drafter, draft, vocabulary))
+        return Process(verifier, drafter_recipe(draft, vocabulary))
     drafter = make_drafter(draft, vocabulary, verifier.runner)
     if clock is None:
         return Serial(verifier, drafter)

@@ -18,11 +18,12 @@ from specbranch.bench.measure import Compared, Effort, Figure, Probe
 from specbranch.bench.workers import Workers, load_workers, pair_name
 from specbranch.errors import BadParameter, ModelError
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.messages import Recipe
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 from specbranch.sim.toys import ToySampler
-from toybench import SlowRunner, drafter_maker, law
+from toybench import SlowRunner, drafter_recipe, law
 
 BRIEF = Effort(
     repeats=2, least=1, seconds=2.0, rows=(1, 2, 4), widths=(1, 2, 4), widths_far=(1, 4), host_tokens=6, check_tokens=6, check_repeats=1
@@ -42,7 +43,7 @@ def toys(target_seconds: float = 0.004, draft_seconds: float = 0.001, executor: 
     verifier = Verifier(SlowRunner(law(), target_seconds), ToySampler())
     drafter = Drafter(SlowRunner(law(0.2), draft_seconds), ToySampler())
     words: Any = Words()
-    return Workers("toys", words, verifier, drafter, drafter_maker(0.2, seconds=draft_seconds), "t", "d", executor)
+    return Workers("toys", words, verifier, drafter, drafter_recipe(0.2, seconds=draft_seconds), "t", "d", executor)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_what_each_costs_the_other_is_told_by_the_step_and_never_below_nothing(t
 
 def test_a_companion_takes_the_steps_it_is_told_beside_the_target() -> None:
     workers = toys(0.02, 0.002, "process")
-    with measure.Held(workers.verifier, 1, [1, 2, 3, 4, 5]) as held, Companion(workers.make, [1, 2, 3]) as companion:
+    with measure.Held(workers.verifier, 1, [1, 2, 3, 4, 5]) as held, Companion(workers.recipe, [1, 2, 3]) as companion:
         for steps in (1, 5):
             companion.begin(steps)
             assert held.forward(4) >= 0.02 and companion.finish() >= steps * 0.002  # they sleep so long, or longer
@@ -157,7 +158,7 @@ def _broken() -> Drafter:
 
 def test_a_draft_that_cannot_start_is_a_sentence() -> None:
     with pytest.raises(ModelError, match=r"could not start: .*no such draft"):
-        Companion(_broken, [1])
+        Companion(Recipe(f"{__name__}:_broken"), [1])
 
 
 def test_progress_counts_up_to_its_end() -> None:

@@ -27,7 +27,7 @@ from toybench import (
     Ending,
     answer,
     decode,
-    drafter_maker,
+    drafter_recipe,
     law,
     make_drafter,
     next_number,
@@ -55,7 +55,7 @@ def on_clock() -> VirtualClock:
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     makers: dict[str, Callable[[], Executor]] = {
         "serial": lambda: Serial(small_verifier(), make_drafter(DRIFT)),
-        "process": lambda: Process(small_verifier(), drafter_maker(DRIFT)),
+        "process": lambda: Process(small_verifier(), drafter_recipe(DRIFT)),
         "clock": on_clock,
     }
     made = makers[request.param]()

@@ -24,11 +24,9 @@ from specbranch.core.policy import Entropy, Policy
 from specbranch.core.session import Session, Watcher
 from specbranch.core.trace import Trace
 from specbranch.core.tree_rounds import growing
-from specbranch.core.trees import Tree
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
-from specbranch.exec.worker import Stale
 from specbranch.sim.toys import ToyRunner, ToySampler
 from toybench import (
     PROFILE,
@@ -317,21 +315,12 @@ def test_under_ratio_another_seed_gives_another_output() -> None:
 class CountingDrafter(Drafter):
     """Counts how often it had to be told a whole sequence."""
 
-    stale = 0
+    told_whole = 0
 
-    def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
-        try:
-            return super().align(session, on, pending)
-        except Stale:
-            self.stale += 1
-            raise
-
-    def settle(self, session: int, on: Context, tree: Tree) -> tuple[list[int], dict[int, int]]:
-        try:
-            return super().settle(session, on, tree)
-        except Stale:
-            self.stale += 1
-            raise
+    def stale(self, session: int, on: Context) -> bool:
+        found = super().stale(session, on)
+        self.told_whole += found
+        return found
 
 
 def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
@@ -343,7 +332,7 @@ def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
         assert answer(session) == truth(request, VOCABULARY)
         assert "draft" in session.origins[:14]
         assert "draft" not in session.origins[50:]
-    assert draft.stale == 0, "it is told whole sequences again and again"
+    assert draft.told_whole == 0, "it is told whole sequences again and again"
 
 
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence", "tree", "specbranch"])
@@ -351,4 +340,4 @@ def test_a_draft_that_lost_nothing_is_never_told_a_whole_sequence(method: str) -
     draft = CountingDrafter(ToyRunner(law(0.3)), ToySampler())
     for seed in range(10):
         decode(Serial(make_verifier(), draft), case(seed, 0.7), CONFIGS[method], experience=Experience(PROFILE))
-    assert draft.stale == 0
+    assert draft.told_whole == 0

@@ -16,24 +16,63 @@ from typing import Any
 
 import pytest
 
-from specbranch.config import PolicyName, Rule, SpeculativeConfig
+from specbranch.config import PolicyName, Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.orders import Context, Draft, Orders, Plan
+from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
+from specbranch.exec import process
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import MakeDrafter, TargetDone, Work
-from specbranch.exec.process import MOST_FAILURES, Process
+from specbranch.exec.messages import Recipe, TargetDone, Work
+from specbranch.exec.process import LONGEST_WAIT, START_WITHIN, Process
 from specbranch.exec.verifier import Verifier
+from specbranch.exec.wire import BadMessage
 from specbranch.sim.toys import Logits, ToySampler
-from toybench import MOST_ROUNDS, Case, Ending, SlowRunner, answer, drafter_maker, law, make_drafter, next_number, plainly, wandering
+from toybench import (
+    MOST_ROUNDS,
+    Case,
+    Ending,
+    Overheard,
+    SlowRunner,
+    answer,
+    drafter_recipe,
+    law,
+    make_drafter,
+    next_number,
+    plainly,
+    wandering,
+)
 
 DRIFT = 0.1
 KILLS = 20
 WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
 LONG = Ending("long", max_tokens=240)
 METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "confidence", "wandering")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new child is started at once, except on a clock of the test's own."""
+    monkeypatch.setattr(process, "LONGEST_WAIT", 0.0)
+
+
+class HandClock:
+    """A clock that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(process, "LONGEST_WAIT", LONGEST_WAIT)
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, no_waiting: None) -> HandClock:
+    return HandClock(monkeypatch)
 
 
 class Target(SlowRunner):
@@ -73,20 +112,27 @@ def starts(notes: Path) -> int:
     return len(notes.read_text()) if notes.exists() else 0
 
 
-def make_faulty_once(notes: Path, how: str) -> Drafter:
-    """Make a draft worker that goes wrong, the first time."""
-    first = starts(notes) == 0
+def noted_start(notes: Path) -> int:
+    """Note a start; returns how many there were."""
     with notes.open("a") as file:
         file.write(".")
+    return starts(notes)
+
+
+def recipe(function: Callable[..., Drafter], **given: str) -> Recipe:
+    """How a child makes its worker by a function of this file."""
+    return Recipe(f"{__name__}:{function.__name__}", given)
+
+
+def make_faulty_once(notes: str, how: str) -> Drafter:
+    """Make a draft worker that goes wrong, the first time."""
+    first = noted_start(Path(notes)) == 1
     return Drafter(FaultyDraftRunner(how), ToySampler()) if first else make_drafter(DRIFT)
 
 
-def make_only_once(notes: Path, how: str) -> Drafter:
+def make_only_once(notes: str, how: str) -> Drafter:
     """Make a draft worker the first time; fail ever after."""
-    first = starts(notes) == 0
-    with notes.open("a") as file:
-        file.write(".")
-    if first:
+    if noted_start(Path(notes)) == 1:
         return make_drafter(DRIFT)
     if how == "raises":
         raise RuntimeError("no weights today")
@@ -115,9 +161,47 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not alive(pid)
 
 
-def executor_with(make: MakeDrafter | None = None, hung_after: float = 30.0) -> tuple[Process, Target]:
+def executor_with(
+    made_by: Recipe | None = None, hung_after: float = 30.0, clock: Callable[[], float] = time.perf_counter
+) -> tuple[Process, Target]:
     target = Target()
-    return Process(Verifier(target, ToySampler()), make or drafter_maker(DRIFT), hung_after=hung_after), target
+    return Process(Verifier(target, ToySampler()), made_by or drafter_recipe(DRIFT), hung_after=hung_after, clock=clock), target
+
+
+def ask(executor: Process) -> bool:
+    """Order a draft; returns whether one came."""
+    executor.open(0, Request(SamplingParams(), 0, 2))
+    report = executor.run({0: Orders(Draft(Context(0, (1, 2)), Plan(2)))})[0]
+    executor.leave(0)
+    return not report.draft_lost
+
+
+def ask_until(executor: Process, happened: Callable[[], bool]) -> None:
+    """Order drafts until something has happened, on a clock that stands still."""
+    end = time.monotonic() + 60.0
+    while not happened():
+        assert time.monotonic() < end, "it does not happen"
+        ask(executor)
+        time.sleep(0.005)
+
+
+def lose(executor: Process) -> None:
+    """Kill the child and let its end be found out."""
+    send(executor, signal.SIGKILL)
+    ask_until(executor, lambda: executor.child_pid is None)
+
+
+def started_at(executor: Process, clock: HandClock, seconds: int, started: Callable[[], int]) -> list[float]:
+    """The seconds at which new children were started while a clock moves on; each is left time to fail."""
+    begun, found = clock.time, list[float]()
+    for _ in range(seconds):
+        clock.time += 1.0
+        before = started()
+        ask(executor)
+        if executor.child_pid or started() > before:
+            found.append(clock.time - begun)
+            ask_until(executor, lambda: executor.child_pid is None)
+    return found
 
 
 def begin(executor: Process, method: str, seed: int, rule: Rule = "match", until_target: bool = False) -> tuple[Loop, Session, Case]:
@@ -208,21 +292,9 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
             assert "draft" in session.origins[-50:]
 
 
-class Overheard(Process):
-    """Notes what the child is told."""
-
-    def __init__(self, target: Verifier, make: MakeDrafter) -> None:
-        self.told: list[object] = []
-        super().__init__(target, make)
-
-    def _tell(self, message: object) -> bool:
-        self.told.append(message)
-        return super()._tell(message)
-
-
 def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
     target = Target()
-    with closing(Overheard(Verifier(target, ToySampler()), drafter_maker(DRIFT))) as executor:
+    with closing(Overheard(Verifier(target, ToySampler()), drafter_recipe(DRIFT))) as executor:
         loop, session, case = begin(executor, "pearl", 4, until_target=True)
         target.surprise, target.at = partial(send, executor, signal.SIGKILL), 9
 
@@ -234,7 +306,7 @@ def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_i
         tickets = [message.ticket for message in executor.told if isinstance(message, Work)]
         assert len(tickets) - len(set(tickets)) == executor.restarts == 1
         second = next(i for i, m in enumerate(executor.told) if isinstance(m, Work) and m.orders[session.number].on.base == 0 and i > 3)
-        assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])  # type: ignore[attr-defined]
+        assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])
 
 
 def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
@@ -252,7 +324,7 @@ def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
 @pytest.mark.parametrize("how", ["hangs", "raises"])
 def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how: str) -> None:
     notes = tmp_path / "starts"
-    executor, target = executor_with(partial(make_faulty_once, notes, how), hung_after=1.0)
+    executor, target = executor_with(recipe(make_faulty_once, notes=str(notes), how=how), hung_after=1.0)
     with closing(executor):
         session, resumed = run_with_loss(executor, target, "confidence", 3, lambda: None, at=-1)
         assert session.stats.rounds_without_draft > 0
@@ -277,30 +349,59 @@ def test_a_stopped_child_counts_as_hung_and_is_replaced() -> None:
 )
 def test_a_child_that_cannot_start_is_a_sentence(how: str, said: str) -> None:
     with pytest.raises(ModelError, match=f"The draft worker could not start: .*{said}"):
-        executor_with(partial(make_never, how))
+        executor_with(recipe(make_never, how=how))
 
 
 @pytest.mark.parametrize("how", ["raises", "exits"])
-def test_a_child_that_never_starts_again_is_given_up_and_the_request_completes(tmp_path: Path, how: str) -> None:
+def test_a_child_that_never_starts_again_is_tried_after_longer_and_longer_waits(tmp_path: Path, how: str, clock: HandClock) -> None:
     notes = tmp_path / "starts"
-    executor, target = executor_with(partial(make_only_once, notes, how))
+    executor, _ = executor_with(recipe(make_only_once, notes=str(notes), how=how), clock=clock)
     with closing(executor):
-        loop, session, case = begin(executor, "confidence", 8)
-        target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
+        lose(executor)
+        assert started_at(executor, clock, 8, lambda: starts(notes)) == [1.0, 3.0, 7.0]
+        assert starts(notes) == 4
+        assert executor.restarts == 0
 
-        def slowly() -> None:
-            target.seconds = WAITING if session.stats.rounds_without_draft and executor.child_pid else 0.0
 
-        finish(loop, slowly)
-        assert answer(session) == plainly(case, law())
-        assert starts(notes) == MOST_FAILURES  # the first loss, then two that did not get as far
+def test_a_request_completes_while_no_child_is_started(tmp_path: Path, clock: HandClock) -> None:
+    notes = tmp_path / "starts"
+    executor, target = executor_with(recipe(make_only_once, notes=str(notes), how="raises"), clock=clock)
+    with closing(executor):
+        for seed, method in enumerate(("confidence", "pearl")):
+            loop, session, case = begin(executor, method, seed)
+            if executor.child_pid:
+                target.surprise, target.at = partial(send, executor, signal.SIGKILL), 5
+            finish(loop)
+            assert answer(session) == plainly(case, law())
+            assert session.stats.rounds_without_draft > 60
         assert executor.child_pid is None
-        assert executor.restarts == session.stats.draft_restarts == 0
-        assert session.stats.rounds_without_draft > 60
-        again, following, second = begin(executor, "pearl", 9)
-        finish(again)
-        assert answer(following) == plainly(second, law())
-        assert starts(notes) == MOST_FAILURES  # the first loss, then two that did not get as far
+        assert starts(notes) == 1
+
+
+def test_waits_double_up_to_a_minute_and_a_drafted_round_makes_them_short_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, clock: HandClock
+) -> None:
+    executor, _ = executor_with(clock=clock)
+    tries: list[float] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        tries.append(clock.time)
+        raise OSError("out of memory")
+
+    with closing(executor):
+        lose(executor)
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refuse)
+            assert started_at(executor, clock, 200, lambda: len(tries)) == [1, 3, 7, 15, 31, 63, 123, 183]
+        said = [record.getMessage() for record in caplog.records]
+        assert [line.rpartition(" again in ")[2] for line in said] == [f"{n} s." for n in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
+        clock.time += LONGEST_WAIT
+        ask_until(executor, lambda: ask(executor))
+        lose(executor)
+        assert caplog.records[-1].getMessage().endswith("tried again in 1 s.")
+        clock.time += 1.0
+        ask(executor)
+        assert executor.child_pid
 
 
 def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,8 +422,8 @@ def test_a_process_that_cannot_even_be_made_again_ends_no_request(monkeypatch: p
 def test_a_worker_that_cannot_be_sent_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
-    with pytest.raises(Exception, match="pickle"):
-        executor_with(lambda: make_drafter(DRIFT))
+    with pytest.raises(BadMessage, match="This Hello cannot be sent: Object of type ToyLaw is not JSON serializable"):
+        executor_with(Recipe("toybench:make_drafter", {"drift": law()}))
     assert started == []
 
 
@@ -338,7 +439,7 @@ def test_no_child_is_left_after_close() -> None:
 
 
 def test_a_child_that_is_drafting_is_gone_after_close_too() -> None:
-    executor, _ = executor_with(drafter_maker(DRIFT, seconds=0.2))
+    executor, _ = executor_with(drafter_recipe(DRIFT, seconds=0.2))
     begin(executor, "confidence", 1)
     pid = executor.child_pid
     assert pid
@@ -371,15 +472,13 @@ def make_always_faulty(how: str) -> Drafter:
     return Drafter(runner, ToySampler())
 
 
-def test_a_child_that_breaks_in_every_round_is_given_up() -> None:
-    target = Target()
-    target.seconds = WAITING
-    with closing(Process(Verifier(target, ToySampler()), partial(make_always_faulty, "raises"))) as executor:
-        loop, session, case = begin(executor, "pearl", 3)
-        finish(loop)
-        assert answer(session) == plainly(case, law())
-        assert executor.child_pid is None
-        assert executor.restarts == MOST_FAILURES - 1
+def test_a_child_that_breaks_in_every_round_is_waited_for_longer_and_longer(clock: HandClock, caplog: pytest.LogCaptureFixture) -> None:
+    executor, _ = executor_with(recipe(make_always_faulty, how="raises"), clock=clock)
+    with closing(executor):
+        ask_until(executor, lambda: executor.child_pid is None)
+        assert started_at(executor, clock, 6, lambda: 0) == [1.0, 3.0]
+        assert executor.restarts == 2
+    assert [record.getMessage()[-5:] for record in caplog.records if "lost" in record.getMessage()] == [" 1 s.", " 2 s.", " 4 s."]
 
 
 def make_slowly() -> Drafter:
@@ -389,15 +488,17 @@ def make_slowly() -> Drafter:
     return make_drafter(DRIFT)
 
 
-def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target()
-    target.seconds = WAITING
-    with closing(Process(Verifier(target, ToySampler()), make_slowly, start_within=5.0)) as executor:
+def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch, clock: HandClock) -> None:
+    executor, _ = executor_with(recipe(make_slowly), clock=clock)
+    with closing(executor):
         monkeypatch.setenv("SPECBRANCH_TEST_SLOW_START", "1")
-        executor._start_within = 0.3
-        assert executor.child_pid
-        os.kill(executor.child_pid, signal.SIGKILL)
-        loop, session, case = begin(executor, "pearl", 3)
-        finish(loop)
-        assert answer(session) == plainly(case, law())
-        assert executor.child_pid is None
+        lose(executor)
+        clock.time += 1.0
+        assert not ask(executor)
+        slow = executor.child_pid
+        clock.time += START_WITHIN
+        assert not ask(executor)
+        assert slow and executor.child_pid == slow
+        clock.time += 1.0
+        assert not ask(executor)
+        assert executor.child_pid is None and not alive(slow)

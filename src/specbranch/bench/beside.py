@@ -15,11 +15,10 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Draft, Plan
 from specbranch.core.request import Request
 from specbranch.errors import ModelError
-from specbranch.exec.messages import HeadDrawn, MakeDrafter, Open, RoundDrafted, Work
-from specbranch.exec.process import Child, Lost
+from specbranch.exec.messages import Open, Recipe, RoundDrafted, Work
+from specbranch.exec.process import START_WITHIN, Child, Lost
 
-START_WITHIN = 600.0  # seconds
-ANSWER_WITHIN = 120.0
+ANSWER_WITHIN = 120.0  # seconds
 FILL = 0.8  # share of a target forward that the draft steps beside it take when alone
 MOST_STEPS = 16
 
@@ -36,10 +35,10 @@ class Slowing:
 class Companion:
     """A draft in a process of its own that has read a text, and drafts after it as often as it is told; to be closed."""
 
-    def __init__(self, make: MakeDrafter, text: Sequence[int]) -> None:
+    def __init__(self, recipe: Recipe, text: Sequence[int]) -> None:
         self._read = len(text)
         self._ticket = 0
-        self._child = Child.start(make)
+        self._child = Child.start(recipe)
         try:
             self._child.receive(START_WITHIN)
             self._child.send(Open(0, Request(SamplingParams(), 0, self._read)))
@@ -56,8 +55,6 @@ class Companion:
     def finish(self) -> float:
         """Wait for the steps; returns the seconds they took."""
         message = self._child.receive(ANSWER_WITHIN)
-        while isinstance(message, HeadDrawn):  # told early, for verdicts that wait for it
-            message = self._child.receive(ANSWER_WITHIN)
         if not isinstance(message, RoundDrafted):
             raise ModelError(f"The draft worker answered {type(message).__name__} where drafted tokens were expected.")
         return message.span.seconds

@@ -353,7 +353,7 @@ def _spread(seconds: Sequence[float]) -> float:
 def _slowing(workers: Workers, target: Held, effort: Effort, tick: Callable[[str], None]) -> Slowing | None:
     if workers.executor != "process":
         return None
-    with Companion(workers.make, target.text) as companion:
+    with Companion(workers.recipe, target.text) as companion:
         return measure_slowing(companion, lambda: target.forward(4), effort.repeats, lambda: tick("two side by side"))
 
 

@@ -6,7 +6,6 @@ own process, because that is how they run there.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from specbranch.assembly import (
     ModelChoice,
     beside,
     common_vocabulary,
+    drafter_recipe,
     half_the_threads,
     identity,
     load_tokenizer,
@@ -26,7 +26,7 @@ from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import MakeDrafter
+from specbranch.exec.messages import Recipe
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
@@ -42,13 +42,13 @@ SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Target and draft at work in this process; the child of a process executor makes its draft by `make`."""
+    """Target and draft at work in this process; the child of a process executor makes its draft by the recipe."""
 
     pair: str
     tokenizer: Tokenizer
     verifier: Verifier
     drafter: Drafter
-    make: MakeDrafter
+    recipe: Recipe
     target_identity: str
     draft_identity: str
     executor: ExecutorName
@@ -66,7 +66,7 @@ class Workers:
 
     def real(self) -> Executor:
         """Return the executor itself; to be closed."""
-        return Process(self.verifier, self.make) if self.executor == "process" else Serial(self.verifier, self.drafter)
+        return Process(self.verifier, self.recipe) if self.executor == "process" else Serial(self.verifier, self.drafter)
 
     def modelled(self, profile: CostProfile) -> VirtualClock:
         """Return a clock that charges by a profile what the same models do."""
@@ -85,8 +85,8 @@ def load_workers(target: ModelChoice, draft: ModelChoice, pair: str, executor: E
     verifier = make_verifier(target)
     vocabulary = min(shared, verifier.runner.vocabulary)
     drafter = make_drafter(draft, vocabulary, verifier.runner)
-    make = functools.partial(make_drafter, draft, vocabulary)
-    return Workers(pair, tokenizer, verifier, drafter, make, identity(names[0]), identity(names[1]), executor)
+    recipe = drafter_recipe(draft, vocabulary)
+    return Workers(pair, tokenizer, verifier, drafter, recipe, identity(names[0]), identity(names[1]), executor)
 
 
 def pair_name(pair: str | None, target: str, draft: str) -> str:

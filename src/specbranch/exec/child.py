@@ -6,45 +6,69 @@ imported again. Invariant: it exits when its parent does.
 
 from __future__ import annotations
 
-import pickle
 import signal
 import sys
 import time
 from collections import deque
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import Any
+from importlib import import_module
 
-from specbranch.core.orders import Span
+from specbranch.core.orders import Branch, Span
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import Broken, HeadDrawn, Hello, Leave, Open, Ready, RoundDrafted, StaleHolding, TargetDone, Work
-from specbranch.exec.worker import Stale
+from specbranch.exec.messages import (
+    Broken,
+    HeadsDrawn,
+    Hello,
+    Leave,
+    Message,
+    Open,
+    Ready,
+    Recipe,
+    RoundDrafted,
+    StaleHolding,
+    TargetDone,
+    Work,
+)
+from specbranch.exec.wire import BadMessage, Line
 
 
 def main(descriptor: int) -> None:
     """Serve on an inherited socket until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it hangs up afterwards
-    connection: Connection[Any, Any] = Connection(descriptor)
+    line = Line(descriptor)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-        serve(connection)
+        try:
+            serve(line)
+        except BadMessage as error:
+            line.send(Broken(str(error)))
 
 
-def serve(connection: Connection[Any, Any]) -> None:
+def serve(line: Line) -> None:
     """Make the worker, then carry out orders."""
-    hello: Hello = connection.recv()
-    sys.path[:] = [*hello.path, *(p for p in sys.path if p not in hello.path)]
     try:
-        drafter: Drafter = pickle.loads(hello.pickled_make)()
+        drafter = _greeted(line.receive())
     except Exception as error:
-        connection.send(Broken(f"{type(error).__name__}: {error}"))
+        line.send(Broken(f"{type(error).__name__}: {error}"))
         return
-    connection.send(Ready())
-    backlog: deque[object] = deque()  # what came while a round was drafted
+    line.send(Ready())
+    backlog: deque[Message] = deque()  # what came while a round was drafted
     while True:
-        _answer(connection, drafter, backlog.popleft() if backlog else connection.recv(), backlog)
+        _answer(line, drafter, backlog.popleft() if backlog else line.receive(), backlog)
 
 
-def _answer(connection: Connection[Any, Any], drafter: Drafter, message: object, backlog: deque[object]) -> None:
+def _greeted(message: Message) -> Drafter:
+    assert isinstance(message, Hello), "a parent says Hello first"
+    sys.path[:] = [*message.path, *(p for p in sys.path if p not in message.path)]
+    return _made(message.recipe)
+
+
+def _made(recipe: Recipe) -> Drafter:
+    module, _, name = recipe.function.partition(":")
+    drafter: Drafter = getattr(import_module(module), name)(**recipe.given)
+    return drafter
+
+
+def _answer(line: Line, drafter: Drafter, message: Message, backlog: deque[Message]) -> None:
     match message:
         case Open(session, request):
             drafter.leave(session)
@@ -52,40 +76,42 @@ def _answer(connection: Connection[Any, Any], drafter: Drafter, message: object,
         case Leave(session):
             drafter.leave(session)
         case Work():
-            _work(connection, drafter, message, backlog)
+            _work(line, drafter, message, backlog)
         case TargetDone():
             pass  # came after the round was drafted
 
 
-def _work(connection: Connection[Any, Any], drafter: Drafter, work: Work, backlog: deque[object]) -> None:
+def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[Message]) -> None:
+    if stale := tuple(session for session, order in work.orders.items() if drafter.stale(session, order.on)):
+        line.send(StaleHolding(work.ticket, stale))
+        return
     start, fed = time.perf_counter(), drafter.rows_fed
+
+    def announce(heads: dict[int, Branch]) -> None:
+        if any(order.announces for order in work.orders.values()):
+            line.send(HeadsDrawn(work.ticket, heads))
+
     try:
-        made = drafter.draft(
-            work.orders,
-            done=_TargetDone(connection, work.ticket, backlog),
-            announce=lambda session, branch: connection.send(HeadDrawn(work.ticket, session, branch)),
-        )
-    except Stale:
-        connection.send(StaleHolding(work.ticket))
+        made = drafter.draft(work.orders, _TargetDone(line, work.ticket, backlog), announce)
     except Exception as error:
-        connection.send(Broken(f"{type(error).__name__}: {error}"))
+        line.send(Broken(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     else:
-        connection.send(RoundDrafted(work.ticket, made, Span(start, time.perf_counter(), drafter.rows_fed - fed)))
+        line.send(RoundDrafted(work.ticket, made, Span(start, time.perf_counter(), drafter.rows_fed - fed)))
 
 
 class _TargetDone:
     """Asks whether the parent has said that the target is done; whatever else it says meanwhile is kept for later."""
 
-    def __init__(self, connection: Connection[Any, Any], ticket: int, backlog: deque[object]) -> None:
-        self._connection = connection
+    def __init__(self, line: Line, ticket: int, backlog: deque[Message]) -> None:
+        self._line = line
         self._ticket = ticket
         self._backlog = backlog
         self._done = False
 
     def __call__(self) -> bool:
-        while not self._done and self._connection.poll():
-            message: object = self._connection.recv()
+        while not self._done and self._line.poll():
+            message = self._line.receive()
             self._done = message == TargetDone(self._ticket)
             if not isinstance(message, TargetDone):
                 self._backlog.append(message)

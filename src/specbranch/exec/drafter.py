@@ -15,7 +15,7 @@ from specbranch.core.trees import Tree
 from specbranch.exec.grower import Done, grow
 from specbranch.exec.worker import Worker, chain_after
 
-Announce = Callable[[int, Branch], None]  # told of a session's first head as soon as it is drawn
+Announce = Callable[[dict[int, Branch]], None]  # told of the sessions' first heads as soon as they are drawn, where there are any
 
 
 def never() -> bool:
@@ -77,7 +77,7 @@ class Drafter(Worker):
         lines = self._read(orders)
         lanes = [lane for session, line in lines.items() for lane in self._fork(session, orders[session], line)]
         if announce:
-            _announce(lanes, announce)
+            announce(_heads(lanes))
         while growing := self._growing(lanes, done):
             self._grow(growing)
         return {session: tuple(lane.branch() for lane in lanes if lane.session == session and lane.tokens) for session in orders}
@@ -173,9 +173,10 @@ def _lane(session: int, order: Draft, after: int, node: int, rank: int, proposal
     return lane
 
 
-def _announce(lanes: list[Lane], announce: Announce) -> None:
-    told: set[int] = set()
+def _heads(lanes: list[Lane]) -> dict[int, Branch]:
+    """The first branch of each session that continues the whole of its pending chain."""
+    heads: dict[int, Branch] = {}
     for lane in lanes:
-        if lane.tokens and lane.after == lane.order.pending and lane.session not in told:
-            told.add(lane.session)
-            announce(lane.session, lane.branch())
+        if lane.tokens and lane.after == lane.order.pending and lane.session not in heads:
+            heads[lane.session] = lane.branch()
+    return heads

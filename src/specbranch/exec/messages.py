@@ -1,15 +1,23 @@
-"""What passes between an executor and a draft worker in another process. Small values only: ids, confidences, a few probabilities."""
+"""What passes between an executor and a draft worker in another process. Small values only: ids, confidences, a few probabilities.
+
+Owns the words; `exec/wire.py` writes and reads them by their hints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Span
 from specbranch.core.request import Request
-from specbranch.exec.drafter import Drafter
 
-MakeDrafter = Callable[[], Drafter]  # importable, so that the child can make its own model
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a child makes its worker: the name of a function that makes one, "module:name", and what it is given, in plain JSON values."""
+
+    function: str
+    given: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +25,7 @@ class Hello:
     """First message to a child: where to import from, and how to make its worker."""
 
     path: tuple[str, ...]
-    pickled_make: bytes
+    recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TargetDone:
-    """The target has finished the round; lanes that draft only until then end."""
+    """The verdicts of the round are made, so the target has finished; lanes that draft only until then end."""
 
     ticket: int
 
@@ -63,19 +71,19 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDrawn:
-    """A session's first head, told early because a sampled head is judged with the target's row."""
+class HeadsDrawn:
+    """The sessions' first heads, where they have one; told early, because a sampled head is judged with the target's row."""
 
     ticket: int
-    session: int
-    branch: Branch
+    heads: dict[int, Branch]
 
 
 @dataclass(frozen=True, slots=True)
 class StaleHolding:
-    """The child holds less than an order presumes; send the whole sequences."""
+    """The child holds less of these sessions than their orders presume, and has drafted nothing yet; send them whole."""
 
     ticket: int
+    sessions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +93,6 @@ class RoundDrafted:
     ticket: int
     made: dict[int, Drafted]
     span: Span
+
+
+Message = Hello | Open | Leave | Work | TargetDone | Ready | Broken | HeadsDrawn | StaleHolding | RoundDrafted

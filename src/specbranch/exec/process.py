@@ -1,45 +1,46 @@
 """The draft in a child process, the target in this one, both at work at once.
 
 Owns the child's life. Invariant: losing the child never loses a request: the round goes on without branches, a new child is started
-beside, and once it is ready it is told the sessions anew.
+beside after a wait that doubles with each loss, and once it is ready it is told the sessions anew.
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.messages import (
     Broken,
-    HeadDrawn,
+    HeadsDrawn,
     Hello,
     Leave,
-    MakeDrafter,
+    Message,
     Open,
     Ready,
+    Recipe,
     RoundDrafted,
     StaleHolding,
     TargetDone,
     Work,
 )
+from specbranch.exec.serial import told_whole
 from specbranch.exec.verifier import Scored, Verifier
+from specbranch.exec.wire import BadMessage, Line, to_bytes
 
 log = logging.getLogger("specbranch")
 
 HUNG_AFTER = 60.0  # seconds without an answer after which a child counts as lost
 PREFILL_ALLOWANCE = 0.1  # seconds more for each token it may have to read first
-MOST_FAILURES = 3  # in a row, without a round drafted between them
+START_WITHIN = 600.0  # seconds in which a child must have made its worker
+LONGEST_WAIT = 60.0  # seconds before a lost child is started again, however often it was lost
 
 
 class Lost(Exception):
@@ -51,40 +52,42 @@ class Child:
     """A running draft process and our end of the line to it."""
 
     process: subprocess.Popen[bytes]
-    connection: Connection[Any, Any]
+    line: Line
     ready: bool = False
     torn: bool = False  # a message was left half read
-    started: float = field(default_factory=time.perf_counter)
 
     @classmethod
-    def start(cls, make: MakeDrafter) -> Child:
-        """Start a process that makes its worker by `make`; it says Ready when that is done."""
-        hello = Hello(tuple(sys.path), pickle.dumps(make))  # first: what cannot be sent needs no process
+    def start(cls, recipe: Recipe) -> Child:
+        """Start a process that makes its worker by a recipe; it says Ready when that is done."""
+        hello = Hello(tuple(sys.path), recipe)
+        to_bytes(hello)  # what cannot be sent needs no process
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "specbranch.exec.child", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        child = cls(process, Connection(ours.detach()))
+        child = cls(process, Line(ours.detach()))
         child.send(hello)
         return child
 
-    def send(self, message: object) -> None:
+    def send(self, message: Message) -> None:
         """Send, or raise Lost."""
         try:
-            self.connection.send(message)
+            self.line.send(message)
         except OSError as error:
             raise Lost("the draft process hung up") from error
 
-    def receive(self, seconds: float) -> object:
+    def receive(self, seconds: float) -> Message:
         """Return the next message, or raise Lost if it does not come."""
         try:
-            if not self.connection.poll(seconds):
+            if not self.line.poll(seconds):
                 raise Lost(f"the draft process did not answer within {seconds:.1f} s")
             self.torn = True
-            message: object = self.connection.recv()
+            message = self.line.receive()
             self.torn = False
         except (EOFError, OSError) as error:
             raise Lost("the draft process ended") from error
+        except BadMessage as error:
+            raise Lost(f"the draft process cannot be understood: {error}") from error
         if isinstance(message, Broken):
             raise Lost(f"the draft process failed: {message.reason}")
         self.ready = self.ready or isinstance(message, Ready)
@@ -92,7 +95,7 @@ class Child:
 
     def stop(self) -> None:
         """Hang up and make sure the process is gone."""
-        self.connection.close()
+        self.line.close()
         try:
             self.process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -106,28 +109,37 @@ class Round:
 
     ticket: int
     orders: dict[int, DraftOrder]
-    heads: dict[int, Branch] = field(default_factory=dict)
+    heads: dict[int, Branch] | None = None
     made: dict[int, Drafted] | None = None
     span: Span | None = None
+    target_done: bool = False  # and the child was told so
 
 
 class Process:
     """Verifies here while a child drafts."""
 
-    def __init__(self, target: Verifier, make: MakeDrafter, hung_after: float = HUNG_AFTER, start_within: float = 600.0) -> None:
+    def __init__(
+        self,
+        target: Verifier,
+        recipe: Recipe,
+        hung_after: float = HUNG_AFTER,
+        start_within: float = START_WITHIN,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.target = target
         self.restarts = 0
-        self.now = time.perf_counter
-        self._make = make
+        self.now = clock
+        self._recipe = recipe
         self._hung_after = hung_after
         self._sessions: dict[int, Request] = {}
         self._ticket = 0
         self._start_within = start_within
-        self._failures = 0
+        self._failures = 0  # in a row, without a round drafted between them
+        self._started = self._again_at = 0.0  # when the last child was, and from when on the next may be
         self._closed = False
         self._child: Child | None = None
         try:
-            self._child = Child.start(make)
+            self._child = Child.start(recipe)
             self._child.receive(start_within)
         except Lost as loss:
             self.close()
@@ -152,10 +164,10 @@ class Process:
         work = self._begin(drafts)
         start, fed = self.now(), self.target.rows_fed
         scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
-        self._target_done(work)
         self._await_heads(work, scored)
-        verdicts = self.target.judge(scored, work.heads if work else {})
+        verdicts = self.target.judge(scored, (work.heads if work else None) or {})
         span = Span(start, self.now(), self.target.rows_fed - fed)
+        self._target_done(work)  # not before: a forward may have been launched only, and it is judging that waits for a device
         self._await_branches(work)
         made = work.made if work else None
         return {
@@ -191,20 +203,18 @@ class Process:
             return None
         self._ticket += 1
         work = Round(self._ticket, drafts)
-        plain = {session: replace(o, on=replace(o.on, history=())) for session, o in drafts.items()}
-        return work if self._tell(Work(work.ticket, plain)) else None
+        return work if self._tell(Work(work.ticket, drafts)) else None
 
     def _target_done(self, work: Round | None) -> None:
         if work and any(o.until_target for o in work.orders.values()):
-            self._tell(TargetDone(work.ticket))
+            work.target_done = self._tell(TargetDone(work.ticket))
 
     def _await_heads(self, work: Round | None, scored: Mapping[int, Scored]) -> None:
         """Under the ratio rule wait for the sampled heads, which are judged together with the target's rows."""
         if work is None:
             return
-        sampled = (s for s, o in work.orders.items() if self._sessions[s].by_ratio and o.announces)
-        wanted = scored.keys() & set(sampled)
-        while work.made is None and not wanted <= work.heads.keys() and self._child:
+        wanted = any(s in scored and o.announces and self._sessions[s].by_ratio for s, o in work.orders.items())
+        while wanted and work.heads is None and work.made is None and self._child:
             self._hear(work)
 
     def _await_branches(self, work: Round | None) -> None:
@@ -221,14 +231,16 @@ class Process:
             self._lose(loss)
             return
         match message:
-            case HeadDrawn(ticket, session, branch) if ticket == work.ticket:
-                work.heads[session] = branch
+            case HeadsDrawn(ticket, heads) if ticket == work.ticket:
+                work.heads = heads
             case RoundDrafted(ticket, made, span) if ticket == work.ticket:
                 work.made, work.span = made, span
                 self._failures = 0
-            case StaleHolding(ticket) if ticket == work.ticket:
-                self._tell(Work(ticket, {session: replace(o, on=o.on.whole()) for session, o in work.orders.items()}))
-                self._target_done(work)  # told before, but not of this work; we listen only once the target is done
+            case StaleHolding(ticket, stale) if ticket == work.ticket:
+                work.orders = told_whole(work.orders, stale)
+                self._tell(Work(ticket, work.orders))
+                if work.target_done:  # told before, but not of this work
+                    self._target_done(work)
 
     def _available(self) -> bool:
         """Whether a child can take work now; a lost one is replaced, and a new one that has become ready is told the sessions."""
@@ -243,8 +255,8 @@ class Process:
 
     def _welcome(self, child: Child) -> None:
         """Take a new child into service if it is ready; give up one that takes too long."""
-        late = self.now() - child.started > self._start_within
-        if not late and not child.connection.poll():
+        late = self.now() - self._started > self._start_within
+        if not late and not child.line.poll():
             return
         try:
             child.receive(0)
@@ -257,14 +269,15 @@ class Process:
         log.warning("The draft worker was restarted; drafting resumes.")
 
     def _start_again(self) -> None:
-        if self._failures >= MOST_FAILURES:
+        if self.now() < self._again_at:
             return
+        self._started = self.now()
         try:
-            self._child = Child.start(self._make)
+            self._child = Child.start(self._recipe)
         except (Lost, OSError) as error:
             self._lose(Lost(f"no new process could be made: {error}"))
 
-    def _tell(self, message: object) -> bool:
+    def _tell(self, message: Message) -> bool:
         if self._child is None or not self._child.ready:
             return False
         try:
@@ -276,7 +289,7 @@ class Process:
 
     def _lose(self, loss: Lost) -> None:
         self._failures += 1
-        log.warning("Draft worker lost (%s); decoding goes on without it.", loss)
-        if self._failures >= MOST_FAILURES:
-            log.warning("The draft worker was lost %d times in a row; it is not started again.", self._failures)
+        wait = min(2.0 ** min(self._failures - 1, 10), LONGEST_WAIT)  # the inner bound: a float ends at 2 ** 1024
+        self._again_at = self.now() + wait
+        log.warning("Draft worker lost (%s); decoding goes on without it, and it is tried again in %.0f s.", loss, wait)
         self._stop_child()

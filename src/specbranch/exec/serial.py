@@ -6,7 +6,7 @@ Owns no state besides its workers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, Verify, as_drafted
@@ -14,7 +14,6 @@ from specbranch.core.request import Request
 from specbranch.exec.drafter import Drafter, never
 from specbranch.exec.grower import Done
 from specbranch.exec.verifier import Verifier
-from specbranch.exec.worker import Stale
 
 
 class Serial:
@@ -77,8 +76,11 @@ def _both(drafted: Reports, verified: Reports) -> Reports:
 
 
 def draft_or_whole(drafter: Drafter, orders: dict[int, DraftOrder], done: Done, heads: dict[int, Branch]) -> dict[int, Drafted]:
-    """Draft; if the worker has lost a sequence, tell it everything once and draft then."""
-    try:
-        return drafter.draft(orders, done, heads.__setitem__)
-    except Stale:
-        return drafter.draft({session: replace(o, on=o.on.whole()) for session, o in orders.items()}, done, heads.__setitem__)
+    """Draft; a worker that has lost a sequence is told it whole."""
+    stale = {session for session, order in orders.items() if drafter.stale(session, order.on)}
+    return drafter.draft(told_whole(orders, stale), done, heads.update)
+
+
+def told_whole(orders: Mapping[int, DraftOrder], stale: Container[int]) -> dict[int, DraftOrder]:
+    """Return the orders, those of the stale sessions with everything that came before."""
+    return {session: replace(o, on=o.on.whole()) if session in stale else o for session, o in orders.items()}

@@ -52,6 +52,10 @@ class Worker:
         if self._held.pop(session, None):
             self.runner.close(session)
 
+    def stale(self, session: int, on: Context) -> bool:
+        """Whether less is held than `on` presumes, so that it has to be told whole; a text out of reach is not missed."""
+        return len(self.slots(session).prefix) < on.base and not self._held[session].out_of_reach
+
     def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
         """Bring the cache in line with `on`, whose last `pending` tokens are uncommitted.
 
