@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.fused_step import FusedStep
 from specbranch.models.kernels import load_kernel
+from specbranch.models.linear import MOST_ROWS
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
 from tiny_models import CONFIGS, saved, some_tokens, tiny
@@ -97,6 +99,19 @@ def test_more_rows_than_the_kernels_take_go_the_plain_way(folders: dict[str, Pat
     many = runner.feed([Feed(0, tuple(some_tokens(17)), (ROOT, *range(16)))])[0]
     few = runner.feed([Feed(1, tuple(some_tokens(16)), (ROOT, *range(15)))])[0]
     assert (collate(many)[:16] - collate(few)).abs().max() < 1e-5 * collate(few).abs().max()
+
+
+def test_there_is_one_list_of_operations_for_each_number_of_rows(folders: dict[str, Path]) -> None:
+    runner, rng = load_native(folders["llama"], context_length=200, tail=64), random.Random(0)
+    assert runner._fused is not None
+    for seq in range(6):
+        runner.open(seq)
+    for _ in range(300):
+        feeds = [Feed(seq, (1,) * rows, tuple(range(ROOT, rows - 1))) for seq in range(6) if (rows := rng.randint(0, 4))]
+        runner.feed(feeds)
+        for feed in feeds:
+            runner.keep(feed.seq, (), 0)
+    assert 10 < len(runner._fused._lists) <= MOST_ROWS
 
 
 def test_stale_values_behind_the_sequence_change_nothing(folders: dict[str, Path]) -> None:

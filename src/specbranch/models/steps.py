@@ -120,7 +120,7 @@ def _lines(rows: Rows) -> Lines:
     places = np.zeros((len(rows.seen), counts.max()), dtype=np.int64)
     for line, count, seen in zip(places, counts, _bits(rows.seen, rows.start + len(rows.tokens) - rows.prefix), strict=True):
         line[:count] = np.flatnonzero(seen) + rows.prefix
-    return Lines(rows.prefix, torch.from_numpy(places), torch.from_numpy(counts + rows.prefix))
+    return Lines(rows.prefix, places, counts + rows.prefix)
 
 
 def _bits(numbers: Sequence[int], width: int) -> np.ndarray:
