@@ -54,11 +54,11 @@ def _step(runner: NativeRunner, context: int) -> Step:
     """A forward over one token behind so many others, and the choice of the next."""
     cache, slots = runner._new_cache(context + runner.tail), Slots(context + runner.tail, runner.tail)
     slots.extend([0] * context)
-    planned = runner._planner.step([rows_of_nodes(cache, slots, slots.grow([1], [ROOT]))])
+    planned = runner._planner.step([rows_of_nodes(cache, slots, slots.grow([1], [ROOT]))], compiled=runner._fused is not None)
 
     @torch.inference_mode()
     def step() -> Any:
-        if runner._fused and planned.parts[0].lines:
+        if runner._fused:
             return runner._fused.logits(planned).argmax(-1)
         return runner.decoder.logits(runner.decoder.forward(planned)).argmax(-1)
 

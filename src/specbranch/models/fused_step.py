@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from specbranch.models.decoder import Decoder, Layer, Part, Step
-from specbranch.models.linear import MOST_ROWS, KernelLinear, Linear
+from specbranch.models.linear import KernelLinear, Linear
 from specbranch.models.row_kernel_text import ENTRY, FIELDS, Shape
 from specbranch.models.row_kernels import RowKernels, float_bits, load_row_kernels
 
+STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
 
 
@@ -42,7 +43,7 @@ class Operations:
 
 
 class FusedStep:
-    """Runs steps of at most MOST_ROWS rows."""
+    """Runs steps of at most STEP_ROWS rows."""
 
     def __init__(self, decoder: Decoder, kernels: RowKernels) -> None:
         self.decoder, self.kernels = decoder, kernels
@@ -50,8 +51,8 @@ class FusedStep:
         sizes = {"x": arch.hidden, "h": arch.hidden, "change": arch.hidden, "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_dim}
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
         sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
-        self.buffers = {name: torch.zeros(MOST_ROWS, size) for name, size in sizes.items()}
-        self.table = np.zeros((MOST_ROWS, len(ENTRY)), dtype=np.int64)
+        self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
+        self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
         self._lists: dict[int, Operations] = {}  # by rows
         self.scored = arch.vocabulary if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(4, dtype=np.int64)
