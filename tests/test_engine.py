@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
+from specbranch.models.kernels import load_kernel
 from tiny_pair import make_gpt2, make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."
@@ -187,6 +189,21 @@ def test_many_prompts_in_a_batch_give_what_each_gives_alone(pair: tuple[str, str
     with LLM(*pair, dtype="float64", device="cpu", context_length=128, max_batch=3) as llm:
         together = llm.generate(prompts, params)
         assert [output.token_ids for output in together] == [llm.generate(prompt, params).token_ids for prompt in prompts]
+
+
+@pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
+@pytest.mark.parametrize("method", ["autoregressive", "specbranch"])
+def test_a_prompt_among_many_gets_the_bits_it_gets_alone(method: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 400) for _ in range(rng.randint(1, 40))] for _ in range(30)]
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=24, logprobs=2, ignore_eos=True)
+    draft = None if method == "autoregressive" else pair[1]
+    with LLM(pair[0], draft, method, device="cpu", context_length=128, max_batch=24) as llm:
+        together = llm.generate(prompts, params)
+        alone = [llm.generate([prompt], params)[0] for prompt in prompts]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+    assert [output.logprobs for output in together] == [output.logprobs for output in alone]
 
 
 def test_n_samples_differ_and_repeat_with_the_seed(llm: LLM) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,15 @@ import torch
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.fused_step import FusedStep
+from specbranch.models.columns import Columns
+from specbranch.models.decoder import Decoder
+from specbranch.models.fused_step import STEP_ROWS, FusedStep
 from specbranch.models.kernels import load_kernel
-from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.rows import collate
+from specbranch.models.locate import locate
+from specbranch.models.native import READ_COMPILED, NativeRunner, load_native, open_model
+from specbranch.models.rows import TensorRow, collate
+from specbranch.models.steps import Rows, dealt
+from specbranch.models.weights import Matrix, ReducedHead, read_weights
 from tiny_models import CONFIGS, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
@@ -39,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def plain(runner: NativeRunner) -> NativeRunner:
     """The same weights without the fused step."""
     other = NativeRunner(runner.decoder, runner.context_length, runner.tail)
-    other._fused, other._planner.fused_rows = None, 0
+    other._fused = None
     return other
 
 
@@ -90,13 +98,114 @@ def test_moved_places_keep_their_bits(folders: dict[str, Path]) -> None:
     assert torch.equal(*after)
 
 
-def test_more_rows_than_the_kernels_take_go_the_plain_way(folders: dict[str, Path]) -> None:
-    runner = load_native(folders["llama"], context_length=512, tail=64)
-    runner.open(0)
-    runner.open(1)
-    many = runner.feed([Feed(0, tuple(some_tokens(17)), (ROOT, *range(16)))])[0]
-    few = runner.feed([Feed(1, tuple(some_tokens(16)), (ROOT, *range(15)))])[0]
-    assert (collate(many)[:16] - collate(few)).abs().max() < 1e-5 * collate(few).abs().max()
+# --- many rows ---
+
+
+def in_int8(folder: Path) -> NativeRunner:
+    """The model with its matrices in int8, as drafts are."""
+    arch, source = open_model(locate(str(folder)))
+    weights = read_weights(arch, source, torch.device("cpu"), torch.float32)
+    matrices = ("qkv", "out", "gate_up", "down")
+    layers = tuple(replace(layer, **{name: getattr(layer, name).in_int8() for name in matrices}) for layer in weights.layers)
+    ids = torch.arange(0, arch.vocabulary, 2)
+    head = ReducedHead(Matrix(weights.head[ids]).in_int8(), Columns(ids, arch.vocabulary))
+    return NativeRunner(Decoder(arch, replace(weights, layers=layers, reduced=head), 300), 200, 64)
+
+
+RUNNERS: dict[str, Callable[[Path], NativeRunner]] = {
+    "float32": lambda folder: load_native(folder, context_length=200, tail=64),
+    "int8": in_int8,
+}
+
+
+def sizes_of(rows: int, rng: random.Random) -> list[int]:
+    """Cut so many rows into those of several sequences."""
+    sizes = [min(rows, rng.randint(1, 40))]
+    return sizes + (sizes_of(rows - sizes[0], rng) if rows > sizes[0] else [])
+
+
+def nodes_of(seq: int, size: int, shape: str, rng: random.Random) -> Feed:
+    parents = range(ROOT, size - 1) if shape == "chain" else [rng.randrange(ROOT, node) for node in range(size)]
+    return Feed(seq, tuple(rng.randrange(131) for _ in range(size)), tuple(parents))
+
+
+def batch_of(runner: NativeRunner, rows: int, shape: str, rng: random.Random) -> list[Feed]:
+    """Nodes of several sequences behind prompts of their own, some of them none."""
+    feeds = [nodes_of(seq, size, shape, rng) for seq, size in enumerate(sizes_of(rows, rng))]
+    for feed in feeds:
+        runner.open(feed.seq)
+        runner.extend(feed.seq, some_tokens(rng.choice((0, 3, 70)), seed=feed.seq))
+    return feeds
+
+
+def poison(runner: NativeRunner, seq: int) -> Feed:
+    """A sequence in whose cache there is nothing but NaN, and a row of it."""
+    runner.open(seq)
+    runner.extend(seq, some_tokens(5))
+    runner._open[seq].cache.data.fill_(float("nan"))
+    return Feed(seq, (1,), (ROOT,))
+
+
+def one_by_one(runner: NativeRunner, feed: Feed) -> list[TensorRow]:
+    return [runner.feed([Feed(feed.seq, (token,), (parent,))])[0][0] for token, parent in zip(feed.tokens, feed.parents, strict=True)]
+
+
+@pytest.mark.parametrize("weights", RUNNERS)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("rows", [17, 33, 64, 65, 150])
+def test_a_row_has_the_same_bits_alone_and_among_many(rows: int, shape: str, weights: str, threads: int, folders: dict[str, Path]) -> None:
+    runner, rng = RUNNERS[weights](folders["llama"]), random.Random(rows)
+    assert runner._fused is not None
+    feeds = batch_of(runner, rows - 2, shape, rng)
+    bad = [poison(runner, 100), poison(runner, 101)]
+    together = runner.feed([bad[0], *feeds, bad[1]])
+    assert all(collate(found).isnan().any() for found in (together[0], together[-1]))
+    for feed, found in zip(feeds, together[1:-1], strict=True):
+        runner.keep(feed.seq, (), 0)
+        assert torch.equal(collate(found), collate(one_by_one(runner, feed)))
+
+
+def test_hidden_states_have_the_same_bits_alone_and_among_many(threads: int, folders: dict[str, Path]) -> None:
+    runner = RUNNERS["float32"](folders["qwen3"])
+    runner.tap(2)
+    feeds = batch_of(runner, 150, "tree", random.Random(0))
+    for feed, found in zip(feeds, runner.feed(feeds), strict=True):
+        runner.keep(feed.seq, (), 0)
+        for row, alone in zip(found, one_by_one(runner, feed), strict=True):
+            assert row.states is not None and alone.states is not None
+            assert torch.equal(row.states[row.index], alone.states[alone.index])
+
+
+def test_there_is_one_list_of_operations_for_each_number_of_rows(folders: dict[str, Path]) -> None:
+    runner, rng = RUNNERS["float32"](folders["llama"]), random.Random(0)
+    assert runner._fused is not None
+    for seq in range(6):
+        runner.open(seq)
+    for _ in range(300):
+        feeds = [nodes_of(seq, rng.randint(0, 14), "chain", rng) for seq in rng.sample(range(6), rng.randint(1, 6))]
+        runner.feed(feeds)
+        for feed in feeds:
+            runner.keep(feed.seq, (), 0)
+    assert 40 < len(runner._fused._lists) <= STEP_ROWS
+
+
+def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
+    cache = RUNNERS["float32"](folders["llama"])._new_cache(64)
+    work = [Rows(cache, tokens, 3, 3, [2**i for i in range(len(tokens))]) for tokens in ((1, 2, 3), (), (4, 5), (6, 7, 8, 9, 10), (11,))]
+    steps = list(dealt(work, 4))
+    assert [[rows.tokens for rows in step] for step in steps] == [[(1, 2, 3), (4,)], [(5,), (6, 7, 8)], [(9, 10), (11,)]]
+    assert [rows.start for rows in steps[1]] == [4, 3] and steps[2][0].start == 6
+    assert steps[2][0].seen == [8, 16]
+    assert [len(step) for step in dealt(work[:3], 5)] == [2] and not list(dealt([], 4))
+
+
+def test_a_chunk_is_read_by_the_code_its_own_size_calls_for(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, read = RUNNERS["float32"](folders["llama"]), []
+    monkeypatch.setattr(FusedStep, "store", lambda _, step: read.append(len(step.tokens)))
+    for seq, tokens in enumerate((READ_COMPILED - 1, READ_COMPILED, READ_COMPILED + 1, STEP_ROWS, 150)):
+        runner.open(seq)
+        runner.extend(seq, some_tokens(tokens))
+    assert read == [READ_COMPILED - 1, READ_COMPILED]
 
 
 def test_stale_values_behind_the_sequence_change_nothing(folders: dict[str, Path]) -> None:

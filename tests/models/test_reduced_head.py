@@ -178,7 +178,7 @@ def runner(folder: Path, ids: Sequence[int] | None, fused: bool) -> NativeRunner
         weights = replace(weights, reduced=ReducedHead(Matrix(weights.head[kept.ids]), kept))
     made = NativeRunner(Decoder(arch, weights, 128 + 64), 128)
     if not fused:
-        made._fused, made._planner.fused_rows = None, 0
+        made._fused = None
     return made
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
@@ -47,8 +48,8 @@ class Lines:
     """What each row of a sequence sees, as places: the first `prefix` ones, then its own line; `counts` tokens in all."""
 
     prefix: int
-    places: Tensor  # int64 [rows, longest line]
-    counts: Tensor  # int64 [rows]
+    places: np.ndarray  # int64 [rows, longest line]
+    counts: np.ndarray  # int64 [rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """A decoder's step for few rows on a CPU as one call: the list of operations that `row_kernels` carries out.
 
-Owns the lists and the small buffers between operations. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
+Owns the lists, the small buffers between operations, and the table of rows, in which stands all that tells one row from another: the
+lists know only how many there are. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
 Invariant: a row gets the same bits in any company, as every operation on the list promises that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,31 +15,26 @@ import torch
 from torch import Tensor
 
 from specbranch.models.decoder import Decoder, Layer, Part, Step
-from specbranch.models.linear import MOST_ROWS, KernelLinear, Linear
-from specbranch.models.row_kernel_text import FIELDS, Shape
+from specbranch.models.linear import KernelLinear, Linear
+from specbranch.models.row_kernel_text import ENTRY, FIELDS, Shape
 from specbranch.models.row_kernels import RowKernels, float_bits, load_row_kernels
 
-# Columns of an operation's arguments that differ from step to step; column 0 is its code, 1 its counter.
-COUNTER = 1
-TURN_PLACES, TURN_KEYS, TURN_VALUES, TURN_STRIDE = 5, 6, 7, 11
-SEEN_KEYS, SEEN_VALUES, SEEN_LINES, SEEN_COUNTS, SEEN_PREFIX, SEEN_STRIDE, SEEN_LINE_STRIDE = 3, 4, 5, 6, 10, 12, 13
+STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
+COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
 
 
 @dataclass(slots=True)
 class Operations:
-    """A list under construction, then in use: its table, and where the parts' own operations stand in it."""
+    """A list under construction, then in use as a table."""
 
     rows: list[list[int]] = field(default_factory=list)
-    turns: list[list[int]] = field(default_factory=list)  # by part, one a layer
-    attends: list[list[int]] = field(default_factory=list)
     entered: list[int] = field(default_factory=list)  # by layer, operations after which the buffer x holds what it is given
     written: int = 0  # operations after which all keys and values are stored
     table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
-    def add(self, code: int, *arguments: int) -> int:
-        """Append an operation; returns its index."""
+    def add(self, code: int, *arguments: int) -> None:
+        """Append an operation."""
         self.rows.append([code, 0, *arguments, *[0] * (FIELDS - 2 - len(arguments))])
-        return len(self.rows) - 1
 
     def finish(self) -> Operations:
         """Turn what was appended into the table."""
@@ -48,7 +43,7 @@ class Operations:
 
 
 class FusedStep:
-    """Runs steps of at most MOST_ROWS rows."""
+    """Runs steps of at most STEP_ROWS rows."""
 
     def __init__(self, decoder: Decoder, kernels: RowKernels) -> None:
         self.decoder, self.kernels = decoder, kernels
@@ -56,8 +51,9 @@ class FusedStep:
         sizes = {"x": arch.hidden, "h": arch.hidden, "change": arch.hidden, "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_dim}
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
         sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
-        self.buffers = {name: torch.zeros(MOST_ROWS, size) for name, size in sizes.items()}
-        self._lists: dict[tuple[int, ...], Operations] = {}
+        self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
+        self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
+        self._lists: dict[int, Operations] = {}  # by rows
         self.scored = arch.vocabulary if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(4, dtype=np.int64)
 
@@ -91,28 +87,29 @@ class FusedStep:
         self.kernels.run(self._header.ctypes.data)
 
     def _prepare(self, step: Step) -> Operations:
-        """Fill the first buffers and point the step's list to the caches and places of its parts."""
+        """Fill the first buffers and the table of rows."""
         rows = step.tokens.shape[0]
         torch.index_select(self.decoder.embedding, 0, step.tokens, out=self.buffers["x"][:rows])
         torch.index_select(self.decoder.cos, 0, step.positions, out=self.buffers["cos"][:rows])
         torch.index_select(self.decoder.sin, 0, step.positions, out=self.buffers["sin"][:rows])
-        counts = tuple(part.places.shape[0] for part in step.parts)
-        if counts not in self._lists:
-            self._lists[counts] = self._listed(counts)
-        operations = self._lists[counts]
+        first = 0
+        for part in step.parts:
+            stop = first + part.places.shape[0]
+            _enter(part, self.table[first:stop])
+            first = stop
+        if rows not in self._lists:
+            self._lists[rows] = self._listed(rows)
+        operations = self._lists[rows]
         operations.table[:, COUNTER] = 0
-        for part, turns, attends in zip(step.parts, operations.turns, operations.attends, strict=True):
-            _point(operations.table, part, turns, attends)
         return operations
 
-    def _listed(self, counts: Sequence[int]) -> Operations:
-        """List the operations of a step whose parts have so many rows."""
-        operations = Operations(turns=[[] for _ in counts], attends=[[] for _ in counts])
-        rows = sum(counts)
+    def _listed(self, rows: int) -> Operations:
+        """List the operations of a step over so many rows."""
+        operations = Operations()
         for index, layer in enumerate(self.decoder.layers):
             self._add_norm(operations, layer.attention_norm, rows, change=index > 0)
             operations.entered.append(len(operations.rows))
-            self._add_attention(operations, layer, counts)
+            self._add_attention(operations, index, layer, rows)
             self._add_norm(operations, layer.mlp_norm, rows)
             self._add_linear(operations, layer.gate_up, "h", "both", rows)
             code = self.kernels.addresses["gate"]
@@ -132,46 +129,30 @@ class FusedStep:
         to = self._at(target) if target else 0
         operations.add(layer.kernel.work, *layer.arguments(self._at(source), to, rows))
 
-    def _add_attention(self, operations: Operations, layer: Layer, counts: Sequence[int]) -> None:
-        self._add_linear(operations, layer.qkv, "h", "qkv", sum(counts))
-        starts = np.cumsum([0, *counts[:-1]]).tolist()
-        for part, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            operations.turns[part].append(self._add_turn(operations, layer, start, count))
-        operations.written = len(operations.rows)
-        for part, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            operations.attends[part].append(self._add_attend(operations, start, count))
-        self._add_linear(operations, layer.out, "seen", "change", sum(counts))
-
-    def _add_turn(self, operations: Operations, layer: Layer, start: int, rows: int) -> int:
-        arch, norm = self.decoder.arch, layer.qk_norm
+    def _add_attention(self, operations: Operations, index: int, layer: Layer, rows: int) -> None:
+        arch, norm, table = self.decoder.arch, layer.qk_norm, self.table.ctypes.data
+        turn, attend = self.kernels.addresses["turn"], self.kernels.addresses["attend"]
+        self._add_linear(operations, layer.qkv, "h", "qkv", rows)
         norms = (0, 0) if norm is None else (norm[0].data_ptr(), norm[arch.heads].data_ptr())
-        inputs = (self._at(name, start) for name in ("qkv", "cos", "sin"))
-        return operations.add(self.kernels.addresses["turn"], *inputs, 0, 0, 0, *norms, rows, 0, float_bits(arch.rms_eps))
-
-    def _add_attend(self, operations: Operations, start: int, rows: int) -> int:
-        arch, stride = self.decoder.arch, self.buffers["qkv"].shape[1]
-        items = rows * arch.kv_heads
+        angles = self._at("cos"), self._at("sin")
+        operations.add(turn, self._at("qkv"), *angles, table, *norms, rows, index, float_bits(arch.rms_eps))
+        operations.written = len(operations.rows)
         scale = float_bits(1.0 / math.sqrt(arch.head_dim))
-        code = self.kernels.addresses["attend"]
-        return operations.add(code, self._at("qkv", start), 0, 0, 0, 0, self._at("seen", start), rows, items, 0, stride, 0, 0, scale)
+        operations.add(attend, self._at("qkv"), table, self._at("seen"), rows, rows * arch.kv_heads, index, scale)
+        self._add_linear(operations, layer.out, "seen", "change", rows)
 
-    def _at(self, buffer: str, row: int = 0) -> int:
-        held = self.buffers[buffer]
-        return held.data_ptr() + row * held.stride(0) * held.element_size()
+    def _at(self, buffer: str) -> int:
+        return self.buffers[buffer].data_ptr()
 
 
-def _point(table: np.ndarray, part: Part, turns: list[int], attends: list[int]) -> None:
-    """Enter a part's cache, places and lines into its operations."""
+def _enter(part: Part, entries: np.ndarray) -> None:
+    """Fill the entries of a part's rows, in the order of ENTRY."""
     data, lines = part.cache.data, part.lines
     assert lines is not None
-    keys = data.data_ptr() + np.arange(data.shape[1]) * (data.stride(1) * data.element_size())
-    values = keys + data.stride(0) * data.element_size()
-    for column, value in ((TURN_KEYS, keys), (TURN_VALUES, values), (TURN_PLACES, part.places.data_ptr()), (TURN_STRIDE, data.stride(2))):
-        table[turns, column] = value
-    for column, value in ((SEEN_KEYS, keys), (SEEN_VALUES, values), (SEEN_LINES, lines.places.data_ptr()), (SEEN_STRIDE, data.stride(2))):
-        table[attends, column] = value
-    for column, number in ((SEEN_COUNTS, lines.counts.data_ptr()), (SEEN_PREFIX, lines.prefix), (SEEN_LINE_STRIDE, lines.places.stride(0))):
-        table[attends, column] = number
+    keys, places = data.data_ptr(), lines.places
+    entries[:, :5] = keys, keys + data.stride(0) * data.element_size(), data.stride(1), data.stride(2), lines.prefix
+    entries[:, 5], entries[:, 6] = part.places.numpy(), lines.counts
+    entries[:, 7] = places.ctypes.data + np.arange(len(places)) * places.strides[0]
 
 
 def fuse(decoder: Decoder) -> FusedStep | None:

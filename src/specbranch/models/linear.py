@@ -1,8 +1,8 @@
 """Linear layers that stay cheap from 1 to 16 rows on a CPU: which implementation serves which shape, found by measurement at load.
 
-Owns the choice and the callables; the machine code is in `kernels`. Invariant: one implementation serves a layer at every row count up to
-`MOST_ROWS`, so that with "llvm" (and no other kind) scoring k tokens at once gives bit for bit the numbers of scoring them one by one.
-More rows (prefill) are always torch's own.
+Owns the choice and the callables; the machine code is in `kernels`. Invariant: one implementation serves the calls of a layer at every row
+count up to `MOST_ROWS`, so that with "llvm" (and no other kind) a row gets the same bits alone and among others. Calls with more rows
+(prefill) are torch's own; the compiled step calls no layer but the kernels of all of them, and so keeps that promise at any row count.
 
 `python -m specbranch.models.linear` prints what each kind costs on this machine.
 """

@@ -20,18 +20,18 @@ from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.architecture import Architecture, token_ids
 from specbranch.models.decoder import Cache, Decoder
-from specbranch.models.fused_step import FusedStep, fuse
+from specbranch.models.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.gguf_file import GgufFile
-from specbranch.models.linear import MOST_ROWS
 from specbranch.models.locate import Located, locate
 from specbranch.models.rows import TensorRow
-from specbranch.models.steps import Planner, Rows, rows_of_chunk, rows_of_nodes
+from specbranch.models.steps import Planner, Rows, dealt, rows_of_chunk, rows_of_nodes
 from specbranch.models.tensor_file import TensorSource, open_folder
 from specbranch.models.weights import read_weights
 
 log = logging.getLogger("specbranch")
 
 CHUNK = 256  # tokens of a prompt in one forward
+READ_COMPILED = 16  # a chunk of at most so many is read by the compiled step; torch is faster above, behind a long text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class NativeRunner:
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
+        self._planner = Planner(self.device, self.dtype, self.architecture.heads // self.architecture.kv_heads)
         self._fused = self._trusted(fuse(decoder))
-        self._planner = self._planner_for(MOST_ROWS if self._fused else 0)
         self._open: dict[int, Held] = {}
         self._spare: list[Cache] = []
         self._tapped = 0  # layers whose hidden states rows carry
@@ -105,7 +105,7 @@ class NativeRunner:
 
     @torch.inference_mode()
     def feed(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
-        """Score new nodes of several sequences in one forward."""
+        """Score new nodes of several sequences in one forward; beyond what a compiled step takes, in several, one after the other."""
         sizes = {feed.seq: len(self._open[feed.seq].slots.tokens) for feed in work}
         try:
             block, states = self._score([self._grow(feed) for feed in work])
@@ -134,21 +134,15 @@ class NativeRunner:
     def _new_cache(self, capacity: int) -> Cache:
         return Cache(self.architecture, self._planner.places(capacity), self.device, self.dtype)
 
-    def _planner_for(self, fused_rows: int) -> Planner:
-        group = self.architecture.heads // self.architecture.kv_heads
-        return Planner(self.device, self.dtype, group, fused_rows)
-
     @torch.inference_mode()
     def _trusted(self, fused: FusedStep | None) -> FusedStep | None:
         """Return the compiled step if it scores a small tree as the plain one does: it may never have run on such a processor."""
         if fused is None:
             return None
-        scores = []
-        for planner in (self._planner_for(MOST_ROWS), self._planner_for(0)):
-            slots, cache = Slots(4, 4), Cache(self.architecture, planner.places(4), self.device, self.dtype)
-            step = planner.step([rows_of_nodes(cache, slots, slots.grow((0, 0, 0), (ROOT, 0, 0)))])
-            scores.append(fused.logits(step) if step.parts[0].lines else self.decoder.logits(self.decoder.forward(step)))
-        compiled, plain = scores
+        slots, cache = Slots(4, 4), self._new_cache(4)
+        rows = rows_of_nodes(cache, slots, slots.grow((0, 0, 0), (ROOT, 0, 0)))
+        compiled = fused.logits(self._planner.step([rows], compiled=True))
+        plain = self.decoder.logits(self.decoder.forward(self._planner.step([rows])))
         if torch.allclose(compiled, plain, rtol=1e-3, atol=1e-3 * plain.abs().max().item(), equal_nan=True):
             return fused
         log.warning("The compiled step disagrees with the plain one on this machine; decoding goes on with the plain one.")
@@ -171,22 +165,26 @@ class NativeRunner:
             del slots.tokens[size:], slots.parents[size:]
 
     def _store(self, rows: Rows) -> None:
-        step = self._planner.step([rows])
-        if self._fused and step.parts[0].lines:
-            self._fused.store(step)
+        """Read a chunk by the code that suits its own size, so that its bits depend on nothing else."""
+        if self._fused and len(rows.tokens) <= READ_COMPILED:
+            self._fused.store(self._planner.step([rows], compiled=True))
         else:
-            self.decoder.forward(step)
+            self.decoder.forward(self._planner.step([rows]))
 
     def _score(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        """Run one forward; returns logits and, where they are tapped, hidden states."""
+        """Score all rows; returns logits and, where they are tapped, hidden states."""
         work = [rows for rows in work if rows.tokens]
         if not work:
             return torch.empty(0, self.vocabulary), None
-        step, layers = self._planner.step(work), self._tapped
-        if self._fused and step.parts[0].lines:
-            return self._fused.logits_and_states(step, layers) if layers else (self._fused.logits(step), None)
-        seen: list[Tensor] | None = [] if layers else None
-        hidden = self._planner.counted(work, self.decoder.forward(step, seen))
+        if self._fused is None:
+            return self._score_plainly(work)
+        steps = [self._planner.step(some, compiled=True) for some in dealt(work, STEP_ROWS)]
+        logits, states = zip(*(self._fused.logits_and_states(step, self._tapped) for step in steps), strict=True)
+        return _joined(logits), _joined(states) if self._tapped else None
+
+    def _score_plainly(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
+        seen: list[Tensor] | None = [] if self._tapped else None
+        hidden = self._planner.counted(work, self.decoder.forward(self._planner.step(work), seen))
         logits = self.decoder.logits(hidden)
         states = None if seen is None else self._states(work, seen, hidden)
         return logits.float() if logits.dtype.itemsize < 4 else logits, states
@@ -195,6 +193,10 @@ class NativeRunner:
         """The last layers' hidden states side by side, the last of them normed [rows, layers·hidden]."""
         before = [self._planner.counted(work, one) for one in seen[len(seen) - self._tapped + 1 :]]
         return torch.cat((*before, self.decoder.normed(hidden)), dim=-1)
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(tuple(blocks))
 
 
 def load_native(

@@ -1,7 +1,7 @@
 """The decoder's small operations in LLVM's language, written as plain loops that its optimiser turns into vectors.
 
-Owns the text and the layout of an operation's arguments. Invariant: sums run over a row's own numbers, and over the tokens it sees in
-their order in the sequence, in an order that depends on neither the rows beside it nor the threads.
+Owns the text, the layout of an operation's arguments and that of the table of rows. Invariant: sums run over a row's own numbers, and
+over the tokens it sees in their order in the sequence, in an order that depends on neither the rows beside it nor the threads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 BLOCK = 256  # tokens whose scores are held at a time
 FIELDS = 16  # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
+# A row's entry in the table: where its sequence's keys and values lie, how far apart layers and heads are there (in floats), how many
+# places its sequence's rows all see, its own place, how many tokens it sees, and where the places of those behind the prefix are listed.
+ENTRY = ("keys", "values", "layer.stride", "head.stride", "prefix", "place", "count", "line")
 SPINS = 4096  # looks at the barrier before a thread offers its core to others
 
 
@@ -23,6 +26,11 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def row(self) -> int:
+        """How many numbers the queries, keys and values of a row are."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 def source(shape: Shape) -> str:
@@ -169,13 +177,27 @@ added.done:
     return _operation("norm", ("x", "added", "weight", "y"), ("rows", "n", "eps"), "%rows", row, variables)
 
 
+def _entry(row: str) -> str:
+    """Read a row's entry in the table, and find the keys %k and values %v of its sequence in %layer."""
+    kinds = {name: "ptr" if name in ("keys", "values", "line") else "i64" for name in ENTRY}
+    loads = "\n".join(
+        f"  %{name}.at = getelementptr i64, ptr %entry, i64 {at}\n  %{name} = load {kind}, ptr %{name}.at"
+        for at, (name, kind) in enumerate(kinds.items())
+    )
+    return f"""  %entry.at = mul i64 {row}, {len(ENTRY)}
+  %entry = getelementptr i64, ptr %table, i64 %entry.at
+{loads}
+  %layer.at = mul i64 %layer, %layer.stride
+  %k = getelementptr float, ptr %keys, i64 %layer.at
+  %v = getelementptr float, ptr %values, i64 %layer.at"""
+
+
 def _turn(shape: Shape) -> str:
     """Write the turning of a row's queries and keys by its position, after their norm if there is one; keys and values go to the cache."""
     half, turned = f"<{shape.head_dim // 2} x float>", shape.heads + shape.kv_heads
-    body = f"""  %row.at = mul i64 %item, {(turned + shape.kv_heads) * shape.head_dim}
+    body = f"""{_entry("%item")}
+  %row.at = mul i64 %item, {shape.row}
   %row = getelementptr float, ptr %qkv, i64 %row.at
-  %place.p = getelementptr i64, ptr %places, i64 %item
-  %place = load i64, ptr %place.p
   %in.head = mul i64 %place, {shape.head_dim}
   %angle.at = mul i64 %item, {shape.head_dim}
   %cos.p = getelementptr float, ptr %cos, i64 %angle.at
@@ -187,7 +209,7 @@ def _turn(shape: Shape) -> str:
 {_loop("h", "0", str(turned), _turn_head(shape))}
 {_loop("g", "0", str(shape.kv_heads), _store_value(shape))}"""
     declare = f"declare float @llvm.vector.reduce.fadd.v{shape.head_dim // 2}f32(float, {half})\n"
-    pointers, counts = ("qkv", "cos", "sin", "places", "k", "v", "q.norm", "k.norm"), ("rows", "head.stride", "eps")
+    pointers, counts = ("qkv", "cos", "sin", "table", "q.norm", "k.norm"), ("rows", "layer", "eps")
     return declare + _operation("turn", pointers, counts, "%rows", body, _variables(h="i64", g="i64", a=half, b=half))
 
 
@@ -396,24 +418,20 @@ def _attend(shape: Shape) -> str:
     width = shape.heads // shape.kv_heads * shape.head_dim
     body = f"""  %head = udiv i64 %item, %rows
   %row = urem i64 %item, %rows
-  %q.row = mul i64 %row, %q.stride
+{_entry("%row")}
+  %q.row = mul i64 %row, {shape.row}
   %q.head = mul i64 %head, {width}
   %q.at = add i64 %q.row, %q.head
   %q.here = getelementptr float, ptr %q, i64 %q.at
   %kv.at = mul i64 %head, %head.stride
   %k.here = getelementptr float, ptr %k, i64 %kv.at
   %v.here = getelementptr float, ptr %v, i64 %kv.at
-  %line.at = mul i64 %row, %line.stride
-  %line.here = getelementptr i64, ptr %lines, i64 %line.at
-  %count.p = getelementptr i64, ptr %counts, i64 %row
-  %count = load i64, ptr %count.p
   %o.row = mul i64 %row, {shape.kv_heads * width}
   %o.at = add i64 %o.row, %q.head
   %o.here = getelementptr float, ptr %out, i64 %o.at
 {_fraction("scale")}
-  call void @group(ptr %q.here, ptr %k.here, ptr %v.here, ptr %line.here, ptr %o.here, i64 %prefix, i64 %count, float %scale.float)"""
-    counts = ("rows", "items", "prefix", "q.stride", "head.stride", "line.stride", "scale")
-    return _operation("attend", ("q", "k", "v", "lines", "counts", "out"), counts, "%items", body)
+  call void @group(ptr %q.here, ptr %k.here, ptr %v.here, ptr %line, ptr %o.here, i64 %prefix, i64 %count, float %scale.float)"""
+    return _operation("attend", ("q", "table", "out"), ("rows", "items", "layer", "scale"), "%items", body)
 
 
 def _gate() -> str:

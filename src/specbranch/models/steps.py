@@ -7,7 +7,7 @@ counts ever sees the spare place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,11 @@ class Rows:
     prefix: int  # places that every row sees
     seen: Sequence[int]
 
+    def cut(self, count: int) -> tuple[Rows, Rows]:
+        """Return the first `count` rows and the others."""
+        first = Rows(self.cache, self.tokens[:count], self.start, self.prefix, self.seen[:count])
+        return first, Rows(self.cache, self.tokens[count:], self.start + count, self.prefix, self.seen[count:])
+
 
 def rows_of_nodes(cache: Cache, slots: Slots, nodes: range) -> Rows:
     """Describe nodes of the tail: each sees the prefix, its ancestors and itself."""
@@ -44,13 +49,28 @@ def rows_of_chunk(cache: Cache, tokens: Sequence[int], start: int) -> Rows:
     return Rows(cache, tokens, start, start, [(2 << row) - 1 for row in range(len(tokens))])
 
 
+def dealt(work: Sequence[Rows], most: int) -> Iterator[list[Rows]]:
+    """Deal rows out to steps of at most `most`, in their order: what a row sees is written by its own step or by one before it."""
+    step: list[Rows] = []
+    room = most
+    for rows in work:
+        rest = rows
+        while len(rest.tokens) >= room:
+            first, rest = rest.cut(room)
+            yield [*step, first]
+            step, room = [], most
+        step += [rest] if rest.tokens else []
+        room -= len(rest.tokens)
+    if step:
+        yield step
+
+
 class Planner:
     """Makes steps for one device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, group: int, fused_rows: int = 0) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, group: int) -> None:
         self.device = device
         self.dtype = dtype
-        self.fused_rows = fused_rows  # up to how many rows a fused step runs
         self.group = group  # query heads that share a key head
         self.exact = device.type == "cpu"
 
@@ -62,13 +82,12 @@ class Planner:
         """How many rows are run for `count` that count."""
         return count if self.exact else 1 << (count - 1).bit_length()
 
-    def step(self, work: Sequence[Rows]) -> Step:
-        """Put the rows of several sequences into one step."""
+    def step(self, work: Sequence[Rows], compiled: bool = False) -> Step:
+        """Put the rows of several sequences into one step; the compiled one takes lines in place of masks."""
         columns = np.concatenate([self._columns(rows) for rows in work], axis=1)  # tokens, positions, places
         tokens, positions, places = self._send(torch.from_numpy(columns))
         counts = [self.rows(len(rows.tokens)) for rows in work]
-        small = sum(counts) <= self.fused_rows
-        parts = [self._part(rows, own, small) for rows, own in zip(work, torch.split(places, counts), strict=True)]
+        parts = [self._part(rows, own, compiled) for rows, own in zip(work, torch.split(places, counts), strict=True)]
         return Step(tokens, positions, tuple(parts))
 
     def counted(self, work: Sequence[Rows], hidden: Tensor) -> Tensor:
@@ -81,9 +100,9 @@ class Planner:
             first += self.rows(len(rows.tokens))
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 
-    def _part(self, rows: Rows, places: Tensor, small: bool) -> Part:
+    def _part(self, rows: Rows, places: Tensor, compiled: bool) -> Part:
         span = self._span(rows)
-        if small:
+        if compiled:
             return Part(rows.cache, places, span, None, _lines(rows))
         return Part(rows.cache, places, span, self._mask(rows, places.shape[0], span))
 
@@ -120,7 +139,7 @@ def _lines(rows: Rows) -> Lines:
     places = np.zeros((len(rows.seen), counts.max()), dtype=np.int64)
     for line, count, seen in zip(places, counts, _bits(rows.seen, rows.start + len(rows.tokens) - rows.prefix), strict=True):
         line[:count] = np.flatnonzero(seen) + rows.prefix
-    return Lines(rows.prefix, torch.from_numpy(places), torch.from_numpy(counts + rows.prefix))
+    return Lines(rows.prefix, places, counts + rows.prefix)
 
 
 def _bits(numbers: Sequence[int], width: int) -> np.ndarray:
