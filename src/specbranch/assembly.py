@@ -260,10 +260,11 @@ def circumstances(target: ModelChoice, draft: ModelChoice | None, executor: Exec
 def _device_name(device: str | None) -> str:
     """Return what a device is, as far as its speed goes."""
     import torch
-    from llvmlite.binding import get_host_cpu_name
+
+    from specbranch.models.machine_code import processor_name
 
     chosen = torch.device(chosen_device(device))
-    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else str(get_host_cpu_name())
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor_name()
 
 
 def chosen_device(name: str | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def host_features() -> dict[str, bool]:
         return dict(llvm.get_host_cpu_features())
     except (ImportError, OSError, RuntimeError) as error:
         raise CannotCompile(str(error)) from error
+
+
+def processor_name() -> str:
+    """What kind of processor this is, by LLVM's name, or as well as Python knows."""
+    try:
+        import llvmlite.binding as llvm
+
+        return str(llvm.get_host_cpu_name())
+    except (ImportError, OSError, RuntimeError):
+        return platform.processor() or platform.machine()
 
 
 def _compiled(text: str, optimise: bool) -> Any:
