@@ -44,8 +44,10 @@ def test_each_way_to_decode_has_an_experience_of_its_own(pair: tuple[str, str]) 
     with LLM(*pair, device="cpu", context_length=256) as llm:
         other = llm.using("tree")
         other.generate(PROMPT, SamplingParams(max_tokens=30))
-        assert other._experience.insight.tokens > 0 == llm._experience.insight.tokens
-        assert llm.using("tree")._experience is other._experience and other._experience.costs is llm._experience.costs
+        mine, theirs = (one._experiences.of(one.config) for one in (llm, other))
+        assert theirs.insight.tokens > 0 == mine.insight.tokens
+        again = llm.using("tree")
+        assert again._experiences.of(again.config) is theirs and theirs.costs is mine.costs
 
 
 def test_a_method_that_was_asked_for_is_taken(pair: tuple[str, str]) -> None:
@@ -168,8 +170,7 @@ def test_a_text_that_outgrows_the_draft_goes_on_without_it(runner: Any, pair: tu
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     with LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128) as llm:
         expected = llm.generate(PROMPT, params).token_ids
-    alone = {"method": "specbranch", "without": ["lookup"]}
-    with LLM(pair[0], short, speculative=alone, runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
+    with LLM(pair[0], short, speculative={"policy": "confidence"}, runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
         output = llm.generate(PROMPT, params)
     assert output.token_ids == expected
     assert output.stats["drafted"] > 0

@@ -39,7 +39,7 @@ Prompt = str | Sequence[int]  # text, or token ids
 Message = Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any] | None
 T = TypeVar("T")
-REHEARSAL = 0.8  # seconds at load to time a pair of which nothing is known here
+REHEARSAL = 0.9  # seconds at load to time a pair of which nothing is known here
 
 
 class LLM:

@@ -100,6 +100,7 @@ def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
     assert best[0].num_speculative_tokens < best[1].num_speculative_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [BRANCHES, "lookup"])
 def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_worse(method: str, fresh: Lab) -> None:
     found = Tuner(fresh, goal(DEAR, 16)).search(method)
@@ -113,6 +114,7 @@ def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_wors
         assert len(tried) > 1 and tried <= set(values)
 
 
+@pytest.mark.slow
 def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_played_on_all(fresh: Lab) -> None:
     many = Suite("many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test")
     found = Tuner(fresh, Goal(DEAR, Workload(max_tokens=12), (many,), 14)).search(BRANCHES)

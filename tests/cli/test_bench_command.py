@@ -73,6 +73,7 @@ def test_the_same_command_goes_on_and_a_further_method_is_added(
     assert other.code == 2 and "begun with other settings" in other.err
 
 
+@pytest.mark.slow
 def test_two_results_are_compared(command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -74,7 +74,7 @@ def test_plain_output_is_the_text_alone_and_colours_come_on_demand(models: list[
     done = command("generate", *options)
     assert done.out == answer["text"] + "\n"
     assert "tokens per target forward" in done.err
-    assert "\x1b[" in command("generate", *options, "--colour").out
+    assert "\x1b[" in command("generate", *options, "--policy", "confidence", "--colour").out
 
 
 def test_a_trace_is_written(models: list[str], tmp_path: Path, command: Command) -> None:

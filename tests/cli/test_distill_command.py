@@ -40,6 +40,7 @@ def weights(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_target_alone_gives_a_draft_that_is_nearer_to_it_the_longer_it_learns(
     command: Command, pair: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_target_alone_gives_a_draft_that_is_nearer_to_it_the_longer_it_learns(
         assert (tmp_path / "80" / "training" / name).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_training_and_resumed_ends_as_one_that_was_not(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     options = (*SMALL, "--tokens", "4000", "--steps", "400", "--checkpoint-seconds", "0.2")
     killed_in_training(pair[0], tmp_path / "killed", options)

@@ -11,6 +11,7 @@ from in_process import Command
 from specbranch import pairs
 
 PROMPT = "A branch is a guess"
+DRAFTING = ("--policy", "confidence")  # whether it pays or not
 SMALL = ("--device", "cpu", "--dtype", "float64", "--context-length", "128", "--max-tokens", "12")
 
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def test_generate_takes_a_pair_and_the_answer_verifies(command: Command, tmp_path: Path, pair: tuple[str, str]) -> None:
-    done = command("generate", PROMPT, "--pair", "tiny", *SMALL, "--temperature", "0.7", "--seed", "2", "--json")
+    done = command("generate", PROMPT, "--pair", "tiny", *SMALL, *DRAFTING, "--temperature", "0.7", "--seed", "2", "--json")
     (answer,) = done.answers()
     assert answer["target"] == pair[0] and answer["stats"]["drafted"] > 0 and answer["method"] == "specbranch"
     (tmp_path / "answer.jsonl").write_text(done.out)
@@ -28,7 +29,7 @@ def test_generate_takes_a_pair_and_the_answer_verifies(command: Command, tmp_pat
 
 
 def test_without_names_generate_and_chat_use_the_default_pair(command: Command) -> None:
-    (answer,) = command("generate", PROMPT, *SMALL, "--json").answers()
+    (answer,) = command("generate", PROMPT, *SMALL, *DRAFTING, "--json").answers()
     assert answer["stats"]["drafted"] > 0
     assert "[specbranch]" in command("chat", *SMALL, stdin="Hello\n").err
 
@@ -56,7 +57,7 @@ def test_draft_eval_takes_a_pair(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["generate", "chat", "draft-eval", "verify"])
 def test_mistakes_with_a_pair_are_sentences(name: str, command: Command, tmp_path: Path) -> None:
     file = tmp_path / "file.jsonl"
-    file.write_text(command("generate", PROMPT, *SMALL, "--json").out)
+    file.write_text(command("generate", PROMPT, *SMALL, *DRAFTING, "--json").out)
     what = {"generate": [PROMPT], "chat": [], "draft-eval": ["--prompts", str(file)], "verify": [str(file)]}[name]
     unknown = command(name, *what, "--pair", "tinny")
     assert unknown.code == 2 and "Did you mean 'tiny'" in unknown.err and "smollm2-weak" in unknown.err

@@ -43,6 +43,7 @@ def test_a_pair_alone_gives_a_predictor_that_is_used(command: Command, pair: tup
     assert done.answers()[0]["token_ids"] == plain.answers()[0]["token_ids"]
 
 
+@pytest.mark.slow
 def test_what_was_written_once_serves_again_and_gives_the_same(command: Command, pair: tuple[str, str], out: Path, tmp_path: Path) -> None:
     material = out / "material.safetensors"
     if not material.exists():

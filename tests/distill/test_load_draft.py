@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,8 @@ def drafts(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
 def test_a_distilled_draft_drafts_and_changes_nothing(name: str, executor: str, drafts: dict[str, str], pair: tuple[str, str]) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
     plain = LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128).generate(PROMPT, params)
-    with LLM(pair[0], drafts[name], executor=executor, device="cpu", dtype="float64", context_length=128) as llm:  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}}
+    with LLM(pair[0], drafts[name], **settings, device="cpu", dtype="float64", context_length=128) as llm:
         output = llm.generate(PROMPT, params)
     assert output.token_ids == plain.token_ids
     assert output.stats["accepted"] > 0

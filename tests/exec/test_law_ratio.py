@@ -24,6 +24,7 @@ from specbranch.core.session import Session
 from specbranch.core.verify import Uniform
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToySampler
+from tiers import tiered
 from toybench import PROFILE, wandering
 
 LENGTH = 5  # tokens of the joint window: several rounds of every method
@@ -123,7 +124,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = (
+    "speculative-confidence",
+    "adaptive",
+    "lookup",
+    "pearl-sampled",
+    "pearl-top",
+    "specbranch-top",
+    "paper-sampled",
+    "tree",
+    "specbranch",
+)
+
+
+@pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))
 def test_every_method_emits_the_targets_joint_law(name: str) -> None:
     case = CASES[name]
     drawn = case.draw(first=1_000_000 * list(CASES).index(name))  # no two cases share their variates

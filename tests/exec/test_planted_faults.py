@@ -20,7 +20,7 @@ from specbranch.core.verify import Outcome
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Scored, Verifier
-from specbranch.exec.worker import Stale, Worker
+from specbranch.exec.worker import Worker
 from specbranch.sim.toys import START, Logits, ToyRunner, ToySampler
 from toybench import Case, Ending, answer, decode, law, plainly, total
 
@@ -186,19 +186,19 @@ def test_without_a_fault_nothing_is_found() -> None:
     assert rejections(pair(ToyRunner, Sound, of_draft=True)) == 0
 
 
-@pytest.mark.parametrize("fault", [CommitsOneTooMany, KeepsTheLastRows, LosesATokenOfThePrompt])
+def test_a_target_that_keeps_too_much_is_put_right_by_the_next_order() -> None:
+    """An order states the text: what is held beyond it, or instead of it, is forgotten."""
+    assert wrong_answers(pair(CommitsOneTooMany, Sound, of_draft=False)) == 0
+
+
+@pytest.mark.parametrize("fault", [KeepsTheLastRows, LosesATokenOfThePrompt])
 def test_a_fault_in_the_targets_cache_changes_the_output(fault: type[ToyRunner]) -> None:
     assert wrong_answers(pair(fault, Sound, of_draft=False)) > 0
 
 
-@pytest.mark.parametrize("fault", [PositionOffByOne, TrustsTheBase, ReadsTheRowBefore, AcceptsOneTooMany])
+@pytest.mark.parametrize("fault", [PositionOffByOne, TrustsTheBase, ReadsTheRowBefore, AcceptsOneTooMany, AlignsOneShort])
 def test_a_fault_in_the_targets_worker_changes_the_output(fault: type[Worker]) -> None:
     assert wrong_answers(pair(ToyRunner, fault, of_draft=False)) > 0
-
-
-def test_a_target_that_loses_count_is_loud() -> None:
-    with pytest.raises(Stale):
-        wrong_answers(pair(ToyRunner, AlignsOneShort, of_draft=False))
 
 
 @pytest.mark.parametrize("fault", [CommitsOneTooMany, KeepsTheLastRows, MovesNothing, SeesTheNodeBefore, LosesATokenOfThePrompt])

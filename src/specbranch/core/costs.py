@@ -112,13 +112,17 @@ class LearnedCosts:
     def add(self, kind: Timed, rows: int, seconds: float) -> None:
         """Take in what was measured; the first time of each is dropped, it may have had something to set up."""
         if (kind, rows) in self._begun:
-            self.take(kind, rows, seconds)
-            if self.news is not None:
-                self.news.append((kind, rows, seconds))
+            self.count(kind, rows, seconds)
         self._begun.add((kind, rows))
 
+    def count(self, kind: Timed, rows: int, seconds: float) -> None:
+        """Take in what was measured, and note it where news are wanted."""
+        self.take(kind, rows, seconds)
+        if self.news is not None:
+            self.news.append((kind, rows, seconds))
+
     def take(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Take in a time that counts."""
+        """Take in a time, and nothing else."""
         self.times[kind].setdefault(rows, deque(maxlen=KEPT)).append(seconds)
         self._medians.pop(kind, None)
 
