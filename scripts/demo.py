@@ -38,7 +38,7 @@ NEXT = """Go on with
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method's figures, medians over the prompts; the speedup is over plain decoding of the same prompt."""
+    """One method's figures over all tokens of its answers; the speedup is over plain decoding of the same prompts."""
 
     method: str
     tokens_per_second: float
@@ -104,7 +104,7 @@ def table(here: dict[str, Row], there: dict[str, Row], prompts: int) -> Table:
     """Set this machine's figures beside the modelled ones."""
     clock = load_profile(CLOCK)
     made = Table(
-        title=f"\n{prompts} prompt{'s' if prompts > 1 else ''}, every method on the same pair (medians)",
+        title=f"\n{prompts} prompt{'s' if prompts > 1 else ''}, every method on the same pair (over all tokens)",
         caption=f"* Modelled, not measured: what is drafted and accepted is this pair's, but time is charged by the profile {CLOCK}, "
         f"measured on {clock.hardware} with {clock.pair}, both at work at once.",
         caption_justify="left",
@@ -154,19 +154,21 @@ def asked(question: str) -> list[dict[str, str]]:
 
 def _row(name: str, outputs: Sequence[Output], plain: Sequence[Output]) -> Row:
     rates = [output.stats["rollback_rate"] for output in outputs if output.stats["rollback_rate"] is not None]
-    speeds = [(_speed(output), _speed(base)) for output, base in zip(outputs, plain, strict=True)]
+    speed, base = _over_all(outputs, "decode_seconds"), _over_all(plain, "decode_seconds")
     return Row(
         method=name,
-        tokens_per_second=statistics.median(speed for speed, _ in speeds),
-        speedup=statistics.median(speed / base if base else 1.0 for speed, base in speeds),
-        tokens_per_forward=statistics.median(output.stats["tokens_per_forward"] or 1.0 for output in outputs),
-        rollback=statistics.median(rates) if rates else None,
+        tokens_per_second=speed,
+        speedup=speed / base if base else 1.0,
+        tokens_per_forward=_over_all(outputs, "target_forwards") or 1.0,
+        rollback=statistics.fmean(rates) if rates else None,
         lossless=all(output.token_ids == base.token_ids for output, base in zip(outputs, plain, strict=True)),
     )
 
 
-def _speed(output: Output) -> float:
-    return float(output.stats["tokens_per_second"] or 0.0)  # nothing: an answer of one token
+def _over_all(outputs: Sequence[Output], what: str) -> float:
+    """Tokens of all answers, the first of each left out, by what they took; 0 if that is nothing."""
+    taken = sum(output.stats[what] for output in outputs)
+    return sum(len(output.token_ids) - 1 for output in outputs) / taken if taken else 0.0
 
 
 if __name__ == "__main__":
