@@ -10,6 +10,7 @@ from pathlib import Path
 from specbranch.bench.rounds import Round, read_rounds
 from specbranch.bench.timeline_svg import draw_comparison
 from specbranch.config import PolicyName, SamplingParams, SpeculativeConfig
+from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
@@ -33,7 +34,7 @@ def record(method: str) -> list[Round]:
     session = Session(0, prompt, Request(SamplingParams(max_tokens=TOKENS), 0, len(prompt)), 500)
     policy: PolicyName | None = "confidence" if method == "specbranch" else None  # the paper's two stages, which a reader can follow
     config = SpeculativeConfig(method=method, policy=policy, num_speculative_tokens=6)
-    loop.join(session, METHODS[method].start(session, config))
+    loop.join(session, METHODS[method].start(session, config, Experience()))
     while loop.live:
         loop.step()
     assert loop.trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,16 @@ if TYPE_CHECKING:
     from specbranch.pairs import Pair
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """What tests learn is not the user's, nor what the user has learned theirs; for fixtures that outlive a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECBRANCH_EXPERIENCE", "off")
+        yield
+
+
 @pytest.fixture(autouse=True)
-def nothing_learned_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_learned_before(nothing_kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is learned in a test stays there."""
     monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(tmp_path / "experience"))
 

@@ -146,7 +146,8 @@ def test_nothing_can_be_generated_after_close(pair: tuple[str, str]) -> None:
 
 def test_an_interrupted_answer_leaves_the_draft_process_in_step(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
-    with LLM(*pair, executor="process", dtype="float64", device="cpu", context_length=256) as llm:
+    drafting = {"policy": "confidence"}  # whether it pays or not
+    with LLM(*pair, executor="process", speculative=drafting, dtype="float64", device="cpu", context_length=256) as llm:
         score = llm._verifier.score
         calls = iter(range(100))
 

@@ -8,6 +8,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from specbranch import LLM, SamplingParams
 from specbranch.config import SpeculativeConfig
@@ -79,6 +80,9 @@ DAMAGE = {
     "another pair": lambda text: text.replace('"target": "a"', '"target": "b"'),
     "another format": lambda text: text.replace('"format": 1', '"format": 99'),
     "no number": lambda text: text.replace("0.02", '"soon"', 1),
+    "no time at all": lambda text: text.replace("0.02", "0.0"),
+    "far too large": lambda text: text.replace("0.02", "1" + "0" * 400, 1),
+    "nested without end": lambda text: "[" * 100_000,
     "not finite": lambda text: text.replace("0.02", "NaN", 1),
     "a share above 1": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[20.0], [26.0]]'),
     "too few": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[], []]'),
@@ -100,11 +104,25 @@ def test_a_damaged_or_foreign_file_is_ignored_with_a_sentence(tmp_path: Path, da
     assert file.read().costs.knows_target, "it is written anew"
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
+    made = learned(ExperienceFile(tmp_path / "file" / "below", HERE))
     with caplog.at_level(logging.WARNING):
-        learned(ExperienceFile(tmp_path / "file" / "below", HERE)).write(last=True)
-    assert "What was learned is not kept" in caplog.text
+        made.write(last=True)
+        made.of(CONFIG).insight.learn("first", 2, True)
+        made.write(last=True)
+    assert caplog.text.count("What was learned is not kept") == 1
+
+
+def test_a_lock_that_is_not_free_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbranch.experiences.WAIT", 0.05)
+    file = ExperienceFile(tmp_path, HERE)
+    made = learned(file)
+    with FileLock(file.path.with_suffix(".lock")):
+        made.write(last=True)
+    assert not file.path.exists()
+    made.write(last=True)
+    assert next(iter(file.read().insights.values())).first.seen[2] == Insight().first.seen[2] + 3
 
 
 def test_the_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

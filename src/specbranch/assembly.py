@@ -252,6 +252,7 @@ def circumstances(target: ModelChoice, draft: ModelChoice | None, executor: Exec
         "draft_device": None if draft is None else _device_name(draft.device),
         "runner": parts.runner,
         "dtype": parts.dtype,
+        "compiled": getattr(parts.verifier.runner, "compiled", False),
         "threads": torch.get_num_threads(),
         "executor": executor,
     }

@@ -21,7 +21,7 @@ from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
-from specbranch.core.rehearsal import rehearse
+from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner
 from specbranch.core.trace import Trace
@@ -86,10 +86,10 @@ class LLM:
         folder = experience_folder() if keep_experience and profile is None else None
         file = ExperienceFile(folder, circumstances(choice, drafting, executor, self._parts)) if folder else None
         self._experiences = Experiences(profile or LearnedCosts(self._overlap), self._has_draft, file)
-        weakref.finalize(self, self._experiences.write, last=True)
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
         self._loop = Loop(self._parts.executor, costs=self._experiences.learned)
+        weakref.finalize(self._loop, self._experiences.write, last=True)  # which `using` shares
         self._numbers = count()
         self._named = named, predictor
         self._forecasters: list[Forecast | None] = []  # the one there is, once it was looked for
@@ -170,7 +170,9 @@ class LLM:
         request = replace(self._request(prompt, params, seed), sample=sample)
         answer = self._answer(list(prompt), request)
         self._finish([answer])
-        return answer.output()
+        output = answer.output()
+        _raise_failure(output)
+        return output
 
     def margin(self, tokens: Sequence[int], request: Request, first: int, second: int) -> float:
         """Return how far apart two candidates for the token after `tokens` are for the target, in logits."""
@@ -204,9 +206,9 @@ class LLM:
         self.close()
 
     def _rehearse(self) -> None:
-        """Time the pair if the method plans by costs and nothing is known of them."""
+        """Time the pair if the method plans by costs and too little is known of them."""
         costs = self._experiences.learned
-        if self._method.plans(self.config) and costs is not None and not costs.knows_target:
+        if self._method.plans(self.config) and costs is not None and not rehearsed(costs, self._has_draft) and not self._loop.closed:
             rehearse(self._loop.executor, costs, self.vocabulary, self._has_draft, REHEARSAL)
 
     def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:

@@ -31,6 +31,7 @@ FORMAT = 1
 PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 TALLIES = ("first", "other", "cover", "looked")
+LEAST: dict[Timed, float] = {"target": 1e-9, "step": 1e-9, "host": 0.0, "slow_down": -math.inf}  # seconds that can be
 
 
 class Experiences:
@@ -62,13 +63,24 @@ class Experiences:
         """Add what is new to the file; not at every call, unless it is the last."""
         if self._file is None or self.learned is None or (time.monotonic() < self._written + PAUSE and not last):
             return
+        self._written = time.monotonic()
         insights = {name: one.insight.news for name, one in self._made.items() if one.insight.news}
-        if self.learned.news or insights:
-            self._file.add(self.learned.news or [], insights)
+        if (self.learned.news or insights) and not self._added(self._file, self.learned.news or [], insights):
+            return
         self.learned.news = []
         for one in self._made.values():
             one.insight.news = []
-        self._written = time.monotonic()
+
+    def _added(self, file: ExperienceFile, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]) -> bool:
+        """Whether the news are in the file; where it can never be written that is said once, and nothing is kept."""
+        try:
+            file.add(costs, insights)
+        except Timeout:
+            return False  # another process is at it: next time
+        except Exception as error:  # an answer is not to be lost for this
+            log.warning("What was learned is not kept: %s cannot be written (%s).", file.path, error)
+            self._file = None
+        return True
 
 
 @dataclass(slots=True)
@@ -97,7 +109,7 @@ class Known:
         for kind in known.costs.times:
             for rows, times in values["costs"][kind].items():
                 for seconds in times[-KEPT:]:
-                    known.costs.take(kind, int(rows), _number(seconds))
+                    known.costs.take(kind, int(rows), _number(seconds, LEAST[kind]))
         return known
 
 
@@ -118,25 +130,22 @@ class ExperienceFile:
             return Known.from_dict(values)
         except FileNotFoundError:
             return Known()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever is wrong with it, it is not needed
             log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
             return Known()
 
     def add(self, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]) -> None:
-        """Add news to what the file holds; where it cannot be written that is said, and nothing else happens."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
-                known = self.read()
-                for time_taken in costs:
-                    known.costs.take(*time_taken)
-                for name, news in insights.items():
-                    insight = known.insights.setdefault(name, Insight())
-                    for one in news:
-                        insight.take(*one)
-                self._replace({"format": FORMAT, "circumstances": self.circumstances, **known.to_dict()})
-        except (OSError, Timeout) as error:
-            log.warning("What was learned is not kept: %s cannot be written (%s).", self.path, error)
+        """Add news to what the file holds, or raise."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
+            known = self.read()
+            for time_taken in costs:
+                known.costs.take(*time_taken)
+            for name, news in insights.items():
+                insight = known.insights.setdefault(name, Insight())
+                for one in news:
+                    insight.take(*one)
+            self._replace({"format": FORMAT, "circumstances": self.circumstances, **known.to_dict()})
 
     def _replace(self, values: Mapping[str, Any]) -> None:
         fresh = self.path.with_suffix(f".{os.getpid()}.new")
@@ -184,7 +193,7 @@ def _insight(told: Mapping[str, Any]) -> Insight:
     return insight
 
 
-def _number(value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no number")
+def _number(value: object, least: float = -math.inf) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < least:
+        raise ValueError(f"{value!r} is no number, or none that can be")
     return float(value)

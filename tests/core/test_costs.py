@@ -48,7 +48,7 @@ def test_reading_a_prompt_is_no_round() -> None:
     costs = LearnedCosts()
     loop = Loop(serial(0.2), costs=costs)
     session = Case((1, 2, 3) * 4, 0.0, 0, Ending("one", max_tokens=1)).session(next_number())
-    loop.join(session, METHODS["autoregressive"].start(session, SpeculativeConfig(method="autoregressive")))
+    loop.join(session, METHODS["autoregressive"].start(session, SpeculativeConfig(method="autoregressive"), Experience()))
     run_out(loop)
     assert not costs.knows_target
 

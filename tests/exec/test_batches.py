@@ -9,6 +9,7 @@ from itertools import count
 
 import pytest
 
+import toybench
 from specbranch.config import PolicyName, Rule, SpeculativeConfig
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS, Rounds
@@ -25,6 +26,7 @@ from toybench import (
     MOST_ROUNDS,
     Case,
     Ending,
+    Timeless,
     answer,
     decode,
     drafter_recipe,
@@ -88,7 +90,7 @@ def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeCo
 
 def start(loop: Loop, case: Case, config: SpeculativeConfig, limit: int = CONTEXT) -> Session:
     session = case.session(next_number(), limit)
-    loop.join(session, METHODS[config.method].start(session, config))
+    loop.join(session, METHODS[config.method].start(session, config, Timeless(toybench.PROFILE)))
     return session
 
 

@@ -12,6 +12,7 @@ import pytest
 from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, Tokens, draw, independence, joint_law, requests
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core import noise
+from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS, Rounds
 from specbranch.core.session import Session
 from specbranch.sim.toys import ToyLaw
@@ -25,7 +26,7 @@ FLAT = Pair(ToyLaw(vocabulary=4, sharpness=0.0), ToyLaw(vocabulary=4, sharpness=
 
 
 def start(session: Session) -> Rounds:
-    return METHODS["autoregressive"].start(session, CONFIG)
+    return METHODS["autoregressive"].start(session, CONFIG, Experience())
 
 
 def decode(pair: Pair, temperature: float, seeds: Sequence[int], samples: Sequence[int] = (0,)) -> Drawn:

@@ -77,7 +77,7 @@ class Case:
             return wandering(session)
         if method.plans(self.config) and not self.make:
             return method.start(session, self.config, Experience(PROFILE))
-        return method.run(session, self.config, self.make()) if self.make else method.start(session, self.config)
+        return method.run(session, self.config, self.make()) if self.make else method.start(session, self.config, Experience())
 
     def draw(self, seeds: int | None = None, first: int = 0) -> Drawn:
         params = SamplingParams(temperature=self.temperature, max_tokens=LENGTH)

@@ -33,10 +33,12 @@ from specbranch.exec.wire import BadMessage
 from specbranch.sim.toys import Logits, ToySampler
 from toybench import (
     MOST_ROUNDS,
+    PROFILE,
     Case,
     Ending,
     Overheard,
     SlowRunner,
+    Timeless,
     answer,
     drafter_recipe,
     law,
@@ -218,7 +220,7 @@ def started(session: Session, method: str, rule: Rule = "match", until_target: b
     policy: PolicyName | None = "confidence" if method == "confidence" else None
     named = "specbranch" if policy else method
     config = SpeculativeConfig(method=named, policy=policy, num_speculative_tokens=3, max_branches=8, rule=rule, until_target=until_target)
-    return METHODS[named].start(session, config)
+    return METHODS[named].start(session, config, Timeless(PROFILE))
 
 
 def finish(loop: Loop, each_round: Callable[[], None] = lambda: None) -> None:

@@ -16,8 +16,10 @@ from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.exec.serial import Serial
 from toybench import (
+    PROFILE,
     Case,
     Ending,
+    Timeless,
     answer,
     law,
     make_drafter,
@@ -80,20 +82,21 @@ def inner(request: pytest.FixtureRequest) -> Iterator[Executor]:
 def joined(loop: Loop, case: Case, method: str) -> Session:
     session = case.session(next_number())
     config = SpeculativeConfig(method=method, num_speculative_tokens=4, rule=case.rule, stop_below=0.2) if method != "wandering" else None
-    loop.join(session, METHODS[method].start(session, config) if config else wandering(session))
+    loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)) if config else wandering(session))
     return session
 
 
 @pytest.mark.parametrize("method", METHODS_TRIED)
 def test_repeated_orders_change_no_token(inner: Executor, method: str) -> None:
-    executor = Repeating(inner, seed=7)
+    executor, drafted = Repeating(inner, seed=7), 0
     for seed in range(6):
         loop = Loop(executor)
         cases = [Case((seed, 1, 2) * (1 + 9 * at), (0.0, 0.7, 1.3)[at], 10 * seed + at, ENDING) for at in range(3)]
         sessions = [joined(loop, case, method) for case in cases]
         run_out(loop)
         assert [answer(session) for session in sessions] == [plainly(case, law()) for case in cases]
-    assert min(executor.repeated.values()) > 3
+        drafted += sum(session.stats.drafted for session in sessions)
+    assert min(executor.repeated.values()) > 3 and (drafted > 100 or method == "autoregressive")
 
 
 @pytest.mark.parametrize("method", ["speculative", "pearl", "lookup"])

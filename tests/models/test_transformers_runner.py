@@ -127,6 +127,26 @@ def test_a_prompt_read_in_chunks_equals_one_read_at_once(runner: TransformersRun
     _check(_opened(runner), _feed(runner, (21,), (ROOT,)))
 
 
+@pytest.mark.parametrize("call", ["extend", "feed"])
+def test_a_forward_that_is_interrupted_leaves_nothing_half_read(
+    runner: TransformersRunner, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequence is forgotten, so that whoever tells it again has the right rows."""
+    _opened(runner)
+    layer = runner.model.get_decoder().layers[-1] if hasattr(runner.model.get_decoder(), "layers") else runner.model.get_decoder().h[-1]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = layer.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.extend(0, (31, 32)) if call == "extend" else _feed(runner, (21, 22), (ROOT, 0))
+    handle.remove()
+    assert len(runner.slots(0)) == 0
+    runner.extend(0, PROMPT)
+    _check(runner, _feed(runner, (21, 22), (ROOT, 0)))
+
+
 def test_forks_see_their_own_ancestors_only(runner: TransformersRunner) -> None:
     rows = _feed(_opened(runner), (21, 22, 23), (ROOT, 0, 1))
     rows |= _feed(runner, (31, 32), (0, ROOT))

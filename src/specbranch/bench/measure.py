@@ -20,6 +20,8 @@ from specbranch.bench.beside import Companion, Slowing, measure_slowing
 from specbranch.bench.provenance import Provenance
 from specbranch.bench.workers import Workers
 from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.costs import LearnedCosts
+from specbranch.core.experience import Experience
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import find_method
 from specbranch.core.request import Request, Spot
@@ -194,8 +196,9 @@ def check(profile: CostProfile, workers: Workers, effort: Effort | None = None, 
 
 def decode(executor: Executor, prompt: Sequence[int], config: SpeculativeConfig, tokens: int, eos: Sequence[int] = ()) -> Session:
     """Decode one greedy request to its end."""
-    loop, session = Loop(executor), _session(prompt, tokens, eos)
-    loop.join(session, find_method(config.method or "autoregressive", True).start(session, config))
+    costs, session = LearnedCosts(), _session(prompt, tokens, eos)
+    loop = Loop(executor, costs=costs)
+    loop.join(session, find_method(config.method or "autoregressive", True).start(session, config, Experience(costs)))
     try:
         while loop.live:
             loop.step()
@@ -224,8 +227,9 @@ def _session(prompt: Sequence[int], tokens: int, eos: Sequence[int] = ()) -> Ses
 def _rests(workers: Workers, executor: Executor, method: str, tokens: int) -> Iterator[float]:
     """Yield what each round took beyond its models."""
     watch, trace = _Watch(), Trace()
-    loop, session = Loop(executor, trace), _session(workers.prompts()[0], tokens)
-    loop.join(session, find_method(method, True).start(session, SpeculativeConfig(method=method)))
+    costs, session = LearnedCosts(), _session(workers.prompts()[0], tokens)
+    loop = Loop(executor, trace, costs)
+    loop.join(session, find_method(method, True).start(session, SpeculativeConfig(method=method), Experience(costs)))
     with watch.on(workers.verifier), watch.on(workers.drafter):
         while loop.live:
             watch.seconds, seen, start = 0.0, len(trace.events), time.perf_counter()

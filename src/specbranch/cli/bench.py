@@ -224,7 +224,8 @@ def _methods(wanted: dict[str, Any], pairs: list[dict[str, Any]], clocks: Sequen
 def _plan(wanted: dict[str, Any], suites: tuple[Suite, ...]) -> dict[str, Any]:
     """What a folder of results is begun with; more pairs, methods, clocks or repeats may be added to it later."""
     prompts = {suite.name: [prompt.digest for prompt in suite.prompts] for suite in suites}
-    return {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "suites": prompts}
+    plan = {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "suites": prompts}
+    return {**plan, "experience": True} if wanted["keep_experience"] else plan
 
 
 def _run_pair(

@@ -172,4 +172,6 @@ def _circumstances(llm: LLM) -> dict[str, Any]:
 def _numbered(llm: LLM, ids: list[int], params: SamplingParams) -> None:
     first = llm.generate([ids], params)[0]
     for output in (first, *first.alternatives):
+        if output.error is not None:
+            raise output.error
         click.echo(f"--- sample {output.sample}\n{output.text}")

@@ -74,11 +74,12 @@ class Loop:
             self.costs.pause()
         try:
             self.executor.open(session.number, session.request)
+            orders = next(rounds)
         except BaseException:
             self.executor.leave(session.number)
             raise
         self._live[session.number] = (session, rounds)
-        self._orders[session.number] = next(rounds)
+        self._orders[session.number] = orders
 
     def step(self) -> list[Session]:
         """Run one round for every live session; returns those that took part."""
@@ -127,8 +128,8 @@ class Loop:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
         except Exception as error:  # whatever it is, the other sessions have their reports to take
-            if not isinstance(error, SpecBranchError) and len(self._live) > 1:
-                log.error("A request failed; the others go on.", exc_info=error)
+            if not isinstance(error, SpecBranchError):  # a mistake of ours: who reads the output alone would see no traceback
+                log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
             session.fail(error)
 
     def _clock(self, session: Session, reports: Reports, first: bool) -> None:

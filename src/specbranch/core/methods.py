@@ -62,10 +62,10 @@ class Method:
         if policy in TWO_STAGE and not both:
             raise BadParameter(f"Policy {policy!r} is one of method 'specbranch', not of {name!r}. Take that method, or another policy.")
 
-    def start(self, session: Session, config: SpeculativeConfig, experience: Experience | None = None) -> Rounds:
-        """Begin decoding a session; `experience` is what the planner goes by, and adds to."""
+    def start(self, session: Session, config: SpeculativeConfig, experience: Experience) -> Rounds:
+        """Begin decoding a session; `experience` is what the planner goes by, and adds to. Costs that are learned, the loop must learn."""
         if self.plans(config):
-            return growing(session, self._planner(session, config, experience or Experience()))
+            return growing(session, self._planner(session, config, experience))
         return self.run(session, config, make_policy(config, self.policy, self.heads))
 
     def run(self, session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:

@@ -16,19 +16,25 @@ from specbranch.core.request import Request
 from specbranch.errors import SpecBranchError
 
 NUMBER = -1  # no request has it
-PROMPT = tuple(range(1, 33))
+PROMPT = tuple(range(1, 18))  # as long as the most rows, whose tokens it lends
 ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
 WIDTHS = (1, 8, 4, 2)
 TURNS = 3  # their median counts
 STEPS = 3  # of a draft, timed together
 
 
+def rehearsed(costs: LearnedCosts, has_draft: bool) -> bool:
+    """Whether few and many rows were timed already, and steps where there is a draft."""
+    rows = costs.times["target"]
+    return bool(rows) and min(rows) <= 2 and max(rows) >= 8 and (costs.knows_draft or not has_draft)
+
+
 def rehearse(executor: Executor, costs: LearnedCosts, vocabulary: int, has_draft: bool, seconds: float) -> None:
     """Time rounds of chosen sizes for at most about so many seconds; where models are slow or hold little, fewer of them."""
     on = Context(0, tuple(token % vocabulary for token in PROMPT))
     over, longest = executor.now() + seconds, 0.0
-    executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
     try:
+        executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
         executor.run({NUMBER: Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))})  # read by both, and not timed
         for orders in _trials(on, has_draft) * TURNS:
             start = executor.now()

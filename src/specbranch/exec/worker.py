@@ -146,7 +146,7 @@ class Worker:
             self._extend(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > AT_ONCE:
-            count = min(committed - 1, self.slots(session).room)
+            count = min(committed - 1, max(self.slots(session).room, 1))  # without room the cache says so
             nodes = self.feed([Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))])[0]
             self.commit_line(session, nodes)
             rest, committed = rest[count:], committed - count

@@ -67,6 +67,11 @@ class NativeRunner:
         """How many tokens one sequence may hold."""
         return self._context_length
 
+    @property
+    def compiled(self) -> bool:
+        """Whether few rows run as one compiled step."""
+        return self._fused is not None
+
     def tap(self, layers: int) -> None:
         """Let rows carry the hidden states of the last layers from now on; of 0 layers, none."""
         if not 0 <= layers <= self.architecture.layers:

@@ -8,7 +8,8 @@ node of the tail lies on a line, and a line's cache holds the prefix and the lin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -168,16 +169,18 @@ class TransformersRunner:
         """Append tokens to the committed prefix, in chunks, without making rows."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
-        held.slots.extend(tokens)
-        cache = held.line_to(ROOT).cache
-        for start in range(0, len(tokens), CHUNK):
-            self.forward(cache, tokens[start : start + CHUNK], last_row_only=True)
+        with self._forgetting([seq]):
+            held.slots.extend(tokens)
+            cache = held.line_to(ROOT).cache
+            for start in range(0, len(tokens), CHUNK):
+                self.forward(cache, tokens[start : start + CHUNK], last_row_only=True)
 
     def feed(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Score new nodes, one forward for each unbranched run of them; one row a node."""
         for item in work:
             self._demand(_reach(self._held[item.seq].slots, item))
-        return [self._feed(self._held[item.seq], item) for item in work]
+        with self._forgetting([item.seq for item in work]):
+            return [self._feed(self._held[item.seq], item) for item in work]
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail, the first `commit` of them as prefix; drop the rest."""
@@ -190,6 +193,16 @@ class TransformersRunner:
     def close(self, seq: int) -> None:
         """Forget the sequence and free its caches."""
         del self._held[seq]
+
+    @contextmanager
+    def _forgetting(self, sequences: Sequence[int]) -> Iterator[None]:
+        """Forget sequences whose forward did not come to its end: their caches may be half written. They are read again."""
+        try:
+            yield
+        except BaseException:
+            for seq in sequences:
+                self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
+            raise
 
     @torch.inference_mode()
     def forward(self, cache: DynamicCache, tokens: Sequence[int], last_row_only: bool = False) -> Tensor:
