@@ -43,6 +43,7 @@ def printed(table: Table, width: int) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_the_whole_demo_runs_on_a_tiny_pair(demo: ModuleType, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     demo.main(target=pair[0], draft=pair[1], device="cpu", dtype="float64", context_length=512)
     shown = capsys.readouterr()

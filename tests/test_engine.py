@@ -31,6 +31,7 @@ def plain(pair: tuple[str, str]) -> LLM:
     return LLM(pair[0], method="autoregressive", dtype="float64", device="cpu", context_length=256)
 
 
+@pytest.mark.slow
 def test_the_usual_method_plans_by_itself(pair: tuple[str, str]) -> None:
     assert LLM(pair[0], device="cpu", context_length=64).method == "auto"
     by_turns = LLM(*pair, device="cpu", context_length=64, speculative=SpeculativeConfig(max_branches=4))

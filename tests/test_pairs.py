@@ -127,6 +127,8 @@ def test_the_default_pair_gives_the_tokens_of_plain_decoding(default_model: Path
     params = SamplingParams(max_tokens=40)
     messages = [{"role": "user", "content": "Name three things a lighthouse keeper needs."}]
     with LLM(device="cpu") as llm:
-        drafted, plain = (one.chat(messages, params) for one in (llm, llm.using("autoregressive")))
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.stats["tokens_per_forward"] > 1.2
+        plain = llm.using("autoregressive").chat(messages, params)
+        for method in ("specbranch", "tree"):
+            drafted = llm.using(method).chat(messages, params)
+            assert drafted.token_ids == plain.token_ids
+            assert drafted.stats["tokens_per_forward"] > 1.2

@@ -148,6 +148,7 @@ def test_plain_decoding_is_recommended_where_nothing_gains() -> None:
     assert best.method == "autoregressive" and finding.level == "note" and "--method autoregressive" in finding.advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft", "gains"), [(0.001, True), (10.0, False)])
 def test_the_prediction_follows_the_costs(pair: tuple[str, str], draft: float, gains: bool) -> None:
     from specbranch.bench.workers import load_workers

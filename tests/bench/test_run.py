@@ -241,6 +241,7 @@ def test_every_setting_of_the_ablation_can_be_run(lab: Lab) -> None:
             player.play(setting.config, C5.profile)
 
 
+@pytest.mark.slow
 def test_forecasts_along_a_record_are_those_of_the_live_target_and_are_kept(pair: tuple[str, str], tmp_path: Path) -> None:
     predictor = made(*pair, tmp_path / "predictor")
     config = {"method": "specbranch", "policy": "paper", "num_speculative_tokens": 4, "stop_below": 0.1}

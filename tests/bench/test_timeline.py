@@ -16,6 +16,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
 from specbranch.sim.profile import CostProfile
+from tiers import tiered
 from toybench import Case, Ending, decode, serial, virtual_clock
 
 METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "tree", "specbranch:confidence", "specbranch", "auto", "lookup")
@@ -40,7 +41,9 @@ def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostPr
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("autoregressive", "lookup")])
+@pytest.mark.parametrize(
+    "method", tiered((m for m in METHODS if m not in ("autoregressive", "lookup")), ("pearl", "specbranch").__contains__)
+)
 def test_what_became_of_drafted_tokens_is_what_the_statistics_count(method: str, ending: Ending) -> None:
     for seed, profile in itertools.product(range(12), (PROFILE, TURNS)):
         made = run(method, seed, ending, profile)

@@ -75,6 +75,7 @@ def charged(lab: Lab, config: SpeculativeConfig, clock: Clock, known: Experience
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl"])
 def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: Lab) -> None:
@@ -123,6 +124,7 @@ def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_played_on_all(fresh: La
     assert set(played.values()) == {tuning.PART, 10} and found.looked_at == 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [BRANCHES, "specbranch"])
 def test_a_search_repeats_itself(method: str, fresh: Lab) -> None:
     first = Tuner(fresh, goal()).search(method)

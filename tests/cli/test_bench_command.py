@@ -90,6 +90,7 @@ def test_a_setting_of_ones_own_is_run_beside(command: Command, pair: tuple[str, 
     assert [row["setting"] for row in rows if row["method"] == "pearl"] == [{"num_speculative_tokens": 5}, {"num_speculative_tokens": 2}]
 
 
+@pytest.mark.slow
 def test_by_the_wall_clock_methods_are_tuned_by_a_profile_that_is_measured_first(
     command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path
 ) -> None:

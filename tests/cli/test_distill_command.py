@@ -79,6 +79,7 @@ def killed_in_training(target: str, out: Path, options: tuple[str, ...]) -> None
     assert (out / "training" / "checkpoint.safetensors").exists() and not (out / "config.json").exists(), "it was not killed in the middle"
 
 
+@pytest.mark.slow
 def test_what_was_written_is_not_written_again(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     first = distilled(command, pair[0], tmp_path / "one", *SHORT, "--json").answers()[0]
     file = tmp_path / "one" / "training" / "material-0.safetensors"

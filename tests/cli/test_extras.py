@@ -81,6 +81,7 @@ def test_a_bench_of_transformers_on_a_gguf_file_tells_what_is_missing(command: C
     assert told.code == 2 and "pip install 'specbranch[transformers]'; or leave hf-generate," in told.err
 
 
+@pytest.mark.slow
 @pytest.mark.default_model
 def test_the_default_model_needs_no_extra(default_model: Path, tmp_path: Path) -> None:
     """Its tokenizer is converted anew, from the GGUF file."""

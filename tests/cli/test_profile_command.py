@@ -43,6 +43,7 @@ def test_the_json_holds_profile_and_check(chosen: list[str], tmp_path: Path, com
     assert told["profile"]["overlap"] is False and len(told["profile"]["target"]) == 7
 
 
+@pytest.mark.slow
 def test_side_by_side_says_how_much_they_slow_each_other_down(chosen: list[str], tmp_path: Path, command: Command) -> None:
     done = command("profile", *chosen, "--out", str(tmp_path / "both.json"), "--executor", "process", "--no-check")
     assert done.code == 0 and "a draft step beside adds" in done.out and "How well" not in done.out

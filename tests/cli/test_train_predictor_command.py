@@ -67,6 +67,7 @@ def test_a_text_that_was_written_is_what_the_target_says_greedily(command: Comma
             assert list(again) == tokens[answer:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -83,6 +84,7 @@ def test_what_cannot_be_done_is_a_sentence(
     assert not (tmp_path / "out" / "predictor.json").exists()
 
 
+@pytest.mark.slow
 def test_material_with_sampled_answers_or_of_another_target_is_refused(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     writing = ("--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--tokens", "2000", "--only-write")
     command("distill", "--target", pair[0], "--layers", "1", "--out", str(tmp_path / "sampled"), *writing)

@@ -95,6 +95,7 @@ def winners(of: Keys, step: tuple[int, int, int, int]) -> tuple[list[int], list[
     return here, there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_noise_ranks_of_neighbours_are_independent(step: str) -> None:
     assert independence(*ranks(keys, STEPS[step])) > SOUND

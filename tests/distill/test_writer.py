@@ -112,6 +112,7 @@ def drawn(target: Target, tokenizer: Tokenizer, temperature: float) -> tuple[tor
     return torch.bincount(tokens[-1].long(), minlength=logits.numel()) / 4000, logits
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampled_tokens_follow_the_targets_law_cut_at_min_p(target: Target, tokenizer: Tokenizer, temperature: float) -> None:
@@ -187,6 +188,7 @@ def same(one: Material, other: Material) -> bool:
     return torch.equal(one.tokens, other.tokens) and torch.equal(one.answers, other.answers)
 
 
+@pytest.mark.slow
 def test_a_seed_writes_the_same_again_and_another_does_not(target: Target, tokenizer: Tokenizer) -> None:
     first, again, other = (write(target, tokenizer, settings(seed=seed)) for seed in (4, 4, 5))
     assert same(first, again)

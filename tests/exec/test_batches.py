@@ -22,6 +22,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.toys import ToyRunner, ToySampler
+from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
     Case,
@@ -153,7 +154,7 @@ def test_leaving_twice_is_harmless(executor: Executor) -> None:
     assert not loop.live
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", tiered(METHODS, ("autoregressive", "specbranch").__contains__))
 def test_a_session_whose_cache_is_full_fails_alone(executor: Executor, method: str) -> None:
     loop = Loop(executor)
     requests = [r for r in mixed(12, ("match",)) if r[0].ending is LONG]

@@ -124,17 +124,7 @@ CASES = {
 }
 
 
-QUICK = (
-    "speculative-confidence",
-    "adaptive",
-    "lookup",
-    "pearl-sampled",
-    "pearl-top",
-    "specbranch-top",
-    "paper-sampled",
-    "tree",
-    "specbranch",
-)
+QUICK = ("speculative-confidence", "adaptive", "lookup", "pearl-sampled", "specbranch-top", "tree")
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))

@@ -153,7 +153,7 @@ KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
 
 
 @pytest.mark.parametrize("knowledge", KNOWLEDGE)
-@pytest.mark.parametrize("hits", [0.0, 0.5, 0.95])
+@pytest.mark.parametrize("hits", tiered((0.0, 0.5, 0.95), (0.5).__eq__))
 def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledge: str) -> None:
     for seed in SEEDS:
         script, experience = Scripted.of(fresh(300), hits, seed), KNOWLEDGE[knowledge](HOPELESS)
@@ -163,7 +163,7 @@ def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledg
         assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
 
 
-@pytest.mark.parametrize("profile", shipped_profiles())
+@pytest.mark.parametrize("profile", tiered(shipped_profiles(), ("c10", "h200-1b-8b").__contains__))
 @pytest.mark.parametrize("hits", tiered((0.0, 0.3, 0.7, 0.95), (0.3).__eq__))
 def test_it_is_never_slower_than_plain_decoding(hits: float, profile: str) -> None:
     costs = load_profile(profile)
@@ -181,7 +181,7 @@ def best_fixed(script: Scripted, profile: str) -> float:
 
 
 @pytest.mark.parametrize("knowledge", KNOWLEDGE)
-@pytest.mark.parametrize("hits", [0.5, 0.8])
+@pytest.mark.parametrize("hits", tiered((0.5, 0.8), (0.5).__eq__))
 @pytest.mark.parametrize("profile", tiered(("c5", "h200-1b-8b", "h200-68m-7b"), "h200-1b-8b".__eq__))
 def test_it_is_ahead_of_every_fixed_method(profile: str, hits: float, knowledge: str) -> None:
     costs = load_profile(profile)
@@ -259,7 +259,7 @@ def test_costs_are_learned_from_the_rounds() -> None:
     assert learned.host == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize("part", ["overlap", "trees", "branches", "learning"])
+@pytest.mark.parametrize("part", tiered(("overlap", "trees", "branches", "learning"), "trees".__eq__))
 def test_every_part_brings_something(part: Part) -> None:
     """Left out, the same texts together take longer: alternatives are often right here, and the draft is worse than is usual."""
     longer = 0.0

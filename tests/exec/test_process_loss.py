@@ -323,6 +323,7 @@ def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
             session.stats.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "raises"])
 def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how: str) -> None:
     notes = tmp_path / "starts"
@@ -335,6 +336,7 @@ def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how:
         assert "draft" in session.origins[resumed:]
 
 
+@pytest.mark.slow
 def test_a_stopped_child_counts_as_hung_and_is_replaced() -> None:
     executor, target = executor_with(hung_after=1.0)
     with closing(executor):

@@ -19,6 +19,7 @@ from specbranch.core.slots import ROOT
 from specbranch.hrad.forecast import Forecast, features, tap
 from specbranch.hrad.network import Network
 from specbranch.hrad.predictor import Predictor, PredictorError
+from tiers import tiered
 from tiny_models import CONFIGS, saved, some_tokens, tiny
 from tiny_pair import make_gpt2, make_pair
 from tiny_predictor import LAYERS, LONGEST, made
@@ -182,7 +183,7 @@ def test_a_target_with_too_few_layers_or_another_width_is_told(pair: tuple[str, 
             Forecast(Predictor.load(wide), loaded)
 
 
-@pytest.mark.parametrize("executor", ["serial", "process"])
+@pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_with_signals_the_text_is_that_of_plain_decoding(executor: str, temperature: float, folder: Path, pair: tuple[str, str]) -> None:
     params = {"max_tokens": 60, "temperature": temperature, "seed": 4, "ignore_eos": True}

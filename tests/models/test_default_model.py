@@ -18,7 +18,7 @@ from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
 from specbranch.recheck import NEAR
 
-pytestmark = pytest.mark.default_model
+pytestmark = [pytest.mark.default_model, pytest.mark.slow]
 
 QUESTIONS = [
     "Why is the sky blue?",
@@ -86,7 +86,6 @@ def near_tie(llm: LLM, prompt: list[int], ours: list[int], theirs: list[int]) ->
     return abs(margin) < NEAR
 
 
-@pytest.mark.slow
 def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) -> None:
     """What transformers would choose after every token of our answers is the next one, so its own greedy answers are ours."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -105,19 +104,18 @@ def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) 
     assert ties <= 1
 
 
-@pytest.mark.parametrize(("number", "tokens"), [(0, 40), *(pytest.param(at, TOKENS, marks=pytest.mark.slow) for at in range(3))])
-def test_generate_of_transformers_gives_our_greedy_answers(number: int, tokens: int, plain: LLM, reference: Any) -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_generate_of_transformers_gives_our_greedy_answers(number: int, plain: LLM, reference: Any) -> None:
     prompt = prompts(plain)[number]
-    ours = list(plain.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))[0].token_ids)
+    ours = list(plain.generate([prompt], SamplingParams(max_tokens=TOKENS, ignore_eos=True))[0].token_ids)
     length = torch.ones(1, len(prompt))
     ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
-        out = reference.generate(torch.tensor([prompt]), attention_mask=length, max_new_tokens=tokens, **ending)
+        out = reference.generate(torch.tensor([prompt]), attention_mask=length, max_new_tokens=TOKENS, **ending)
     theirs = out[0, len(prompt) :].tolist()
     assert ours == theirs or near_tie(plain, prompt, ours, theirs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_lookup_gives_the_tokens_of_plain_decoding(temperature: float, plain: LLM) -> None:
     text = "The keeper lit the lamp. The keeper wound the clock. The keeper wrote the log. "
@@ -130,7 +128,6 @@ def test_lookup_gives_the_tokens_of_plain_decoding(temperature: float, plain: LL
     assert answer.stats["drafted"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "process"])
 @pytest.mark.parametrize("method", [*(name for name, method in METHODS.items() if method.needs_draft), "specbranch:confidence"])
 def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executor: str, plain: LLM, half: str) -> None:
@@ -145,7 +142,6 @@ def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executo
             assert answer.stats["drafted"] > 0 or METHODS[method].plans(llm.config)  # this draft is dear: a planner may leave it
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
 def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float, plain: LLM, half: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
@@ -22,7 +23,7 @@ from specbranch.models.native import load_native
 from specbranch.models.sampling import TorchSampler
 from specbranch.models.transformers_runner import load_transformers
 from tiers import tiered
-from tiny_models import CONFIGS, saved, some_tokens, tiny
+from tiny_models import CONFIGS, in_double, saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
 Load = Callable[..., Runner]
@@ -117,3 +118,14 @@ def test_both_runners_say_the_same(folder: Callable[[str], tuple[Path, Path]]) -
         decode(executor(load, target, draft), "specbranch", params, some_tokens(9), 1) for load in (load_native, load_transformers)
     )
     assert ours.tokens == theirs.tokens
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_greedy_answers_equal_those_of_transformers_generate(kind: str, folder: Callable[[str], tuple[Path, Path]]) -> None:
+    target, draft = folder(kind)
+    prompt = some_tokens(20)
+    ours = decode(executor(load_native, target, draft), "autoregressive", SamplingParams(max_tokens=40), prompt, 0, eos=-1).output
+    model = in_double(AutoModelForCausalLM.from_pretrained(target))
+    ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones(1, len(prompt))}
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=40, **ending)[0, len(prompt) :].tolist()
+    assert ours == theirs

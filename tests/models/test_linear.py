@@ -373,6 +373,7 @@ Anonymous: 0 kB
     assert list(_clean_mappings(smaps, "libllvmlite")) == [(0x1000, 0x2000)]
 
 
+@pytest.mark.slow
 def test_the_benchmark_ends_with_json() -> None:
     command = [sys.executable, "-m", "specbranch.models.linear", "--layers", "1", "--cycles", "1", "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

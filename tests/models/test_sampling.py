@@ -404,6 +404,7 @@ def test_the_chi_square_rejects_a_law_that_is_off_by_a_tenth_in_temperature(pick
     assert _p_value(picked, (SMALL[0].double() / 0.88).softmax(-1)) < 1e-6
 
 
+@pytest.mark.slow
 def test_picks_over_positions_follow_the_filtered_softmax() -> None:
     sampler, request = TorchSampler(8), _spot(temperature=1.0, top_k=4).request
     tokens = sampler.pick(rows_of(SMALL) * 20_000, [Spot(request, position, _never) for position in range(20_000)])

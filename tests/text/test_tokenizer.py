@@ -251,6 +251,7 @@ def test_endings_of_a_gguf_are_read_past_its_arrays(tmp_path: Path) -> None:
     assert _gguf_endings(tmp_path / "m.gguf") == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.default_model
 def test_default_model_tokenizes_as_transformers_does_from_its_gguf(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
