@@ -112,6 +112,7 @@ def reduced(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "reduced"])
 def test_a_distilled_assistant_says_what_the_draft_says_in_our_engine(
     kind: str, pair: tuple[str, str], outside: Transformers, tiny_draft: Path, reduced: Path

@@ -30,6 +30,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("predictor")
 
 
+@pytest.mark.slow
 def test_a_pair_alone_gives_a_predictor_that_is_used(command: Command, pair: tuple[str, str], out: Path, models: list[str]) -> None:
     told = json.loads(trained(command, pair, out, *WRITING, *QUICK, "--json").out)
     assert told["rounds"] > 20 and 0 <= told["accuracy"] <= 1 and set(told["rivals"]) >= {"H-RAD", "confidence", "last length", "hybrid"}

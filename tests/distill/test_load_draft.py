@@ -22,6 +22,7 @@ from specbranch.models.kernels import load_kernel
 from specbranch.models.linear import KernelLinear, PlainLinear
 from specbranch.models.native import load_native
 from specbranch.models.rows import collate
+from tiers import tiered
 from tiny_pair import make_pair
 
 OPTIONS = ["--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--rows", "4", "--length", "128", "--tokens", "6000"]
@@ -44,7 +45,7 @@ def drafts(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: str(folder / name) for name in made}
 
 
-@pytest.mark.parametrize("executor", ["serial", "process"])
+@pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize("name", ["whole", "reduced", "int8"])
 def test_a_distilled_draft_drafts_and_changes_nothing(name: str, executor: str, drafts: dict[str, str], pair: tuple[str, str]) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)

@@ -122,9 +122,10 @@ class Cell(NamedTuple):
 
     @property
     def quick(self) -> bool:
-        """Every method where the models take turns, greedily or not; and the methods that make most of it beside each other."""
-        by_turns = self.kind == "serial" and self.temperature < 1.0
-        return by_turns or (self.temperature == 0.7 and self.method in ("pearl", "confidence", "specbranch"))
+        """Every method where the models take turns, one of them greedily, too; and those that make most of working beside each other."""
+        if self.temperature == 0.0:
+            return self.kind == "serial" and self.method == "specbranch"
+        return self.temperature == 0.7 and (self.kind == "serial" or self.method in ("pearl", "confidence", "specbranch"))
 
     @property
     def until_target(self) -> bool:

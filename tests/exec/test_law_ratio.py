@@ -124,7 +124,7 @@ CASES = {
 }
 
 
-QUICK = ("speculative-confidence", "adaptive", "lookup", "pearl-sampled", "specbranch-top", "tree")
+QUICK = ("speculative-confidence", "adaptive", "lookup", "pearl-sampled", "pearl-top", "tree")
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))

@@ -31,6 +31,7 @@ from specbranch.exec.process import LONGEST_WAIT, START_WITHIN, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
 from specbranch.sim.toys import Logits, ToySampler
+from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
     PROFILE,
@@ -49,7 +50,6 @@ from toybench import (
 )
 
 DRIFT = 0.1
-KILLS = 20
 WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
 LONG = Ending("long", max_tokens=240)
 METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "confidence", "wandering")
@@ -255,18 +255,19 @@ def send(executor: Process, number: int) -> None:
     os.kill(executor.child_pid, number)
 
 
-def test_a_draft_process_killed_in_mid_request_changes_nothing_twenty_times() -> None:
+@pytest.mark.parametrize("kills", tiered((5, 20), (5).__eq__))
+def test_a_draft_process_killed_in_mid_request_changes_nothing(kills: int) -> None:
     rng = random.Random(2)
     executor, target = executor_with()
     with closing(executor):
-        for seed in range(KILLS):
+        for seed in range(kills):
             method = METHODS_WITH_DRAFT[seed % 5]
             session, resumed = run_with_loss(executor, target, method, seed, partial(send, executor, signal.SIGKILL), rng.randint(1, 40))
             assert session.stats.rounds_without_draft > 0
             assert session.stats.draft_restarts == 1
             assert 0 < resumed < 220
             assert session.origins[resumed:].count("draft") > 10, "drafting did not resume"
-        assert executor.restarts == KILLS
+        assert executor.restarts == kills
 
 
 def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> None:

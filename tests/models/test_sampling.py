@@ -396,6 +396,7 @@ def picked() -> list[int]:
     return [token for start in range(0, len(spots), 1000) for token in sampler.pick(rows, spots[start : start + 1000])]
 
 
+@pytest.mark.slow
 def test_picks_over_seeds_follow_the_softmax(picked: list[int]) -> None:
     assert _p_value(picked, (SMALL[0].double() / 0.8).softmax(-1)) > 1e-3
 

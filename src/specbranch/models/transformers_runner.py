@@ -169,8 +169,8 @@ class TransformersRunner:
         """Append tokens to the committed prefix, in chunks, without making rows."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
-        with self._forgetting([seq]):
-            held.slots.extend(tokens)
+        held.slots.extend(tokens)
+        with self._forgetting(seq):
             cache = held.line_to(ROOT).cache
             for start in range(0, len(tokens), CHUNK):
                 self.forward(cache, tokens[start : start + CHUNK], last_row_only=True)
@@ -179,8 +179,7 @@ class TransformersRunner:
         """Score new nodes, one forward for each unbranched run of them; one row a node."""
         for item in work:
             self._demand(_reach(self._held[item.seq].slots, item))
-        with self._forgetting([item.seq for item in work]):
-            return [self._feed(self._held[item.seq], item) for item in work]
+        return [self._feed(self._held[item.seq], item) for item in work]
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail, the first `commit` of them as prefix; drop the rest."""
@@ -195,13 +194,12 @@ class TransformersRunner:
         del self._held[seq]
 
     @contextmanager
-    def _forgetting(self, sequences: Sequence[int]) -> Iterator[None]:
-        """Forget sequences whose forward did not come to its end: their caches may be half written. They are read again."""
+    def _forgetting(self, seq: int) -> Iterator[None]:
+        """Forget a sequence whose forward did not come to its end: its caches may be half written. It will be read again."""
         try:
             yield
         except BaseException:
-            for seq in sequences:
-                self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
+            self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
             raise
 
     @torch.inference_mode()
@@ -225,10 +223,11 @@ class TransformersRunner:
     def _feed(self, held: _Sequence, item: Feed) -> list[TensorRow]:
         nodes = held.slots.grow(item.tokens, item.parents)
         rows: dict[int, TensorRow] = {}
-        for run in _runs(nodes, item.parents):
-            line = held.line_to(held.slots.parents[run[0]])
-            rows.update(zip(run, self._rows(line.cache, [held.slots.tokens[node] for node in run]), strict=True))
-            line.path.extend(run)
+        with self._forgetting(item.seq):
+            for run in _runs(nodes, item.parents):
+                line = held.line_to(held.slots.parents[run[0]])
+                rows.update(zip(run, self._rows(line.cache, [held.slots.tokens[node] for node in run]), strict=True))
+                line.path.extend(run)
         return [rows[node] for node in nodes]
 
     def _demand(self, length: int) -> None:
