@@ -84,6 +84,7 @@ def test_two_results_are_compared(command: Command, pair: tuple[str, str], tmp_p
     assert len(told.answers()[0]["changes"]) == 2
 
 
+@pytest.mark.slow
 def test_a_setting_of_ones_own_is_run_beside(command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path) -> None:
     given = ("--clock", "c5", "--methods", "pearl", "--config", '{"method": "pearl", "num_speculative_tokens": 2}')
     rows = last(bench(command, pair, tmp_path, prompts, *given))

@@ -90,6 +90,7 @@ def test_what_was_written_is_not_written_again(command: Command, pair: tuple[str
     assert other["tokens_written"] == first["tokens_written"] and weights(tmp_path / "one") == weights(tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_what_was_only_written_is_trained_on_later_by_its_folder(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     written = distilled(command, pair[0], tmp_path / "text", *SHORT, "--only-write", "--json").answers()[0]
     assert not (tmp_path / "text" / "config.json").exists()
@@ -98,6 +99,7 @@ def test_what_was_only_written_is_trained_on_later_by_its_folder(command: Comman
     assert trained["tokens_written"] == written["tokens_written"] and trained["layers"] == [1]
 
 
+@pytest.mark.slow
 def test_a_smaller_head_and_int8_and_own_prompts_are_taken(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("A branch is a guess\nSmile\n")
@@ -139,6 +141,7 @@ def test_impossible_wishes_are_sentences(
     assert not (tmp_path / "out").exists()  # the next attempt is not taken for one that goes on
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_or_target_is_refused(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     assert distilled(command, pair[0], tmp_path, *SHORT).code == 0
     kept = weights(tmp_path)

@@ -124,7 +124,7 @@ CASES = {
 }
 
 
-QUICK = ("speculative-confidence", "adaptive", "lookup", "pearl-sampled", "pearl-top", "tree")
+QUICK = ("speculative-confidence", "adaptive", "lookup", "pearl-sampled", "pearl-top")  # of trees: tests/core/test_verify.py
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))
