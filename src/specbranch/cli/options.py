@@ -97,7 +97,8 @@ SPECULATION = (
         is_flag=True,
         flag_value=False,
         default=None,
-        help="Neither take up nor keep what is learned of the pair on this machine.",
+        help="Neither take up nor keep what is learned of the pair on this machine; else it is kept in the cache folder, or in "
+        "$SPECBRANCH_EXPERIENCE.",
     ),
     _speculation(
         "--config",
