@@ -42,11 +42,11 @@ class Experiences:
         self._costs = costs
         self._has_draft = has_draft
         self._file = file
-        self._known = file.read() if file else Known()
+        self._kept = file.read() if file else Kept()
         self._made: dict[str, Experience] = {}
         self._written = time.monotonic()
         if file and self.learned is not None:
-            self._known.give(self.learned)
+            self._kept.give(self.learned)
             self.learned.news = []
 
     def of(self, config: SpeculativeConfig) -> Experience:
@@ -55,7 +55,7 @@ class Experiences:
         if name not in self._made:
             made = self._made[name] = Experience(self._costs, self._has_draft)
             if self._file:
-                made.insight = self._known.insights.pop(name, made.insight)
+                made.insight = self._kept.insights.pop(name, made.insight)
                 made.insight.news = []
         return self._made[name]
 
@@ -84,7 +84,7 @@ class Experiences:
 
 
 @dataclass(slots=True)
-class Known:
+class Kept:
     """What a file holds."""
 
     costs: LearnedCosts = field(default_factory=LearnedCosts)
@@ -103,7 +103,7 @@ class Known:
         return {"costs": times, "insights": {name: _told(insight) for name, insight in self.insights.items()}}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Known:
+    def from_dict(cls, values: Mapping[str, Any]) -> Kept:
         """From JSON; raises where something does not fit."""
         known = cls(insights={str(name): _insight(told) for name, told in values["insights"].items()})
         for kind in known.costs.times:
@@ -121,31 +121,31 @@ class ExperienceFile:
         digest = sha256(json.dumps(self.circumstances, sort_keys=True).encode()).hexdigest()
         self.path = folder / f"{digest[:16]}.json"
 
-    def read(self) -> Known:
+    def read(self) -> Kept:
         """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is said."""
         try:
             values = json.loads(self.path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT or values["circumstances"] != self.circumstances:
                 raise ValueError("it is of another version or another pair")
-            return Known.from_dict(values)
+            return Kept.from_dict(values)
         except FileNotFoundError:
-            return Known()
+            return Kept()
         except Exception as error:  # whatever is wrong with it, it is not needed
             log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
-            return Known()
+            return Kept()
 
     def add(self, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]) -> None:
         """Add news to what the file holds, or raise."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
-            known = self.read()
+            kept = self.read()
             for time_taken in costs:
-                known.costs.take(*time_taken)
+                kept.costs.take(*time_taken)
             for name, news in insights.items():
-                insight = known.insights.setdefault(name, Insight())
+                insight = kept.insights.setdefault(name, Insight())
                 for one in news:
                     insight.take(*one)
-            self._replace({"format": FORMAT, "circumstances": self.circumstances, **known.to_dict()})
+            self._replace({"format": FORMAT, "circumstances": self.circumstances, **kept.to_dict()})
 
     def _replace(self, values: Mapping[str, Any]) -> None:
         fresh = self.path.with_suffix(f".{os.getpid()}.new")
