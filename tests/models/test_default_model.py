@@ -59,7 +59,6 @@ def long_text(llm: LLM, length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(default_model: Path) -> Iterator[LLM]:
-    torch.set_num_threads(2)
     with LLM(method="autoregressive", device="cpu") as llm:
         yield llm
 
