@@ -125,7 +125,8 @@ class Cell(NamedTuple):
         """Every method where the models take turns, one of them greedily, too; and those that make most of working beside each other."""
         if self.temperature == 0.0:
             return self.kind == "serial" and self.method == "specbranch"
-        return self.temperature == 0.7 and (self.kind == "serial" or self.method in ("pearl", "confidence", "specbranch"))
+        by_turns = self.kind == "serial" and self.method != "auto"  # which is specbranch
+        return self.temperature == 0.7 and (by_turns or self.method in ("pearl", "confidence", "specbranch"))
 
     @property
     def until_target(self) -> bool:

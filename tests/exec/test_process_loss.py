@@ -357,6 +357,7 @@ def test_a_child_that_cannot_start_is_a_sentence(how: str, said: str) -> None:
         executor_with(recipe(make_never, how=how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "exits"])
 def test_a_child_that_never_starts_again_is_tried_after_longer_and_longer_waits(tmp_path: Path, how: str, clock: HandClock) -> None:
     notes = tmp_path / "starts"
