@@ -121,8 +121,8 @@ class ExperienceFile:
         digest = sha256(json.dumps(self.circumstances, sort_keys=True).encode()).hexdigest()
         self.path = folder / f"{digest[:16]}.json"
 
-    def read(self) -> Kept:
-        """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is said."""
+    def read(self, aloud: bool = True) -> Kept:
+        """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is said aloud."""
         try:
             values = json.loads(self.path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT or values["circumstances"] != self.circumstances:
@@ -131,14 +131,15 @@ class ExperienceFile:
         except FileNotFoundError:
             return Kept()
         except Exception as error:  # whatever is wrong with it, it is not needed
-            log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
+            if aloud:
+                log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
             return Kept()
 
     def add(self, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]) -> None:
         """Add news to what the file holds, or raise."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
-            kept = self.read()
+            kept = self.read(aloud=False)  # it was said when it was first read
             for time_taken in costs:
                 kept.costs.take(*time_taken)
             for name, news in insights.items():
