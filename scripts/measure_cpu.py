@@ -101,7 +101,7 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from specbranch.models import store
+        from specbranch.models.files import store
 
         file = store.pull("smollm2-135m")
         self.model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()

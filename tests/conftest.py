@@ -61,7 +61,7 @@ def tiny(pair: tuple[str, str], tiny_draft: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     from specbranch.errors import DownloadError
-    from specbranch.models import store
+    from specbranch.models.files import store
 
     try:
         return store.pull("smollm2-135m")

@@ -15,7 +15,7 @@ from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
-from specbranch.models.kernels import load_kernel
+from specbranch.models.cpu.kernels import load_kernel
 from tiny_pair import make_gpt2, make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."

@@ -11,7 +11,7 @@ import pytest
 from specbranch import LLM, SamplingParams, pairs
 from specbranch.distill.draft_name import KEY
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.store import KNOWN
+from specbranch.models.files.store import KNOWN
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, MissingDraft, Pair, card, chosen_models, draft_folder, draft_path
 
 PROMPT = "A branch is a guess"

@@ -30,7 +30,7 @@ from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
     from specbranch.hrad.forecast import Forecast
-    from specbranch.models.fetch import Progress
+    from specbranch.models.files.fetch import Progress
     from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")
@@ -103,7 +103,7 @@ def beside(draft: ModelChoice, target: str) -> ModelChoice:
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     """Return the path or id to load a model from, fetching a known one first if it is not here."""
-    from specbranch.models import store
+    from specbranch.models.files import store
 
     if choice.name not in store.KNOWN or Path(choice.name).exists():
         return choice.name
@@ -144,8 +144,8 @@ def load_runner(choice: ModelChoice, beside: Runner | None = None) -> Runner:
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Load a model's tokenizer."""
-    from specbranch.models.locate import locate
-    from specbranch.models.store import cache_folder
+    from specbranch.models.files.locate import locate
+    from specbranch.models.files.store import cache_folder
     from specbranch.text.tokenizer import Tokenizer
 
     found = locate(fetched(choice))
@@ -232,7 +232,7 @@ def cost_profile(clock: str | None, target: str, draft: str | None, force: bool 
 
 def identity(name: str) -> str:
     """Return what tells a model from others: a digest of its files, a pair's draft by the pair's name."""
-    from specbranch.models.identity import model_identity
+    from specbranch.models.files.identity import model_identity
 
     return model_identity(fetched(ModelChoice(draft_path(name))))
 
@@ -262,7 +262,7 @@ def _device_name(device: str | None) -> str:
     """Return what a device is, as far as its speed goes."""
     import torch
 
-    from specbranch.models.machine_code import processor_name
+    from specbranch.models.cpu.machine_code import processor_name
 
     chosen = torch.device(chosen_device(device))
     return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor_name()

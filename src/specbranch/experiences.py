@@ -160,7 +160,7 @@ class ExperienceFile:
 
 def experience_folder() -> Path | None:
     """Where experience is kept: $SPECBRANCH_EXPERIENCE, else in the cache; nowhere if that says "off"."""
-    from specbranch.models.store import cache_folder
+    from specbranch.models.files.store import cache_folder
 
     given = os.environ.get(VARIABLE)
     if given == "off":

@@ -150,7 +150,7 @@ def test_models_are_listed(command: Command) -> None:
 
 
 def test_help_names_the_size_of_the_fetch(command: Command) -> None:
-    from specbranch.models.store import KNOWN
+    from specbranch.models.files.store import KNOWN
 
     assert f"({KNOWN['smollm2-135m'].wheel_size / 1e6:.0f} MB)" in command("--help").out
 

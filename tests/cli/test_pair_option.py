@@ -67,7 +67,7 @@ def test_mistakes_with_a_pair_are_sentences(name: str, command: Command, tmp_pat
 
 def test_a_missing_draft_is_told_before_the_target_is_fetched(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pairs, "IN_CHECKOUT", tmp_path)
-    monkeypatch.setattr("specbranch.models.store.pull", None)
+    monkeypatch.setattr("specbranch.models.files.store.pull", None)
     done = command("generate", PROMPT, "--pair", "smollm2-strong")
     assert done.code == 2 and "scripts/train_drafts.py" in done.err
 

@@ -13,10 +13,10 @@ from specbranch.core.runner import Feed
 from specbranch.distill.material import Batch
 from specbranch.distill.model import Rows, Stack, compare, counted, divergence, spread_layers
 from specbranch.errors import BadParameter
-from specbranch.models.architecture import Architecture
-from specbranch.models.locate import locate
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import locate
+from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import load_native, open_model
-from specbranch.models.weights import Weights, read_weights
 from tiny_models import CONFIGS, in_double, logits_of, saved, some_tokens, tiny
 
 

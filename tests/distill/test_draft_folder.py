@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from specbranch.distill import draft_folder
 from specbranch.distill.draft_folder import DraftInfo, DraftWeights, Storage, config_of, fingerprint_of, read_draft, save_draft, write_whole
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.architecture import Architecture
-from specbranch.models.locate import locate
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import locate
+from specbranch.models.files.tensor_file import TensorSource
+from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import open_model
-from specbranch.models.tensor_file import TensorSource
-from specbranch.models.weights import Weights, read_weights
 from tiny_models import CONFIGS, saved, tiny
 
 LAYERS = (0, 2)

@@ -18,8 +18,8 @@ from specbranch.core.slots import ROOT
 from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.load import load_draft
 from specbranch.errors import ModelError
-from specbranch.models.kernels import load_kernel
-from specbranch.models.linear import KernelLinear, PlainLinear
+from specbranch.models.cpu.kernels import load_kernel
+from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.native import load_native
 from specbranch.models.rows import collate
 from tiers import tiered

@@ -12,9 +12,9 @@ from specbranch.distill.attention import by_stretches, has_stretches, mask_of, m
 from specbranch.distill.material import PADDING, Batch, Material
 from specbranch.distill.model import Stack
 from specbranch.distill.teacher import Teacher, moved
-from specbranch.models.locate import Located
+from specbranch.models.files.locate import Located
+from specbranch.models.files.weights import read_weights
 from specbranch.models.native import open_model
-from specbranch.models.weights import read_weights
 from tiny_models import saved, some_tokens, tiny
 
 torch.set_num_threads(1)

@@ -20,10 +20,10 @@ from specbranch.distill.material import Batch, Material
 from specbranch.distill.picture import picture
 from specbranch.distill.train import CHECKPOINT, METRICS, PICTURE, Trained, TrainSettings, frequent_tokens, learning_rate, train
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.architecture import Architecture
-from specbranch.models.locate import locate
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import locate
+from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import open_model
-from specbranch.models.weights import Weights, read_weights
 from tiny_models import SHAPE, saved, tiny
 
 SETTINGS = TrainSettings(

@@ -18,11 +18,11 @@ from specbranch.distill.row_decoder import RowDecoder
 from specbranch.distill.writer import Desk, Target, Written, write
 from specbranch.distill.writer_settings import LEAST_QUESTION, WriterSettings
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.architecture import Architecture
 from specbranch.models.decoder import Decoder
-from specbranch.models.locate import Located
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import Located
+from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import NativeRunner, open_model
-from specbranch.models.weights import Weights, read_weights
 from specbranch.text.tokenizer import Tokenizer
 from tiny_models import CONFIGS, saved, some_tokens, tiny
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specbranch.errors import ModelError
-from specbranch.models.architecture import Architecture, Rope, refuse_if_cannot_roll_back
+from specbranch.models.files.architecture import Architecture, Rope, refuse_if_cannot_roll_back
 from tiny_models import CONFIGS
 
 PLAIN: dict[str, Any] = {

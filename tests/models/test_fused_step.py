@@ -13,14 +13,14 @@ import torch
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.columns import Columns
+from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep
+from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
-from specbranch.models.fused_step import STEP_ROWS, FusedStep
-from specbranch.models.kernels import load_kernel
-from specbranch.models.locate import locate
+from specbranch.models.files.locate import locate
+from specbranch.models.files.weights import Matrix, ReducedHead, read_weights
 from specbranch.models.native import READ_COMPILED, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
 from specbranch.models.steps import Rows, dealt
-from specbranch.models.weights import Matrix, ReducedHead, read_weights
 from tiny_models import CONFIGS, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.errors import BadParameter
-from specbranch.models import kernels, linear
-from specbranch.models.kernels import Machine, Stored, load_kernel, outputs_at_a_time, whole_numbers
-from specbranch.models.linear import MOST_ROWS, STORED_AS, KernelLinear, PlainLinear, choose_linear
-from specbranch.models.machine_code import _clean_mappings, compile_text
-from specbranch.models.weights import Matrix
+from specbranch.models.cpu import kernels, linear
+from specbranch.models.cpu.kernels import Machine, Stored, load_kernel, outputs_at_a_time, whole_numbers
+from specbranch.models.cpu.linear import MOST_ROWS, STORED_AS, KernelLinear, PlainLinear, choose_linear
+from specbranch.models.cpu.machine_code import _clean_mappings, compile_text
+from specbranch.models.files.weights import Matrix
 
 SHAPES = [(576, 576), (960, 577), (1, 64), (7, 3), (5, 1), (130, 1000), (4099, 33)]  # outputs, inputs
 KINDS = ["torch", "onednn", "llvm"]
@@ -375,7 +375,7 @@ Anonymous: 0 kB
 
 @pytest.mark.slow
 def test_the_benchmark_ends_with_json() -> None:
-    command = [sys.executable, "-m", "specbranch.models.linear", "--layers", "1", "--cycles", "1", "--threads", "1"]
+    command = [sys.executable, "-m", "specbranch.models.cpu.linear", "--layers", "1", "--cycles", "1", "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["kinds"]["torch"]) == {"1", "2", "3", "4", "6", "8", "16"}

@@ -11,7 +11,7 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Verify
 from specbranch.core.request import Request
 from specbranch.exec.verifier import Verifier
-from specbranch.models.kernels import load_kernel
+from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.noise import shared_noise
 from specbranch.models.sampling import TorchSampler

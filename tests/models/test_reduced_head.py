@@ -17,15 +17,15 @@ from specbranch.core.runner import MOST_ENTRIES, Ask, Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import ModelError
 from specbranch.models.columns import Columns
+from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
-from specbranch.models.kernels import load_kernel
-from specbranch.models.locate import locate
+from specbranch.models.files.locate import locate
+from specbranch.models.files.weights import Matrix, ReducedHead, read_weights
 from specbranch.models.native import NativeRunner, open_model
 from specbranch.models.noise import Noise
 from specbranch.models.reductions import leading
 from specbranch.models.rows import TensorRow, collate, rows_of, scored
 from specbranch.models.sampling import TorchSampler
-from specbranch.models.weights import Matrix, ReducedHead, read_weights
 from tiny_models import saved, some_tokens, tiny
 
 VOCABULARY, KEPT = 5003, 811

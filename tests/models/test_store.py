@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from specbranch.errors import BadParameter, DownloadError
-from specbranch.models import fetch, store
-from specbranch.models.fetch import Source
+from specbranch.models.files import fetch, store
+from specbranch.models.files.fetch import Source
 
 NAME = "tiny"
 MODEL = random.Random(3).randbytes(600_000)
@@ -270,7 +270,7 @@ def test_of_two_pulls_at_once_one_fetches_and_both_get_the_file(index: Index) ->
 def test_the_lock_of_a_killed_process_does_not_block(index: Index, cache: Path) -> None:
     cache.mkdir(parents=True)
     code = (
-        "import os, sys; from pathlib import Path; from specbranch.models import store;"
+        "import os, sys; from pathlib import Path; from specbranch.models.files import store;"
         "lock = store._locked(Path(sys.argv[1]), store.quiet); lock.__enter__(); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(cache / ".lock")], check=False).returncode == 9
@@ -400,5 +400,5 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_store_needs_no_torch() -> None:
-    code = "import sys, specbranch.models.store; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    code = "import sys, specbranch.models.files.store; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import ModelError
-from specbranch.models.encodings import gguf_encoding
-from specbranch.models.gguf_file import GgufFile
-from specbranch.models.locate import Located, locate
+from specbranch.models.files.encodings import gguf_encoding
+from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.locate import Located, locate
+from specbranch.models.files.tensor_file import CALM, Entry, TensorFile
+from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
 from specbranch.models.native import load_native, open_model
-from specbranch.models.tensor_file import CALM, Entry, TensorFile
-from specbranch.models.weights import GGUF, HUGGING_FACE, read_weights
 from tiny_models import CONFIGS, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
@@ -96,7 +96,7 @@ def test_gguf_gives_the_logits_of_its_safetensors_twin(kind: str, tmp_path: Path
 
 
 def test_llama3_scaling_comes_from_the_tensor_gguf_keeps_it_in(tmp_path: Path) -> None:
-    from specbranch.models.architecture import Architecture
+    from specbranch.models.files.architecture import Architecture
     from specbranch.models.rope import frequencies
 
     scaled = Architecture.from_config(CONFIGS["llama-llama3"]().to_dict()).rope

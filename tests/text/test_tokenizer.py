@@ -256,7 +256,7 @@ def test_endings_of_a_gguf_are_read_past_its_arrays(tmp_path: Path) -> None:
 def test_default_model_tokenizes_as_transformers_does_from_its_gguf(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from specbranch.models.store import pull
+    from specbranch.models.files.store import pull
 
     path = pull("smollm2-135m")
     ours = Tokenizer.from_gguf(path, tmp_path)

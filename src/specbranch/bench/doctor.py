@@ -191,7 +191,7 @@ def memory() -> Finding:
 
 def cache() -> Finding:
     """Check that the cache folder can be written and has room."""
-    from specbranch.models.store import CACHE_VARIABLE, cache_folder
+    from specbranch.models.files.store import CACHE_VARIABLE, cache_folder
 
     folder = cache_folder()
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -378,8 +378,8 @@ def _kernel(name: str, runner: Any) -> Finding:
 
 def _target(choice: ModelChoice) -> Finding:
     """Check that a target is here and whole."""
-    from specbranch.models import store
-    from specbranch.models.locate import locate
+    from specbranch.models.files import store
+    from specbranch.models.files.locate import locate
 
     if choice.name in store.KNOWN and not Path(choice.name).exists():
         path = store.installed(choice.name)
@@ -400,7 +400,7 @@ def _target(choice: ModelChoice) -> Finding:
 def _draft(patient: Patient) -> Finding:
     """Check that a draft is here, whole, and this target's."""
     from specbranch.distill.draft_name import draft_config
-    from specbranch.models.locate import locate
+    from specbranch.models.files.locate import locate
 
     name = patient.draft.name
     try:
@@ -456,7 +456,7 @@ def _version(package: str) -> str | None:
 
 
 def _features() -> str:
-    from specbranch.models.machine_code import CannotCompile, host_features
+    from specbranch.models.cpu.machine_code import CannotCompile, host_features
 
     try:
         found = host_features()

@@ -27,7 +27,7 @@ from specbranch.engine import LLM
 from specbranch.errors import ModelError
 from specbranch.hrad.forecast import ON
 from specbranch.hrad.predictor import Predictor
-from specbranch.models.store import cache_folder
+from specbranch.models.files.store import cache_folder
 from specbranch.pairs import chosen_models, predictor_folder
 
 log = logging.getLogger("specbranch")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specbranch.distill.train import Trained, TrainSettings
     from specbranch.distill.writer import Target
     from specbranch.distill.writer_settings import WriterSettings
-    from specbranch.models.architecture import Architecture
+    from specbranch.models.files.architecture import Architecture
 
 log = logging.getLogger("specbranch")
 
@@ -175,7 +175,7 @@ class _Run:
         from specbranch.assembly import ModelChoice, chosen_device
         from specbranch.cli.progress import pulled
         from specbranch.distill.draft_folder import fingerprint_of, refuse_other_draft
-        from specbranch.models.locate import locate
+        from specbranch.models.files.locate import locate
         from specbranch.models.native import open_model
 
         if given["only_write"] and given["material"] is not None:

@@ -25,7 +25,7 @@ def models(context: click.Context) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON list; `kind` tells models from pairs.")
 def list_models(as_json: bool = False) -> None:
     """Show each known model and pair: size, licence, a draft's layers and how often it agrees with its target, and where it is."""
-    from specbranch.models import store
+    from specbranch.models.files import store
 
     known = [_model_row(name, model.size, model.licence, store.installed(name)) for name, model in store.KNOWN.items()]
     pairs = [_pair_row(pair) for pair in PAIRS.values()]
@@ -48,7 +48,7 @@ def pull(name: str) -> None:
     An interrupted fetch goes on where it stopped.
     """
     from specbranch.cli.progress import pulled
-    from specbranch.models import store
+    from specbranch.models.files import store
 
     model = PAIRS[name].target if name in PAIRS else name
     if model not in store.KNOWN:

@@ -120,7 +120,7 @@ class Job:
         from specbranch.cli.progress import pulled
         from specbranch.distill.writer import write
         from specbranch.distill.writer_settings import WriterSettings
-        from specbranch.models.locate import locate
+        from specbranch.models.files.locate import locate
         from specbranch.models.native import open_model
 
         given = self.given
@@ -249,7 +249,7 @@ class Job:
         from specbranch.assembly import ModelChoice, fetched, load_tokenizer
         from specbranch.distill.openings import Script
         from specbranch.distill.writer_settings import WriterSettings
-        from specbranch.models.locate import locate
+        from specbranch.models.files.locate import locate
         from specbranch.models.native import open_model
 
         choice = ModelChoice(fetched(ModelChoice(self.target)))

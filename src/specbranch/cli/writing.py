@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from specbranch.distill.material import Material
     from specbranch.distill.writer import Target, Written
     from specbranch.distill.writer_settings import WriterSettings
-    from specbranch.models.architecture import Architecture
-    from specbranch.models.tensor_file import TensorSource
+    from specbranch.models.files.architecture import Architecture
+    from specbranch.models.files.tensor_file import TensorSource
 
 
 def material_files(path: Path) -> list[Path]:
@@ -43,7 +43,7 @@ def joined(parts: list[Material]) -> Material:
 
 def title_and_licence(name: str) -> tuple[str, str | None]:
     """Return what to call the target in files that others read (no path of this machine), and its licence where it is known."""
-    from specbranch.models.store import KNOWN
+    from specbranch.models.files.store import KNOWN
 
     if name in KNOWN:
         return name, KNOWN[name].licence
@@ -56,7 +56,7 @@ def load_target(arch: Architecture, file: TensorSource, device: str) -> Target:
     import torch
 
     from specbranch.distill.writer import Target
-    from specbranch.models.weights import read_weights
+    from specbranch.models.files.weights import read_weights
 
     place = torch.device(device)
     return Target(arch, read_weights(arch, file, place, torch.float32 if place.type == "cpu" else torch.bfloat16))

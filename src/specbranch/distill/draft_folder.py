@@ -23,10 +23,10 @@ from torch import Tensor
 
 from specbranch.distill.draft_name import KEY
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.architecture import Architecture, Rope
-from specbranch.models.gguf_file import GgufFile
-from specbranch.models.tensor_file import TensorSource
-from specbranch.models.weights import GGUF, HUGGING_FACE, LayerWeights, Matrix
+from specbranch.models.files.architecture import Architecture, Rope
+from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.tensor_file import TensorSource
+from specbranch.models.files.weights import GGUF, HUGGING_FACE, LayerWeights, Matrix
 
 Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")

@@ -16,14 +16,14 @@ from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.distill.draft_folder import DraftFile, fingerprint_of, read_draft
 from specbranch.errors import ModelError
-from specbranch.models.architecture import Architecture
 from specbranch.models.columns import Columns
+from specbranch.models.cpu.linear import takes_int8
 from specbranch.models.decoder import Decoder
-from specbranch.models.linear import takes_int8
-from specbranch.models.locate import locate
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import locate
+from specbranch.models.files.tensor_file import TensorSource
+from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, Matrix, ReducedHead, Weights, read_weights
 from specbranch.models.native import NativeRunner, open_model
-from specbranch.models.tensor_file import TensorSource
-from specbranch.models.weights import HUGGING_FACE, LayerWeights, Matrix, ReducedHead, Weights, read_weights
 
 
 @dataclass(frozen=True, slots=True)

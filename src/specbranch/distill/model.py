@@ -18,8 +18,8 @@ from specbranch.distill.attention import Attend, attention
 from specbranch.distill.material import Batch
 from specbranch.errors import BadParameter
 from specbranch.models import rope
-from specbranch.models.architecture import Architecture
-from specbranch.models.weights import LayerWeights, Matrix, Weights
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.weights import LayerWeights, Matrix, Weights
 
 CHUNK = 4096  # rows whose scores of the whole vocabulary exist at once
 

@@ -17,7 +17,7 @@ import torch
 
 from specbranch.distill.writer_settings import LEAST_QUESTION, WriterSettings
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.architecture import Architecture
+from specbranch.models.files.architecture import Architecture
 from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")

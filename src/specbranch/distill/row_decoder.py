@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specbranch.models.architecture import Architecture
 from specbranch.models.decoder import Decoder, Part, Step
-from specbranch.models.weights import Weights
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.weights import Weights
 
 log = logging.getLogger("specbranch")
 

@@ -27,8 +27,8 @@ from specbranch.distill.model import NOTHING, Stack, compare, counted, divergenc
 from specbranch.distill.picture import picture
 from specbranch.distill.teacher import Heard, Teacher, moved
 from specbranch.errors import BadParameter
-from specbranch.models.architecture import Architecture
-from specbranch.models.weights import Weights
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.weights import Weights
 
 log = logging.getLogger("specbranch")
 T = TypeVar("T")

@@ -24,8 +24,8 @@ from specbranch.distill.openings import Script
 from specbranch.distill.row_decoder import RowDecoder
 from specbranch.distill.writer_settings import WriterSettings
 from specbranch.errors import ModelError
-from specbranch.models.architecture import Architecture
-from specbranch.models.weights import Weights
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.weights import Weights
 from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
 from specbranch.models import rope
-from specbranch.models.architecture import Architecture
-from specbranch.models.linear import Linear, choose_linear
-from specbranch.models.weights import LayerWeights, Matrix, Weights
+from specbranch.models.cpu.linear import Linear, choose_linear
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.weights import LayerWeights, Matrix, Weights
 
 
 class Cache:

@@ -18,15 +18,15 @@ from torch import Tensor
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.architecture import Architecture, token_ids
+from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.decoder import Cache, Decoder
-from specbranch.models.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.gguf_file import GgufFile
-from specbranch.models.locate import Located, locate
+from specbranch.models.files.architecture import Architecture, token_ids
+from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.locate import Located, locate
+from specbranch.models.files.tensor_file import TensorSource, open_folder
+from specbranch.models.files.weights import read_weights
 from specbranch.models.rows import TensorRow
 from specbranch.models.steps import Planner, Rows, dealt, rows_of_chunk, rows_of_nodes
-from specbranch.models.tensor_file import TensorSource, open_folder
-from specbranch.models.weights import read_weights
 
 log = logging.getLogger("specbranch")
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from specbranch.models.architecture import Rope
+from specbranch.models.files.architecture import Rope
 
 
 def tables(rope: Rope, head_dim: int, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError
 from specbranch.extras import ACCELERATE
-from specbranch.models.rollback import active_window, refuse_if_cannot_roll_back
+from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 from specbranch.models.rows import TensorRow, rows_of
 
 CHUNK = 512  # tokens of a prompt read at once

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.models.cpu.linear import KernelLinear, Linear
+from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, Shape
+from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer, Part, Step
-from specbranch.models.linear import KernelLinear, Linear
-from specbranch.models.row_kernel_text import ENTRY, FIELDS, Shape
-from specbranch.models.row_kernels import RowKernels, float_bits, load_row_kernels
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specbranch.models.architecture import Architecture
 from specbranch.models.columns import Columns
-from specbranch.models.gguf_file import GgufFile
-from specbranch.models.tensor_file import TensorSource
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.tensor_file import TensorSource
 
 HUGGING_FACE = {
     "embedding": "model.embed_tokens",

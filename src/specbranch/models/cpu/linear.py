@@ -4,7 +4,7 @@ Owns the choice and the callables; the machine code is in `kernels`. Invariant: 
 count up to `MOST_ROWS`, so that with "llvm" (and no other kind) a row gets the same bits alone and among others. Calls with more rows
 (prefill) are torch's own; the compiled step calls no layer but the kernels of all of them, and so keeps that promise at any row count.
 
-`python -m specbranch.models.linear` prints what each kind costs on this machine.
+`python -m specbranch.models.cpu.linear` prints what each kind costs on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.errors import unknown
-from specbranch.models.kernels import Kernel, Stored, load_kernel, outputs_at_a_time, whole_numbers
+from specbranch.models.cpu.kernels import Kernel, Stored, load_kernel, outputs_at_a_time, whole_numbers
 
 Kind = Literal["torch", "onednn", "llvm"]
 Linear = Callable[[Tensor], Tensor]
@@ -280,7 +280,7 @@ def _pass(model: list[tuple[int, Linear]], inputs: dict[int, Tensor]) -> float:
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m specbranch.models.linear", description=bench.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m specbranch.models.cpu.linear", description=bench.__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads for torch and the kernel")
     parser.add_argument("--layers", type=int, default=30, help="layers of weights to go through")
     parser.add_argument("--cycles", type=int, default=9, help="passes to take the median of")

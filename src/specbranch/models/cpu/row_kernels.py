@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from specbranch.models.machine_code import CannotCompile, Team, compile_text, team_size_address, torch_team
-from specbranch.models.row_kernel_text import Shape, source
+from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, team_size_address, torch_team
+from specbranch.models.cpu.row_kernel_text import Shape, source
 
 Operation = Literal["norm", "turn", "attend", "gate"]
 OPERATIONS: tuple[Operation, ...] = ("norm", "turn", "attend", "gate")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from specbranch.models.locate import locate
+from specbranch.models.files.locate import locate
 
 EDGE = 1 << 20  # bytes read of each end of a file
 KINDS = (".safetensors", ".gguf", ".json")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from specbranch.errors import ModelError
-from specbranch.models.encodings import Encoding, gguf_encoding
-from specbranch.models.tensor_file import Entry, TensorFile
+from specbranch.models.files.encodings import Encoding, gguf_encoding
+from specbranch.models.files.tensor_file import Entry, TensorFile
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9

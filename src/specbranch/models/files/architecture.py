@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
 from specbranch.errors import ModelError, UnsupportedArchitecture
-from specbranch.models.rollback import active_window, refuse_if_cannot_roll_back
+from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 
 __all__ = ["Architecture", "Family", "GgufHeader", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from specbranch.errors import DownloadError, unknown
-from specbranch.models.fetch import CHUNK, Progress, Refused, Source, download, download_by_pip, locate
+from specbranch.models.files.fetch import CHUNK, Progress, Refused, Source, download, download_by_pip, locate
 
 if TYPE_CHECKING or sys.platform != "win32":
     import fcntl

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from specbranch.models.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
+from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
 
 Stored = Literal["float32", "bfloat16", "int8"]
 BYTES: dict[Stored, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight

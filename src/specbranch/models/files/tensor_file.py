@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specbranch.errors import ModelError
-from specbranch.models.encodings import SAFETENSORS, Encoding
+from specbranch.models.files.encodings import SAFETENSORS, Encoding
 
 PIECE = 4 << 20  # bytes sent to a device at once
 # Numbers converted at once on a CPU: they stay in its cache, and torch splits the work among threads only from 32768 on. Waking threads

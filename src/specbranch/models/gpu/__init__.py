@@ -1,0 +1,1 @@
+"""Steps on GPUs: graphs over the plain decoder."""
