@@ -1,4 +1,4 @@
-"""The pool of cache pages against a list of lists: whatever is grown, forked, written and dropped, every place holds what was last put there."""
+"""The pool of cache pages against a list of lists: whatever is done to it, every place holds what was last put there."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from specbranch.distill.material import Material
 from specbranch.distill.openings import Script
 from specbranch.distill.writer_settings import WriterSettings
 from specbranch.errors import ModelError
-from specbranch.models.files.architecture import Architecture
 from specbranch.models.decoder import Decoder
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import Weights
 from specbranch.models.texts import Texts
 from specbranch.text.tokenizer import Tokenizer

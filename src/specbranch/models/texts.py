@@ -47,7 +47,9 @@ class Texts:
         at, rows = positions.int(), self._rows
         begin = rows * (self._pages * PAGE)
         shared = (at // GROUP - 1).clamp_(min=0) * GROUP
-        own = begin[:, None] + shared[:, None] + torch.arange(OWN, dtype=torch.int32, device=rows.device)
+        # Asking for the longest line would make a GPU wait; a CPU gains by it.
+        longest = int((at - shared).max()) + 1 if rows.device.type == "cpu" else OWN
+        own = begin[:, None] + shared[:, None] + torch.arange(longest, dtype=torch.int32, device=rows.device)
         own.clamp_(max=self.memory.data.shape[0] * PAGE - 1)  # what lies beyond a row's count is not read
         tables = rows[:, None] * self._pages + torch.arange(self._pages, dtype=torch.int32, device=rows.device)
         groups = torch.stack((rows, torch.ones_like(rows)), dim=1)
