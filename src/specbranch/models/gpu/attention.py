@@ -38,7 +38,7 @@ def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
 def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
     """Attend with queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim]; returns [rows, heads·head_dim].
 
-    Gathers what each row sees in the order of positions: as much memory as all rows' caches together.
+    Gathers what each row sees: as much memory as all rows' caches together.
     """
     rows, heads, head_dim = queries.shape
     places, seen = _seen_places(step)
@@ -108,13 +108,13 @@ def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_head
 
 
 def _seen_places(step: Views) -> tuple[Tensor, Tensor]:
-    """The flat places that each row may see in the order of positions, and which of them it does [rows, places]."""
+    """The flat places that each row may see, its own line first, and which of them it does [rows, places]."""
     device = step.tables.device
     first, count = step.groups.unbind(1)
     row = torch.arange(len(step.slots), device=device)
     group = ((row >= first[:, None]) & (row < (first + count)[:, None])).int().argmax(0)  # 0 where in none
     position = torch.arange(step.tables.shape[1] * PAGE, device=device)
     through_table = step.tables[group][:, position // PAGE] * PAGE + position % PAGE
-    seen = torch.cat((position < step.shared[:, None], torch.arange(OWN, device=device) < step.own_count[:, None]), 1)
+    seen = torch.cat((torch.arange(OWN, device=device) < step.own_count[:, None], position < step.shared[:, None]), 1)
     # What is not seen may never have been written, or not exist: the row itself stands in for it.
-    return torch.where(seen, torch.cat((through_table, step.own), 1), step.slots[:, None]), seen
+    return torch.where(seen, torch.cat((step.own, through_table), 1), step.slots[:, None]), seen

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import pad, rms_norm, silu
 
 from specbranch.models import rope
 from specbranch.models.kv import PAGE
@@ -39,13 +39,14 @@ def turned(qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tenso
     """
     kv_heads, head_dim = pages.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    qk, values = heads[:, :-kv_heads], heads[:, -kv_heads:]
-    if norm is not None:
-        qk = rms_norm(qk, (head_dim,), eps=eps) * norm
-    qk = rope.turn(qk, cos, sin)
+    normed = heads if norm is None else rms_norm(heads, (head_dim,), eps=eps) * pad(norm, (0, 0, 0, kv_heads))
+    all_turned = rope.turn(normed, cos, sin)
+    # Values are turned for nothing and chosen as they were: a cat of keys and values would be a kernel of its own.
+    is_value = torch.arange(2 * kv_heads, device=qkv.device)[:, None] >= kv_heads
+    both = torch.where(is_value, heads[:, -2 * kv_heads :], all_turned[:, -2 * kv_heads :])
     at = slots.long()
-    pages.index_put_((at // PAGE, at % PAGE), torch.stack((qk[:, -kv_heads:], values), 1))
-    return qk[:, :-kv_heads].contiguous()
+    pages.index_put_((at // PAGE, at % PAGE), both.view(-1, 2, kv_heads, head_dim))
+    return all_turned[:, : -2 * kv_heads].contiguous()
 
 
 def added(x: Tensor, more: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -81,8 +82,10 @@ class _Compiled:
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self._plain = plain
-        # Shapes are never left open: sums over an open width are slow, and rows come in few numbers.
-        self._now: Callable[..., Any] = torch.compile(plain, dynamic=False, fullgraph=True)
+        # Shapes are never left open: sums over an open width are slow, and rows come in few numbers. Nothing is tried out either: that
+        # would make a copy of all pages, and a row's bits a matter of chance.
+        options: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_pointwise": False}
+        self._now: Callable[..., Any] = torch.compile(plain, dynamic=False, fullgraph=True, options=options)
 
     def __call__(self, *given: Any) -> Any:
         if self._now is self._plain:
