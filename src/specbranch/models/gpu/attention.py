@@ -22,9 +22,9 @@ log = logging.getLogger("specbranch")
 
 Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
-BLOCK = 128  # shared positions of a program; half as many in float32, whose tiles would not fit
+BLOCK, TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
+WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
 LINE = 32  # places of an own line at a time
-TILE = 64  # queries of a program, rows and heads taken together
 CHUNK = 16  # blocks that are joined at a time
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
@@ -56,8 +56,9 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
 
     rows, heads, head_dim = queries.shape
     kv_heads, share = keys.shape[1], heads // keys.shape[1]
-    padded, block = power_of_two(share), BLOCK // max(keys.element_size() // 2, 1)
-    tile_rows = min(GROUP_ROWS, max(TILE // padded, 1))
+    padded = power_of_two(share)
+    block, tile = (WIDE_BLOCK, WIDE_TILE) if keys.element_size() > 2 else (BLOCK, TILE)
+    tile_rows = min(GROUP_ROWS, max(tile // padded, 1))
     groups, pages = step.tables.shape
     slots = 1 + pages * PAGE // block
     shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block}
