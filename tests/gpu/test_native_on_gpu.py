@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specbranch.core.runner import Feed, Runner
+from specbranch.config import SamplingParams
+from specbranch.core.orders import Context, Verify
+from specbranch.core.request import Request
+from specbranch.core.runner import Ask, Feed, Runner, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
@@ -51,3 +54,47 @@ def test_bfloat16_is_the_default_on_a_gpu(tmp_path: Path) -> None:
     runner = load_native(saved(tiny("llama"), tmp_path), context_length=64, device="cuda")
     assert runner.dtype == torch.bfloat16
     assert rows_after(runner, some_tokens(20)).isfinite().all()
+
+
+def test_questions_wait_for_nothing_but_their_one_read(tmp_path: Path) -> None:
+    runner = load_native(saved(tiny("qwen3"), tmp_path), context_length=300, device="cuda")
+    requests = [Request(SamplingParams(**shaping), 1, 4, rule=rule) for shaping in SHAPINGS.values() for rule in ("match", "ratio")]
+    for turn in range(2):  # the first one captures, and makes buffers as large as they have to be
+        for seq, request in enumerate(requests):
+            runner.open(seq, request)
+            runner.extend(seq, some_tokens(40, seed=seq))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            _ask_everything(runner, len(requests))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for seq in range(len(requests)):
+            runner.close(seq)
+    runner.check()
+
+
+def _ask_everything(runner: NativeRunner, sequences: int) -> None:
+    work = [Feed(seq, (1, 2, 3), (ROOT, 0, 0)) for seq in range(sequences)]
+    runner.propose(work, [Ask(seq, node, 3) for seq in range(sequences) for node in range(3)])
+    for seq in range(sequences):
+        runner.keep(seq, (0, 2), 1)  # moves a place
+    orders = [Verify(Context(0, ()), (4, 5), (ROOT, ROOT)) for _ in range(sequences)]
+    feeds = [Feed(seq, (7, 4, 5), (0, 1, 1)) for seq in range(sequences)]
+    trials = [Trial(seq, order, 1, (2, 3), logprobs=2) for seq, order in enumerate(orders)]
+    assert len(runner.verify(feeds, trials)()) == sequences
+
+
+def test_memory_is_flat_over_many_requests(tmp_path: Path) -> None:
+    runner = load_native(saved(tiny("llama"), tmp_path), context_length=600, device="cuda")
+    used: list[int] = []
+    for number in range(120):
+        runner.open(0, Request(SamplingParams(), number, 4))
+        runner.extend(0, some_tokens(20 + 3 * number, seed=number))
+        for _ in range(3):
+            runner.propose([Feed(0, (1, 2), (ROOT, 0))], [Ask(0, 1)])
+            runner.keep(0, (0, 1), 2)
+        runner.close(0)
+        used.append(torch.cuda.memory_reserved())
+    runner.check()
+    assert runner.pool.free == runner.pool.pages and used[-1] <= used[40]

@@ -22,7 +22,7 @@ from specbranch.models.files.weights import Matrix, ReducedHead, read_weights
 from specbranch.models.kv import Pool, Table
 from specbranch.models.native import READ_COMPILED, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
-from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
+from tiny_models import CONFIGS, GREEDY, planted, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 
@@ -85,6 +85,24 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(kin
     for depth, row in enumerate((tree[1], tree[3], tree[4], batch[1][0])):
         assert torch.equal(row.logits, alone[depth])
     assert torch.equal(batch[0][1].logits, alone[1])
+
+
+@pytest.mark.parametrize("prefix", [5, 40, 230, 250, 256, 300])
+def test_a_node_behind_siblings_has_the_bits_of_plain_decoding(prefix: int, threads: int, folders: dict[str, Path]) -> None:
+    runner, line = load_native(folders["llama"], context_length=512, tail=128), some_tokens(40, seed=9)
+    runner.open(0, GREEDY)
+    runner.extend(0, some_tokens(prefix))
+    alone = []
+    for token in line:
+        alone.append(runner.score([Feed(0, (token,), (ROOT,))])[0][0].logits)
+        runner.keep(0, (0,), 1)
+    runner.rewind(0, prefix)
+    feed, nodes = planted(random.Random(prefix), line)
+    rows = runner.score([feed])[0]
+    assert all(torch.equal(rows[node].logits, expected) for node, expected in zip(nodes, alone, strict=True))
+    runner.keep(0, nodes[:20], 20)
+    again = runner.score([Feed(0, tuple(line[20:]), tuple(range(ROOT, 19)))])[0]
+    assert all(torch.equal(row.logits, expected) for row, expected in zip(again, alone[20:], strict=True))
 
 
 def test_moved_places_keep_their_bits(folders: dict[str, Path]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +12,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specbranch.config import SamplingParams
 from specbranch.core.request import Request
+from specbranch.core.runner import Feed
+from specbranch.core.slots import ROOT
 
 GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 
@@ -76,3 +80,19 @@ def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 def some_tokens(count: int, seed: int = 1) -> list[int]:
     """Random token ids."""
     return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def planted(rng: random.Random, line: Sequence[int]) -> tuple[Feed, list[int]]:
+    """A line of tokens with garbage siblings, and their children, before and between; returns where the line lies."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    nodes: list[int] = []
+    for token in line:
+        above = nodes[-1] if nodes else ROOT
+        for _ in range(rng.choice((0, 1, 2))):
+            tokens.append(rng.randrange(SHAPE["vocab_size"]))
+            parents.append(rng.choice([above, len(tokens) - 2] if len(tokens) > 1 else [above]))
+        nodes.append(len(tokens))
+        tokens.append(token)
+        parents.append(above)
+    return Feed(0, tuple(tokens), tuple(parents)), nodes

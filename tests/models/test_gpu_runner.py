@@ -1,0 +1,231 @@
+"""A GPU's runner, here on the CPU: it answers as the reference does, with one copy up and one read a question."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbranch.config import SamplingParams
+from specbranch.core.orders import Context, Sparse, Verify
+from specbranch.core.request import Request
+from specbranch.core.runner import Ask, Feed, Head, Judged, Proposal, Runner, Trial, Verdicts
+from specbranch.core.slots import ROOT
+from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.native import NativeRunner, load_native
+from test_identity_models import SHAPINGS, compare
+from tiny_models import planted, saved, some_tokens, tiny
+
+VOCABULARY = 131
+REQUESTS = {
+    "greedy": Request(SamplingParams(), 3, 4),
+    "match": Request(SamplingParams(temperature=0.9), 3, 4),
+    "shaped": Request(SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, logit_bias={5: 2.0}), 3, 4),
+    "ratio": Request(SamplingParams(temperature=1.3), 3, 4, rule="ratio"),
+    "ratio, shaped": Request(SamplingParams(temperature=1.3, top_k=40, presence_penalty=0.5), 3, 4, rule="ratio"),
+    "foretold": Request(SamplingParams(temperature=0.7, logprobs=3), 3, 4, foretold=True),
+}
+
+
+def on_graphs(path: Path, *, context_length: int, device: str, dtype: torch.dtype) -> Runner:
+    plain = load_native(path, context_length=context_length, device=device, dtype=dtype)
+    return GpuRunner(plain.decoder, context_length)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_native(saved(tiny("llama"), tmp_path_factory.mktemp("llama")), context_length=600, dtype="float64").decoder
+
+
+@pytest.fixture
+def both(decoder: Any) -> tuple[NativeRunner, GpuRunner]:
+    return NativeRunner(decoder, 600), GpuRunner(decoder, 600)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("pair")
+    target = tiny("llama")
+    saved(target, place / "target")
+    torch.manual_seed(5)
+    for parameter in target.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * parameter.data.std() * 0.12)
+    return place / "target", saved(target, place / "draft")
+
+
+@pytest.mark.parametrize("shaping", ["greedy", "everything"])
+def test_every_method_gives_autoregressive_tokens(shaping: str, pair: tuple[Path, Path]) -> None:
+    sessions = compare(on_graphs, *pair, SHAPINGS[shaping], runs=2)
+    assert sum(session.stats.accepted for session in sessions.values()) > 0
+    assert sum(session.stats.rejected for session in sessions.values()) > 0
+
+
+def sparse(rng: random.Random, token: int) -> Sparse:
+    """A law of a few tokens, one of them given."""
+    ids = list(dict.fromkeys([token, *rng.sample(range(VOCABULARY), 5)]))
+    weights = [rng.random() for _ in ids]
+    ranked = sorted(zip(ids, weights, strict=True), key=lambda one: -one[1])
+    return Sparse(tuple(i for i, _ in ranked), tuple(w / sum(weights) for _, w in ranked))
+
+
+def tree(rng: random.Random, on: Sequence[int], likely: Sequence[int], drawn: bool) -> Verify:
+    """A tree of tokens, many of them likely, equal siblings among them; by the ratio rule some were drawn."""
+    count = rng.choice((0, 1, 3, 8, 14))
+    parents = tuple(rng.randint(ROOT, node - 1) if rng.random() < 0.5 else node - 1 for node in range(count))
+    tokens = tuple(rng.choice(likely) if rng.random() < 0.8 else rng.randrange(VOCABULARY) for _ in range(count))
+    q = tuple(sparse(rng, token) if rng.random() < 0.6 else None for token in tokens) if drawn else None
+    return Verify(Context(0, tuple(on)), tokens, parents, q)
+
+
+def trial_of(rng: random.Random, seq: int, on: Sequence[int], request: Request, likely: Sequence[int]) -> tuple[Feed, Trial]:
+    order = tree(rng, on, likely, request.by_ratio)
+    parents = tuple(1 + order.parent(node) for node in range(len(order.tokens)))
+    head = Head(rng.randint(ROOT, len(order.tokens) - 1), (token := rng.choice(likely)), sparse(rng, token)) if rng.random() < 0.5 else None
+    allowed = tuple(frozenset(rng.sample(range(VOCABULARY), 60)) if rng.random() < 0.5 else None for _ in range(len(order.tokens) + 1))
+    trial = Trial(seq, order, 0, tuple(range(1, len(order.tokens) + 1)), head if request.by_ratio else None)
+    trial = replace(trial, logprobs=request.params.logprobs, foretold=request.foretold, allowed=allowed if rng.random() < 0.3 else None)
+    return Feed(seq, (on[-1], *order.tokens), (ROOT, *parents)), trial
+
+
+def likely_after(runner: NativeRunner, text: Sequence[int], request: Request) -> list[int]:
+    """Tokens that the target may say after a text."""
+    runner.open(99, replace(request, rule="match"))
+    runner.extend(99, text[:-1])
+    asked = runner.propose([Feed(99, (text[-1],), (ROOT,))], [Ask(99, 0, 4, "top")])[0].tokens
+    runner.close(99)
+    return list(asked)
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, "mixed"])
+def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
+    rng, taken, heads = random.Random(name), 0, 0
+    for number in range(25):
+        requests = [rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name] for _ in range(rng.choice((1, 1, 3)))]
+        requests = [replace(request, seed=number) for request in requests]
+        texts = [some_tokens(rng.choice((3, 40, 300)), seed=rng.randrange(1000)) for _ in requests]
+        likely = [likely_after(both[0], text, request) for text, request in zip(texts, requests, strict=True)]
+        made = [trial_of(rng, seq, text, requests[seq], likely[seq]) for seq, text in enumerate(texts)]
+        found = [verdicts_of(runner, requests, texts, made) for runner in both]
+        for trial, one, other in zip((trial for _, trial in made), *found, strict=True):
+            assert_same(one, other)
+            taken += len(one.path)
+            heads += trial.head is not None and one.token == trial.head.token
+    assert taken > 5, "nothing was ever taken"
+    assert heads > 2 or "ratio" not in name, "no head was ever taken"
+
+
+def network(seen: torch.Tensor) -> torch.Tensor:
+    return seen[:, :7].tanh() + seen.mean(-1, keepdim=True)
+
+
+def verdicts_of(
+    runner: NativeRunner, requests: Sequence[Request], texts: Sequence[Sequence[int]], made: Sequence[tuple[Feed, Trial]]
+) -> list[Judged]:
+    runner.probe(2, network)
+    for seq, (request, text) in enumerate(zip(requests, texts, strict=True)):
+        runner.open(seq, request)
+        runner.extend(seq, text[:-1])
+    judged = runner.verify([feed for feed, _ in made], [trial for _, trial in made])()
+    for seq in range(len(requests)):
+        runner.close(seq)
+    runner.check()
+    return judged
+
+
+def assert_same(one: Judged, other: Judged) -> None:
+    assert (one.path, one.token) == (other.path, other.token)
+    assert (one.said is None) == (other.said is None) and one.said == pytest.approx(other.said, abs=1e-9)
+    assert (one.logprobs is None) == (other.logprobs is None)
+    for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-5) and [t for t, _ in a.top] == [t for t, _ in b.top]
+
+
+@pytest.mark.parametrize("name", ["greedy", "match", "shaped", "ratio"])
+def test_proposals_are_those_of_the_reference_also_of_nodes_read_before(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
+    text = some_tokens(40)
+    feeds = [Feed(0, (text[-1], 3, 4), (ROOT, 0, 0)), Feed(0, (5, 6), (1, 3))]
+    asks = [[Ask(0, 0), Ask(0, 2, 3, "top")], [Ask(0, 4, 2), Ask(0, 0, 5, "top", "entropy"), Ask(0, 3, allowed=frozenset((1, 2, 99)))]]
+    answers: list[list[Proposal]] = []
+    for runner in both:
+        runner.open(0, REQUESTS[name])
+        runner.extend(0, text[:-1])
+        answers.append([answer for feed, some in zip(feeds, asks, strict=True) for answer in runner.propose([feed], some)])
+    for one, other in zip(*answers, strict=True):
+        assert one.tokens == other.tokens and one.confidence == pytest.approx(other.confidence, abs=1e-6)
+    assert set(answers[0][-1].tokens) <= {1, 2, 99}
+
+
+class Counting(GpuRunner):
+    """Notes how often each call of a kind crossed to the device and back."""
+
+    def crossing(self, kind: str, begun: tuple[int, int]) -> None:
+        self.__dict__.setdefault("crossed", []).append((kind, self.transfer.copies - begun[0], self.transfer.reads - begun[1]))
+
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        begun = self.transfer.copies, self.transfer.reads
+        answers = super().propose(work, asks)
+        self.crossing("propose" if asks else "read", begun)
+        return answers
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        begun = self.transfer.copies, self.transfer.reads
+        verdicts = super().verify(work, trials)
+        assert self.transfer.reads == begun[1], "a verification waited before its verdicts were called for"
+
+        def counted() -> list[Judged]:
+            found = verdicts()
+            self.crossing("verify", begun)
+            return found
+
+        return counted
+
+
+@pytest.mark.parametrize("shaping", ["greedy", "hot", "everything"])
+def test_a_question_is_one_copy_up_and_one_read(shaping: str, pair: tuple[Path, Path]) -> None:
+    runners: list[Counting] = []
+
+    def counting(path: Path, *, context_length: int, device: str, dtype: torch.dtype) -> Runner:
+        runners.append(Counting(load_native(path, context_length=context_length, dtype=dtype).decoder, context_length))
+        return runners[-1]
+
+    compare(counting, *pair, SHAPINGS[shaping], runs=1)
+    crossed = [one for runner in runners for one in runner.__dict__["crossed"]]
+    assert {kind for kind, _, _ in crossed} >= {"propose", "verify"} and len(crossed) > 100
+    # the process executor aside, verdicts come of the same call; between the two halves of one the other model may have been asked
+    assert {(copies, reads) for kind, copies, reads in crossed if kind == "propose"} <= {(1, 1), (0, 1)}
+    assert {(copies, reads) for kind, copies, reads in crossed if kind == "verify"} == {(1, 1)}
+
+
+@pytest.mark.parametrize("prefix", [5, 40, 230, 250, 256, 300])
+@pytest.mark.parametrize("kind", ["plain", "graphs"])
+def test_a_node_behind_siblings_scores_as_in_plain_decoding(kind: str, prefix: int, both: tuple[NativeRunner, GpuRunner]) -> None:
+    runner, rng = both[kind == "graphs"], random.Random(prefix)
+    text, line = some_tokens(prefix), some_tokens(30, seed=9)
+    alone: list[torch.Tensor] = []
+    runner.open(0, REQUESTS["greedy"])
+    runner.extend(0, text)
+    for token in line:
+        alone.append(runner.score([Feed(0, (token,), (ROOT,))])[0][0].logits)
+        runner.keep(0, (0,), 1)
+    runner.rewind(0, prefix)
+    feed, nodes = planted(rng, line)
+    rows = runner.score([feed])[0]
+    for node, expected in zip(nodes, alone, strict=True):
+        torch.testing.assert_close(rows[node].logits, expected, rtol=0, atol=1e-11)
+    runner.keep(0, nodes[:20], 20)  # moved to their own places: what follows is the same again
+    again = runner.score([Feed(0, tuple(line[20:]), tuple(range(ROOT, 9)))])[0]
+    for row, expected in zip(again, alone[20:], strict=True):
+        torch.testing.assert_close(row.logits, expected, rtol=0, atol=1e-11)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
