@@ -31,6 +31,7 @@ from specbranch.sim.shipped import load_profile
 if TYPE_CHECKING:
     from specbranch.hrad.forecast import Forecast
     from specbranch.models.files.fetch import Progress
+    from specbranch.models.model import TorchRunner
     from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")
@@ -110,7 +111,7 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     return str(store.pull(choice.name, progress or store.quiet))
 
 
-def load_runner(choice: ModelChoice, beside: Runner | None = None) -> Runner:
+def load_runner(choice: ModelChoice, beside: Runner | None = None) -> TorchRunner:
     """Load a model with its caches; a draft made by `distill` shares with the target that runs `beside` it."""
     import torch
 
@@ -156,10 +157,9 @@ def load_tokenizer(choice: ModelChoice) -> Tokenizer:
 
 def make_drafter(choice: ModelChoice, vocabulary: int, beside: Runner | None = None) -> Drafter:
     """Make a draft worker that proposes only the first `vocabulary` ids."""
-    from specbranch.models.noise import shared_noise
-    from specbranch.models.sampling import TorchSampler
-
-    return Drafter(load_runner(choice, beside), TorchSampler(vocabulary, shared_noise()))
+    runner = load_runner(choice, beside)
+    runner.limit(vocabulary)
+    return Drafter(runner)
 
 
 def drafter_recipe(choice: ModelChoice, vocabulary: int) -> Recipe:
@@ -174,11 +174,7 @@ def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:
 
 def make_verifier(choice: ModelChoice) -> Verifier:
     """Make the target's worker."""
-    from specbranch.models.noise import shared_noise
-    from specbranch.models.sampling import TorchSampler
-
-    runner = load_runner(choice)
-    return Verifier(runner, TorchSampler(runner.vocabulary, shared_noise()))
+    return Verifier(load_runner(choice))
 
 
 def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner) -> Forecast | None:
@@ -219,7 +215,7 @@ def make_executor(
     drafter = make_drafter(draft, vocabulary, verifier.runner)
     if clock is None:
         return Serial(verifier, drafter)
-    return VirtualClock(verifier, MeteredDrafter(drafter.runner, drafter.sampler), clock)
+    return VirtualClock(verifier, MeteredDrafter(drafter.runner), clock)
 
 
 def cost_profile(clock: str | None, target: str, draft: str | None, force: bool = False) -> CostProfile | None:

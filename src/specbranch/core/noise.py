@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
@@ -19,6 +20,7 @@ MASK = 0xFFFFFFFF
 SCALE = 2.0**-32
 
 Purpose = Literal["draft", "accept", "residual", "own"]
+Uniform = Callable[[int, Purpose, int], float]  # (depth below a context, purpose, attempt) -> [0, 1)
 
 
 @lru_cache(maxsize=65536)

@@ -51,3 +51,4 @@ class Spot:
     position: int
     history: Callable[[], Sequence[int]]
     attempt: int = 0
+    allowed: frozenset[int] | None = None  # the tokens that may be drawn; nothing: any

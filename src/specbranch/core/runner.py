@@ -1,22 +1,24 @@
-"""Protocols between the decoding methods and the models: a Runner (model and cache), a Sampler (rows to tokens), a Law (a row of p).
+"""The protocol between the workers and the models: a Runner reads nodes and answers questions about them.
 
-Owns no behaviour. Invariant: rows stay where they were made; only token ids, confidences and a few probabilities come out.
+Owns no behaviour. Invariants: rows of logits stay where they were made; only token ids, confidences and a few probabilities come out.
+What is answered about a node depends on the tokens up to it and on its sequence's request alone, whatever else is read or asked with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from specbranch.config import HeadKind
-from specbranch.core.orders import Measure, Signal, Sparse, TokenLogprobs
-from specbranch.core.request import Spot
+from specbranch.core.orders import Measure, Signal, Sparse, TokenLogprobs, Verify
+from specbranch.core.request import Request
 from specbranch.core.slots import Slots
 
-Row = Any  # one row of logits, in whatever form its Runner and Sampler agree on
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
+
+Allowed = frozenset[int]  # the tokens that may be said at a place
 
 
 class Feed(NamedTuple):
@@ -25,6 +27,72 @@ class Feed(NamedTuple):
     seq: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What does the draft propose after a node (ROOT: after the prefix)?"""
+
+    seq: int
+    node: int
+    width: int = 1
+    heads: HeadKind = "sampled"  # ratio: is the first proposal drawn from q, or are all the top ones? (match: the same)
+    measure: Measure = "top"
+    attempt: int = 0  # tells apart the orders that drafted this place
+    allowed: Allowed | None = None  # nothing: any token
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Candidates for one place, best first, with the draft's confidence there and, if the first was drawn, its law.
+
+    `odds` tells how likely each candidate is beside the best one, by the draft's own scores; nothing: it was not said.
+    """
+
+    tokens: tuple[int, ...]
+    confidence: float
+    q: Sparse | None = None
+    odds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A token drawn for the place after the order's token `node` that is judged without having been fed."""
+
+    node: int
+    token: int
+    q: Sparse
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Which of an order's tokens does the target take, and what does it say next? By the rule of the sequence's request."""
+
+    seq: int
+    order: Verify
+    root: int  # the node that the order's tokens hang on
+    nodes: tuple[int, ...]  # where they lie
+    head: Head | None = None
+    logprobs: int | None = None  # how many of the most likely tokens are told with each taken one; nothing: none is
+    foretold: bool = False  # whether what the model's probe says of the verdict is told too
+    allowed: tuple[Allowed | None, ...] | None = None  # after the root, then after each of the nodes; nothing: any token anywhere
+
+    def node(self, index: int) -> int:
+        """The node of the order's token `index`, −1 for the root."""
+        return self.nodes[index] if index >= 0 else self.root
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Indices of the taken tokens, then the target's own next one; `said` is what a probe made of the row behind the last taken."""
+
+    path: tuple[int, ...]
+    token: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each taken token, then one for `token`
+    said: tuple[float, ...] | None = None
+
+
+Verdicts = Callable[[], list[Judged]]  # waits for the model
 
 
 class Runner(Protocol):
@@ -40,7 +108,7 @@ class Runner(Protocol):
         """How many tokens one sequence may hold."""
         ...
 
-    def open(self, seq: int) -> None:
+    def open(self, seq: int, request: Request) -> None:
         """Make room for a new, empty sequence."""
         ...
 
@@ -48,12 +116,32 @@ class Runner(Protocol):
         """The sequence's places, to be read; only this Runner changes them."""
         ...
 
-    def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the committed prefix, in chunks, without making rows. The tail must be empty."""
+    def demand(self, seq: int, count: int) -> None:
+        """Make sure that so many more nodes can be fed, or raise CacheFull."""
         ...
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Row]]:
-        """Score new nodes of several sequences in one forward; one row a node, valid until its node is dropped."""
+    def extend(self, seq: int, tokens: Sequence[int]) -> None:
+        """Append tokens to the committed prefix, in chunks; nothing can be asked about them. The tail must be empty."""
+        ...
+
+    def feed(self, work: Sequence[Feed]) -> None:
+        """Read new nodes of several sequences in one forward."""
+        ...
+
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        """Read new nodes, and answer what is asked about them, or about nodes read before."""
+        ...
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        """Read new nodes, and judge; returns at once where a device works by itself, and the verdicts when they are called for."""
+        ...
+
+    def knows(self, seq: int, node: int) -> bool:
+        """Whether questions about a node that was read can still be answered without reading it again."""
+        ...
+
+    def margin(self, seq: int, node: int, first: int, second: int) -> float:
+        """Return by how many logits `first` is preferred to `second` after a node, noise and shaping included; 0 is a tie."""
         ...
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
@@ -69,30 +157,8 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """How a draft row is to be turned into proposals."""
-
-    width: int = 1
-    heads: HeadKind = "sampled"  # ratio: is the first proposal drawn from q, or are all the top ones? (match: the same)
-    measure: Measure = "top"
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Candidates for one position, best first, with the draft's confidence there and, if the first was drawn, its law.
-
-    `odds` tells how likely each candidate is beside the best one, by the draft's own scores; nothing: it was not said.
-    """
-
-    tokens: tuple[int, ...]
-    confidence: float
-    q: Sparse | None = None
-    odds: tuple[float, ...] = ()
-
-
 class Law(Protocol):
-    """The target's shaped distribution at one row."""
+    """The target's shaped distribution at one node, where a runner judges by `core.verify.accept_ratio`."""
 
     def prob(self, token: int) -> float:
         """Return p(token)."""
@@ -108,36 +174,8 @@ class Law(Protocol):
 
 
 class Forecaster(Protocol):
-    """Foretells from a target's row what becomes of the next draft."""
+    """Foretells what becomes of the next draft."""
 
-    def attend(self, wanted: bool) -> None:
-        """Have the rows of the next forward carry what it reads, or spare them that."""
-        ...
-
-    def signal(self, row: Row, token: int) -> Signal | None:
-        """What becomes of a draft behind `token`, which came of this row; nothing if that cannot be told."""
-        ...
-
-
-class Sampler(Protocol):
-    """Turns rows into tokens; temperature, filters, penalties and noise live here, the same for target and draft."""
-
-    def pick(self, rows: Sequence[Row], spots: Sequence[Spot]) -> list[int]:
-        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
-        ...
-
-    def propose(self, rows: Sequence[Row], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
-        """Return candidates for each row."""
-        ...
-
-    def law(self, row: Row, spot: Spot) -> Law:
-        """Return the shaped distribution at a row."""
-        ...
-
-    def margin(self, row: Row, spot: Spot, first: int, second: int) -> float:
-        """Return by how many logits `first` is preferred to `second`, noise and shaping included."""
-        ...
-
-    def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
-        """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
+    def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
+        """What becomes of a draft behind the token at this position, by what the target's probe said; nothing if that cannot be told."""
         ...

@@ -9,22 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specbranch.core.noise import Purpose
+from specbranch.core.noise import Uniform
 from specbranch.core.orders import Sparse, Verify
-from specbranch.core.runner import Law
+from specbranch.core.runner import Head, Law
 from specbranch.core.slots import ROOT
 
-Uniform = Callable[[int, Purpose, int], float]  # (depth below the context, purpose, attempt) -> [0, 1)
 Outcome = tuple[tuple[int, ...], int]  # accepted nodes, then the target's own token
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A token drawn for the place after `node` that is judged without having been fed: the sampled head of a branch point."""
-
-    node: int
-    token: int
-    q: Sparse
 
 
 @dataclass(frozen=True, slots=True)

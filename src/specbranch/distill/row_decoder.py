@@ -30,21 +30,24 @@ class RowDecoder(Decoder):
         places = -(-length // 16) * 16  # masked kernels on GPUs want aligned rows
         shape = (2, arch.layers, rows, places, arch.kv_heads, arch.head_dim)
         self._cache = torch.zeros(shape, device=self.device, dtype=self.dtype)  # what a mask hides must not be NaN
-        self._attend = self._fastest()
+        self._attention_of = self._fastest()
         self._seen = _Seen.of(torch.zeros(rows, dtype=torch.int64, device=self.device), self._cache)
 
     def scores(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Feed a token a row at its position; returns logits [rows, vocabulary] in float32 or better."""
         self._seen = _Seen.of(positions, self._cache)
-        logits = self.logits(self.forward(Step(tokens, positions, ())))
+        logits = self.logits(self.forward(Step(tokens, positions, ()), self))
         return logits.float() if logits.dtype.itemsize < 4 else logits
 
-    def _attend_parts(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part]) -> Tensor:
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of one layer, each [rows, places, kv_heads, head_dim]."""
+        return self._cache[0, index], self._cache[1, index]
+
+    def _attend(self, parts: Sequence[Part], held: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store the rows' keys and values, then let each row attend to its own line; there are no parts here."""
-        lines = self._cache[:, index]  # [2, rows, places, kv_heads, head_dim]
-        for stored, new in zip(lines, (keys, values), strict=True):
+        for stored, new in zip(held, (keys, values), strict=True):
             stored.flatten(0, 1).index_copy_(0, self._seen.places, new)
-        return self._attend(queries, lines[0], lines[1], self._seen).flatten(1)
+        return self._attention_of(queries, *held, self._seen).flatten(1)
 
     def _fastest(self) -> Attend:
         """Return the kernel that reads no more of the cache than is filled, where there is one and it is right."""

@@ -5,7 +5,7 @@ Owns how lanes fork and grow. Invariant under the ratio rule: what a lane keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Sparse
@@ -74,27 +74,34 @@ class Drafter(Worker):
         return {session: order.tree for session, order in orders.items()} | grow(self, within, done)
 
     def _branches(self, orders: Mapping[int, Draft], done: Done, announce: Announce | None) -> dict[int, tuple[Branch, ...]]:
-        lines = self._read(orders)
-        lanes = [lane for session, line in lines.items() for lane in self._fork(session, orders[session], line)]
+        lanes = self._forked(orders)
         if announce:
             announce(_heads(lanes))
         while growing := self._growing(lanes, done):
             self._grow(growing)
         return {session: tuple(lane.branch() for lane in lanes if lane.session == session and lane.tokens) for session in orders}
 
-    def _read(self, orders: Mapping[int, Draft]) -> dict[int, list[int]]:
-        """Feed what is unread of each context; returns the nodes of its line, ROOT first. What the draft cannot read is left out."""
-        ends: dict[int, int] = {}
+    def _forked(self, orders: Mapping[int, Draft]) -> list[Lane]:
+        """Read what is unread of each context and open the lanes asked for, all in one forward. What the draft cannot read is left out."""
         work: list[Feed] = []
+        asks: list[Ask] = []
+        lines: dict[int, list[int]] = {}
         for session, order in orders.items():
-            if self._out_of_reach(session, order, order.plan.length):
-                continue
-            ends[session], rest = self.align(session, order.on, order.pending)
-            tail = len(self.slots(session).tokens)
-            work += [Feed(session, tuple(rest), chain_after(ends[session], tail, len(rest)))] if rest else []
-        for item, nodes in zip(work, self.feed(work) if work else [], strict=True):
-            ends[item.seq] = nodes[-1]
-        return {session: self._commit(session, end, orders[session].pending) for session, end in ends.items()}
+            if not self._out_of_reach(session, order, order.plan.length):
+                feed, lines[session] = self._aligned(session, order)
+                work.append(feed)
+                asks += _asks(session, order, lines[session])
+        answers = iter(self.propose(work, asks))
+        for session, line in lines.items():  # all but the pending tokens join the prefix, so that the next order can build on them
+            self.runner.keep(session, line[1:], len(line) - 1 - orders[session].pending)
+        return [lane for session in lines for lane in self._opened(session, orders[session], answers)]
+
+    def _aligned(self, session: int, order: Draft) -> tuple[Feed, list[int]]:
+        """Return what is to be fed of an order's context, and the nodes of its line once that is done, ROOT first."""
+        end, rest = self.align(session, order.on, order.pending)
+        tail = len(self.slots(session).tokens)
+        line = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
+        return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), line
 
     def _out_of_reach(self, session: int, order: DraftOrder, length: int) -> bool:
         """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without one, for good."""
@@ -103,32 +110,18 @@ class Drafter(Worker):
         held.out_of_reach |= too_long or max(order.on.tail, default=0) >= self.runner.vocabulary
         return held.out_of_reach
 
-    def _commit(self, session: int, end: int, pending: int) -> list[int]:
-        """Move all but the pending tokens of the line to the prefix, so that the next order can build on them; returns the line."""
-        line = self.slots(session).path(end)
-        self._keep(session, line, max(len(line) - pending, 0))
-        return [ROOT, *range(len(self.slots(session).tokens))]
-
-    def _fork(self, session: int, order: Draft, line: list[int]) -> list[Lane]:
-        """Open the lanes an order asks for, each with its head."""
-        plan, start = order.plan, len(line) - 1 - order.pending
-        if plan.length < 1:
+    def _opened(self, session: int, order: Draft, answers: Iterator[Proposal]) -> list[Lane]:
+        """Open the lanes an order asks for, each with its head; a plan without forks has one, which may end before its first token."""
+        if order.plan.length < 1:
             return []
+        if not order.plan.forks:
+            lane = Lane(session, order, order.pending, order.pending - 1)
+            lane.extend(next(answers))
+            return [lane]
         lanes: list[Lane] = []
-        for after, width in plan.forks:
-            node = line[start + after]
-            proposal = self._propose(session, order, node, Ask(width, plan.heads, plan.measure))
-            lanes += [_lane(session, order, after, node, rank, proposal) for rank in range(self._width(order, width, proposal))]
-        return lanes or [self._chain(session, order, line[start + order.pending])]
-
-    def _chain(self, session: int, order: Draft, node: int) -> Lane:
-        """Open the one lane of a plan without forks; it may end before its first token."""
-        lane = Lane(session, order, order.pending, node)
-        lane.extend(self._propose(session, order, node, Ask(measure=order.plan.measure)))
-        return lane
-
-    def _propose(self, session: int, order: Draft, node: int, ask: Ask) -> Proposal:
-        return self.sampler.propose([self.row(session, node)], [self.spot(session, node, order.number)], [ask])[0]
+        for (after, width), proposal in zip(order.plan.forks, answers, strict=False):
+            lanes += [_lane(session, order, after, rank, proposal) for rank in range(self._width(order, width, proposal))]
+        return lanes
 
     def _width(self, order: Draft, width: int, proposal: Proposal) -> int:
         if order.plan.narrow:
@@ -157,18 +150,26 @@ class Drafter(Worker):
         for lane in lanes:
             by_session.setdefault(lane.session, []).append(lane)
         work = [Feed(s, tuple(la.tokens[-1] for la in group), tuple(la.node for la in group)) for s, group in by_session.items()]
-        for group, nodes in zip(by_session.values(), self.feed(work), strict=True):
-            for lane, node in zip(group, nodes, strict=True):
+        for session, group in by_session.items():
+            for node, lane in enumerate(group, len(self.slots(session).tokens)):
                 lane.node = node
-        rows = [self.row(lane.session, lane.node) for lane in lanes]
-        spots = [self.spot(lane.session, lane.node, lane.order.number) for lane in lanes]
-        asks = [Ask(measure=lane.order.plan.measure) for lane in lanes]
-        for lane, proposal in zip(lanes, self.sampler.propose(rows, spots, asks), strict=True):
+        asks = [Ask(lane.session, lane.node, measure=lane.order.plan.measure, attempt=lane.order.number) for lane in lanes]
+        for lane, proposal in zip(lanes, self.propose(work, asks), strict=True):
             lane.extend(proposal)
 
 
-def _lane(session: int, order: Draft, after: int, node: int, rank: int, proposal: Proposal) -> Lane:
-    lane = Lane(session, order, after, node)
+def _asks(session: int, order: Draft, line: list[int]) -> list[Ask]:
+    """What is asked at the nodes where an order's lanes begin."""
+    plan, start = order.plan, len(line) - 1 - order.pending
+    if plan.length < 1:
+        return []
+    if not plan.forks:
+        return [Ask(session, line[start + order.pending], measure=plan.measure, attempt=order.number)]
+    return [Ask(session, line[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks]
+
+
+def _lane(session: int, order: Draft, after: int, rank: int, proposal: Proposal) -> Lane:
+    lane = Lane(session, order, after, after - 1)  # the pending tokens are nodes 0, 1 … behind the prefix
     lane.take(proposal.tokens[rank], proposal, proposal.q if rank == 0 else None)
     return lane
 

@@ -31,17 +31,22 @@ class _Plot:
         self.sapling.nodes = [node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)]
         self.spent = 0.0
 
-    def opening(self) -> Feed | None:
-        """What has to be read before anything can grow."""
-        if not self.rest:
-            return None
-        self.spent += self.growth.seconds(self.spent, min(len(self.rest), len(self.growth.step)))
+    @property
+    def unread(self) -> bool:
+        """Whether the draft has not yet said what follows the text itself."""
+        return not self.sapling.read
+
+    def opening(self) -> Feed:
+        """What has to be read of the text before anything can grow."""
+        if self.rest:
+            self.spent += self.growth.seconds(self.spent, min(len(self.rest), len(self.growth.step)))
+            self.sapling.steps.append(len(self.rest))
         return Feed(self.session, tuple(self.rest), chain_after(ROOT, 0, len(self.rest)))
 
-    def opened(self, nodes: list[int]) -> None:
+    def opened(self) -> None:
         """The opening was read: it is committed, and so is all of the text."""
-        self.worker.commit_line(self.session, nodes)
-        self.sapling.steps.append(len(nodes))
+        if self.rest:
+            self.worker.commit_line(self.session, range(len(self.rest)))
 
     def next_nodes(self) -> list[int]:
         """Choose what to read in the next step."""
@@ -52,55 +57,48 @@ class _Plot:
         return sorted(frontier[:width])
 
     def feed(self, numbers: list[int]) -> Feed:
-        """The work of a step."""
+        """Give nodes their places; returns the work of a step."""
         nodes = self.sapling.nodes
-        return Feed(self.session, tuple(nodes[n].token for n in numbers), tuple(self.places[nodes[n].parent] for n in numbers))
-
-    def fed(self, numbers: list[int], places: list[int]) -> None:
-        """A step was read."""
-        self.places.update(zip(numbers, places, strict=True))
+        work = Feed(self.session, tuple(nodes[n].token for n in numbers), tuple(self.places[nodes[n].parent] for n in numbers))
+        self.places.update((n, place) for place, n in enumerate(numbers, len(self.worker.slots(self.session).tokens)))
         self.sapling.feed(numbers)
+        return work
 
-    @property
-    def unread(self) -> bool:
-        """Whether the draft has not yet said what follows the text itself."""
-        return not self.sapling.read
+    def ask(self, place: int) -> Ask:
+        """Ask what the draft proposes after a node of the cache."""
+        return Ask(self.session, place, self.growth.children, "top", attempt=self.order.number)
+
+    def sprout(self, number: int, proposal: Proposal) -> None:
+        """Take in what the draft proposes."""
+        self.sapling.sprout(number, self.growth, proposal.tokens, _said(proposal))
 
 
 def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
     """Carry out the orders; `done` ends those that have the target's time to themselves."""
     plots = [_Plot(worker, session, order) for session, order in orders.items()]
     _open(worker, plots)
-    _sprout(worker, [(plot, ROOT) for plot in plots if plot.unread])
     while steps := _steps(plots, done):
-        for (plot, numbers), places in zip(steps, worker.feed([plot.feed(numbers) for plot, numbers in steps]), strict=True):
-            plot.fed(numbers, places)
-        _sprout(worker, [(plot, n) for plot, numbers in steps for n in numbers])
+        work = [plot.feed(numbers) for plot, numbers in steps]
+        ends = [(plot, n) for plot, numbers in steps for n in numbers]
+        for (plot, n), proposal in zip(ends, worker.propose(work, [plot.ask(plot.places[n]) for plot, n in ends]), strict=True):
+            plot.sprout(n, proposal)
     return {plot.session: plot.sapling.tree() for plot in plots}
 
 
 def _open(worker: Worker, plots: list[_Plot]) -> None:
-    opening = [(plot, work) for plot in plots if (work := plot.opening())]
-    if opening:
-        for (plot, _), nodes in zip(opening, worker.feed([work for _, work in opening]), strict=True):
-            plot.opened(nodes)
+    """Read what is unread of the texts, and ask what follows them where that was not said before."""
+    unread = [plot for plot in plots if plot.unread]
+    said = worker.propose([plot.opening() for plot in plots], [plot.ask(len(plot.rest) - 1) for plot in unread]) if plots else []
+    for plot in plots:
+        plot.opened()
+    for plot, proposal in zip(unread, said, strict=True):
+        plot.sprout(ROOT, proposal)
 
 
 def _steps(plots: list[_Plot], done: Done) -> list[tuple[_Plot, list[int]]]:
     over = done()
     growing = [plot for plot in plots if not (over and plot.order.until_target)]
     return [(plot, numbers) for plot in growing if (numbers := plot.next_nodes())]
-
-
-def _sprout(worker: Worker, ends: list[tuple[_Plot, int]]) -> None:
-    """Ask what the draft proposes after some nodes."""
-    if not ends:
-        return
-    rows = [worker.row(plot.session, plot.places[n]) for plot, n in ends]
-    spots = [worker.spot(plot.session, plot.places[n], plot.order.number) for plot, n in ends]
-    asks = [Ask(plot.growth.children, "top") for plot, _ in ends]
-    for (plot, n), proposal in zip(ends, worker.sampler.propose(rows, spots, asks), strict=True):
-        plot.sapling.sprout(n, plot.growth, proposal.tokens, _said(proposal))
 
 
 def _said(proposal: Proposal) -> list[float]:

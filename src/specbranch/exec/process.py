@@ -209,7 +209,7 @@ class Process:
         if work and any(o.until_target for o in work.orders.values()):
             work.target_done = self._tell(TargetDone(work.ticket))
 
-    def _await_heads(self, work: Round | None, scored: Mapping[int, Scored]) -> None:
+    def _await_heads(self, work: Round | None, scored: Scored) -> None:
         """Under the ratio rule wait for the sampled heads, which are judged together with the target's rows."""
         if work is None:
             return

@@ -55,7 +55,7 @@ class Serial:
         if not orders:
             return {}
         start, fed = self.now(), self.target.rows_fed
-        scored, failed = self.target.score(orders)
+        scored, failed = self.target.score(orders, heads)
         verdicts = self.target.judge(scored, heads)
         span = Span(start, self.now(), self.target.rows_fed - fed)
         reports = {session: Reports(verdict=verdict, verifying=span) for session, verdict in verdicts.items()}

@@ -1,23 +1,25 @@
-"""A worker's hold on its sequences: what the model has read, the rows it made, and how to bring both in line with an order.
+"""A worker's hold on its sequences: what the model has read, and how to bring that in line with an order.
 
 Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariants: after `align` the tail holds exactly the
-line the order states, the committed part of it in the prefix, and every fed node still has its row, also where the order was carried out
-before, in part or whole. Whether a token is read as part of the prompt or as a step hangs on its position and the prompt's length alone.
+line the order states, the committed part of it in the prefix, and every fed node can still be asked about, also where the order was
+carried out before, in part or whole. Whether a token is read as part of the prompt or as a step hangs on its position and the prompt's
+length alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from specbranch.core.orders import Context
-from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Feed, Row, Runner, Sampler
+from specbranch.core.request import Request
+from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 
 AT_ONCE = 16  # unread tokens an order's own forward reads besides what it asks for; more are read before it
+STRIDE = 32  # tokens of a text that are read again in one step: as deep as a tail is exact on every device
 
 
 class Stale(Exception):
@@ -26,25 +28,23 @@ class Stale(Exception):
 
 @dataclass(slots=True)
 class Holding:
-    """One sequence as a worker holds it: the request, and the row after each node (ROOT: after the prefix)."""
+    """One sequence as a worker holds it."""
 
     request: Request
-    rows: dict[int, Row] = field(default_factory=dict)
     out_of_reach: bool = False  # the text holds what this model cannot read
 
 
 class Worker:
-    """A Runner, its Sampler and the sequences they hold."""
+    """A Runner and the sequences it holds."""
 
-    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.sampler = sampler
         self.rows_fed = 0
         self._held: dict[int, Holding] = {}
 
     def open(self, session: int, request: Request) -> None:
         """Make room for a session."""
-        self.runner.open(session)
+        self.runner.open(session, request)
         self._held[session] = Holding(request)
 
     def leave(self, session: int) -> None:
@@ -63,7 +63,7 @@ class Worker:
         """
         unread, path = self._unread(session, on, pending)
         committed = len(unread) - pending
-        self._keep(session, path, min(len(path), committed))
+        self.runner.keep(session, path, min(len(path), committed))
         rest = unread[len(path) :]
         return len(self.slots(session).tokens) - 1, self._catch_up(session, rest, committed - len(path))
 
@@ -76,52 +76,37 @@ class Worker:
         rest = unread[len(path) :]
         places = {} if rest else _places(self.slots(session), path[-1] if path else ROOT, tree)
         kept = sorted(places.values())
-        self._keep(session, [*path, *kept], len(path))
+        self.runner.keep(session, [*path, *kept], len(path))
         return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
 
     def _unread(self, session: int, on: Context, pending: int) -> tuple[list[int], list[int]]:
         """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry the first of them."""
-        slots, rows = self.slots(session), self._held[session].rows
+        slots = self.slots(session)
         held, settled = len(slots.prefix), len(on) - pending
         if held < on.base:
             raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
         unread = on.tail[held - on.base :]
         alike = on.base + _alike(slots.prefix[on.base :], on.tail)
-        if min(alike, settled) < held or (settled == held and ROOT not in rows):
+        if min(alike, settled) < held or (settled == held and not self.runner.knows(session, ROOT)):
             unread = self._go_back(session, on, min(alike, settled - 1))
-        return list(unread), list(takewhile(rows.__contains__, slots.find(unread)))
+        return list(unread), list(takewhile(lambda node: self.runner.knows(session, node), slots.find(unread)))
 
     def _go_back(self, session: int, on: Context, length: int) -> tuple[int, ...]:
         """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of `on`."""
         before = tuple(self.slots(session).prefix[: on.base])
         length = length if length >= self._prompt(session) else 0
-        self._held[session].rows.clear()
         self.runner.rewind(session, length)
         return (*before, *on.tail)[length:]
 
     def commit_line(self, session: int, nodes: Sequence[int]) -> None:
         """Make a line of nodes from the root part of the prefix, and forget all others."""
-        self._keep(session, nodes, len(nodes))
+        self.runner.keep(session, nodes, len(nodes))
 
-    def feed(self, work: Sequence[Feed]) -> list[list[int]]:
-        """Feed nodes of several sequences in one forward, keep their rows; returns the new nodes of each."""
-        starts = [len(self.runner.slots(item.seq).tokens) for item in work]
-        batch = self.runner.feed(work)
-        nodes = [list(range(start, start + len(item.tokens))) for start, item in zip(starts, work, strict=True)]
-        for item, rows, new in zip(work, batch, nodes, strict=True):
-            self._held[item.seq].rows.update(zip(new, rows, strict=True))
-            self.rows_fed += len(new)
-        return nodes
-
-    def row(self, session: int, node: int) -> Row:
-        """The row after a node."""
-        return self._held[session].rows[node]
-
-    def spot(self, session: int, node: int, attempt: int = 0) -> Spot:
-        """Where the token after a node will stand."""
-        slots = self.slots(session)
-        position = len(slots.prefix) if node == ROOT else slots.position(node) + 1
-        return Spot(self._held[session].request, position, lambda: slots.sequence(node), attempt)
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        """Feed nodes of several sequences in one forward, and ask about some of those that were fed."""
+        work = [item for item in work if item.tokens]
+        self._count(work)
+        return self.runner.propose(work, asks)
 
     def slots(self, session: int) -> Slots:
         """The places of a session's sequence."""
@@ -131,14 +116,9 @@ class Worker:
         """The request a session was opened with."""
         return self._held[session].request
 
-    def _keep(self, session: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep nodes of the tail, the first `commit` of them, a line, as prefix; and the rows behind all that is left."""
-        held = self._held[session]
-        line = [ROOT, *nodes]  # the row after k kept nodes of a line is that of line[k]
-        rows = {at - commit - 1: held.rows[node] for at, node in enumerate(line) if at >= commit and node in held.rows}
-        held.rows.clear()  # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
-        self.runner.keep(session, nodes, commit)
-        held.rows.update(rows)
+    def _count(self, work: Sequence[Feed]) -> None:
+        """Note that nodes are about to be fed, in one forward."""
+        self.rows_fed += sum(len(item.tokens) for item in work)
 
     def _catch_up(self, session: int, rest: list[int], committed: int) -> list[int]:
         """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those left to feed."""
@@ -146,15 +126,16 @@ class Worker:
             self._extend(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > AT_ONCE:
-            count = min(committed - 1, max(self.slots(session).room, 1))  # without room the cache says so
-            nodes = self.feed([Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))])[0]
-            self.commit_line(session, nodes)
+            count = min(committed - 1, STRIDE, max(self.slots(session).room, 1))  # without room the cache says so
+            work = [Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))]
+            self._count(work)
+            self.runner.feed(work)
+            self.commit_line(session, range(count))
             rest, committed = rest[count:], committed - count
         return rest
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
-        """Read a part of the prompt, without making rows."""
-        self._held[session].rows.clear()
+        """Read a part of the prompt, about which nothing is asked."""
         self.runner.extend(session, tokens)
         self.rows_fed += len(tokens)
 

@@ -1,16 +1,16 @@
-"""The decoder of the Llama family: one step over rows of several sequences, on caches of committed prefix and tail.
+"""The decoder of the Llama family in plain torch: one step over rows of several sequences, on a pool of pages; the reference on any device.
 
-Owns the arithmetic and the cache memory; which token lies where is decided outside and comes in as tensors. Invariant: a step waits for
-nothing and its shapes depend only on row counts and spans, so that it can be captured in a CUDA graph. It writes the new keys and values
-at their rows' places before it attends, and nowhere else.
+Owns the arithmetic; which token lies where is decided outside and comes in as tensors. Invariants: a step waits for nothing. It writes the
+new keys and values at their rows' places before it attends, and nowhere else. A row of the tail reads its keys in the order of their
+positions, and by code that its position alone decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
@@ -19,48 +19,35 @@ from specbranch.models import rope
 from specbranch.models.cpu.linear import Linear, choose_linear
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.kv import PAGE
 
 
-class Cache:
-    """Keys and values of one sequence, all layers in one tensor, so that moving a place is one copy."""
+class Held(Protocol):
+    """Memory for keys and values, layer by layer."""
 
-    def __init__(self, arch: Architecture, places: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (2, arch.layers, arch.kv_heads, places, arch.head_dim)
-        # Elsewhere than on a CPU spans are padded: what no mask lets through is still multiplied by 0, and must not be NaN.
-        self.data = (
-            torch.empty(shape, device=device, dtype=dtype) if device.type == "cpu" else torch.zeros(shape, device=device, dtype=dtype)
-        )
-        self.keys = self.data[0].unbind(0)  # a layer: [kv_heads, places, head_dim]
-        self.values = self.data[1].unbind(0)
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy places to others in every layer at once; the two may overlap."""
-        self.data.index_copy_(3, targets, self.data.index_select(3, sources))
-
-    def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [rows, kv_heads, head_dim] at their places."""
-        self.keys[layer].index_copy_(1, places, keys.transpose(0, 1))
-        self.values[layer].index_copy_(1, places, values.transpose(0, 1))
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of one layer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What each row of a sequence sees, as places: the first `prefix` ones, then its own line; `counts` tokens in all."""
+    """What rows of the tail see: the first `shared` positions in common, then each its own line, place by place in the pool."""
 
-    prefix: int
-    places: np.ndarray  # int64 [rows, longest line]
-    counts: np.ndarray  # int64 [rows]
+    shared: Tensor  # [rows]
+    most_shared: int
+    own: Tensor  # [rows, longest line]
+    counts: Tensor  # [rows], of each line
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one sequence within a step; row i sees the first `span` places where `mask[i]` is 0, not -inf."""
+    """The rows of one sequence within a step: nodes of its tail, or a chunk of its text, in which each row sees all before it."""
 
-    cache: Cache
-    places: Tensor  # [rows]
-    span: int
-    mask: Tensor | None  # [rows, span], elsewhere than on a CPU each row `group` times; None: every row sees the whole span
-    lines: Lines | None = None  # the same, where a fused step runs in place of this decoder's
+    pages: Sequence[int]
+    places: Tensor  # [rows], in the pool
+    end: int  # positions, with those of this part
+    lines: Lines | None  # nothing: a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +73,7 @@ class Layer:
 
 
 class Decoder:
-    """Weights and position tables; caches come with each step."""
+    """Weights and position tables; the pool's memory comes with each step."""
 
     def __init__(self, arch: Architecture, weights: Weights, positions: int) -> None:
         self.arch = arch
@@ -98,8 +85,8 @@ class Decoder:
         self.head = _linear(weights.reduced.matrix if weights.reduced else Matrix(weights.head))
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
 
-    def forward(self, step: Step, seen: list[Tensor] | None = None) -> Tensor:
-        """Run every layer, writing the caches; returns the last hidden states [rows, hidden], not yet normed.
+    def forward(self, step: Step, memory: Held, seen: list[Tensor] | None = None) -> Tensor:
+        """Run every layer, writing keys and values; returns the last hidden states [rows, hidden], not yet normed.
 
         What each layer is given is appended to `seen`, where there is one.
         """
@@ -108,7 +95,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if seen is not None:
                 seen.append(x)
-            x = x + self._attention(index, layer, self._normed(x, layer.attention_norm), step.parts, cos, sin)
+            h = self._normed(x, layer.attention_norm)
+            x = x + self._attention(layer, h, step.parts, memory.layer(index), cos, sin)
             x = x + self._mlp(layer, self._normed(x, layer.mlp_norm))
         return x
 
@@ -120,14 +108,21 @@ class Decoder:
         """Return the last hidden states as the head reads them."""
         return self._normed(hidden, self.norm)
 
-    def _attention(self, index: int, layer: Layer, h: Tensor, parts: Sequence[Part], cos: Tensor, sin: Tensor) -> Tensor:
+    def _attention(self, layer: Layer, h: Tensor, parts: Sequence[Part], held: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> Tensor:
         heads, kv_heads = self.arch.heads, self.arch.kv_heads
         qkv = layer.qkv(h).view(h.shape[0], heads + 2 * kv_heads, self.arch.head_dim)
         qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, (self.arch.head_dim,), eps=self.arch.rms_eps) * layer.qk_norm
         qk = rope.turn(qk, cos, sin)
-        return layer.out(self._attend_parts(index, qk[:, :heads], qk[:, heads:], values, parts))
+        return layer.out(self._attend(parts, held, qk[:, :heads], qk[:, heads:], values))
+
+    def _attend(self, parts: Sequence[Part], held: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Let the rows of each part attend to its own sequence; returns [rows, heads·head_dim]."""
+        counts = [part.places.shape[0] for part in parts]
+        pieces = zip(parts, *(torch.split(whole, counts) for whole in (queries, keys, values)), strict=True)
+        seen = [_attend_part(part, held, *piece) for part, *piece in pieces]
+        return seen[0] if len(seen) == 1 else torch.cat(seen)
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
         gate, up = layer.gate_up(h).chunk(2, -1)
@@ -136,34 +131,51 @@ class Decoder:
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, (self.arch.hidden,), weight, self.arch.rms_eps)
 
-    def _attend_parts(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, parts: Sequence[Part]) -> Tensor:
-        """Let the rows of each part attend in their own cache; returns [rows, heads·head_dim]."""
-        if len(parts) == 1:
-            return _attend_part(index, parts[0], queries, keys, values)
-        counts = [part.places.shape[0] for part in parts]
-        pieces = zip(parts, *(torch.split(whole, counts) for whole in (queries, keys, values)), strict=True)
-        return torch.cat([_attend_part(index, *piece) for piece in pieces])
+
+def _attend_part(part: Part, held: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Store the keys and values of a part's rows, then let them attend; returns [rows, heads·head_dim]."""
+    for stored, new in zip(held, (keys, values), strict=True):
+        stored[part.places // PAGE, :, part.places % PAGE] = new
+    attend = attend_chunk if part.lines is None else attend_lines
+    return attend(queries, *held, part)
 
 
-def _attend_part(index: int, part: Part, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    part.cache.write(index, part.places, keys, values)
-    return attend(queries, part.cache.keys[index][:, : part.span], part.cache.values[index][:, : part.span], part.mask)
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend with queries [rows, heads, head_dim] to keys and values [kv_heads, span, head_dim]; returns [rows, heads·head_dim].
-
-    Rows and the heads that share a key head are taken together where one row decodes (each key is read once: 1.6 times faster on a
-    CPU) and on GPUs, whose masked kernels know no head groups. Several rows on a CPU: torch's own grouping needs no wider mask.
-    """
+def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, part: Part) -> Tensor:
+    """Attend with the last rows of a text to all of it; keys and values are those of all pages [pages, kv_heads, PAGE, head_dim]."""
     rows, heads, head_dim = queries.shape
-    if rows > 1 and queries.device.type == "cpu":
-        out = scaled_dot_product_attention(queries.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True)
+    keys, values = (torch.cat([whole[page] for page in part.pages], dim=1)[None, :, : part.end] for whole in (keys, values))
+    at = torch.arange(part.end, device=queries.device)
+    seen = at <= at[part.end - rows :, None]
+    if queries.device.type == "cpu":
+        out = scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, attn_mask=seen, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
-    group = heads // keys.shape[0]
+    # Masked kernels of GPUs know no groups of heads: those that share a key head are taken as several rows.
+    group = heads // keys.shape[1]
     grouped = queries.view(rows, -1, group, head_dim).transpose(0, 1).reshape(1, -1, rows * group, head_dim)
-    out = scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=seen.repeat_interleave(group, 0, output_size=rows * group))
     return out.view(-1, rows, group, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
+
+
+def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, part: Part) -> Tensor:
+    """Attend by positions: what is shared page by page, where it lies, then each row's own line."""
+    rows, heads, head_dim = queries.shape
+    lines, kv_heads = part.lines, keys.shape[1]
+    assert lines is not None
+    grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5  # [kv_heads, rows, group, head_dim]
+    flat = grouped.reshape(kv_heads, -1, head_dim)
+    pages = part.pages[: -(-lines.most_shared // PAGE)]
+    at = lines.own // PAGE, lines.own % PAGE
+    own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values))  # [kv_heads, rows, own, head_dim]
+    common = [(flat @ keys[page].mT).view(kv_heads, rows, -1, PAGE) for page in pages]
+    hidden = [torch.arange(len(pages) * PAGE, device=queries.device) >= lines.shared[:, None]]
+    hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
+    scores = torch.cat((*common, grouped @ own_keys.mT), dim=-1).float().masked_fill_(torch.cat(hidden, -1)[:, None], -torch.inf)
+    weights = scores.softmax(dim=-1).to(queries.dtype)
+    out = weights[..., len(pages) * PAGE :] @ own_values
+    for number, page in enumerate(pages):
+        part_of = weights[..., number * PAGE : (number + 1) * PAGE]
+        out = out + (part_of.reshape(kv_heads, -1, PAGE) @ values[page]).view_as(out)
+    return out.permute(1, 0, 2, 3).reshape(rows, heads * head_dim)
 
 
 def _layer(arch: Architecture, weights: LayerWeights) -> Layer:

@@ -109,7 +109,8 @@ class Table:
 
     def flat(self, places: np.ndarray) -> np.ndarray:
         """Where places lie in the pool, counted through all its pages."""
-        return np.asarray(self.pages, dtype=np.int64)[places // PAGE] * PAGE + places % PAGE
+        found: np.ndarray = np.asarray(self.pages, dtype=np.int64)[places // PAGE] * PAGE + places % PAGE
+        return found
 
 
 class Memory:

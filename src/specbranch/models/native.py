@@ -1,6 +1,7 @@
-"""The native Runner: one decoder, a cache for every open sequence, several sequences in one forward.
+"""The native Runner: one decoder, one pool of cache pages, several sequences in one forward.
 
-Owns which sequence has which cache. Invariant: a sequence's `Slots` and its cache agree after every call, also one that fails.
+Owns which sequence has which pages. Invariant: a sequence's `Slots`, its table and what lies in its pages agree after every call, also one
+that fails.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
+from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import Cache, Decoder
+from specbranch.models.decoder import Decoder, Lines, Part, Step
 from specbranch.models.files.architecture import Architecture, token_ids
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
+from specbranch.models.kv import PAGE, Memory, Pool, Table
+from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow
-from specbranch.models.steps import Planner, Rows, dealt, rows_of_chunk, rows_of_nodes
 
 log = logging.getLogger("specbranch")
 
@@ -36,26 +40,27 @@ READ_COMPILED = 16  # a chunk of at most so many is read by the compiled step; t
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An open sequence: its bookkeeping and its memory."""
+    """An open sequence: its bookkeeping and its pages."""
 
     slots: Slots
-    cache: Cache
+    table: Table
 
 
-class NativeRunner:
-    """A `core.runner.Runner` over the native decoder. Rows are `TensorRow`s, in float32 or better."""
+class NativeRunner(TorchRunner):
+    """A Runner over the native decoder. Rows are `TensorRow`s, in float32 or better."""
 
-    def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL) -> None:
+    def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
+        """`pages`: of the pool; nothing: as many as MOST_SEQUENCES of them at their longest would fill, if there is memory for it."""
+        super().__init__(decoder.arch.vocabulary)
         self.decoder = decoder
         self.architecture = decoder.arch
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
-        self._planner = Planner(self.device, self.dtype, self.architecture.heads // self.architecture.kv_heads)
-        self._fused = self._trusted(fuse(decoder))
-        self._open: dict[int, Held] = {}
-        self._spare: list[Cache] = []
-        self._tapped = 0  # layers whose hidden states rows carry
+        self.pool = Pool(pages or -(-(context_length + tail) // PAGE) * 32)
+        self.memory = Memory(decoder.arch, self.pool.pages, self.device, self.dtype)
+        self._fused = self._trusted(fuse(decoder, self.memory))
+        self._held: dict[int, Held] = {}
 
     @property
     def vocabulary(self) -> int:
@@ -72,82 +77,109 @@ class NativeRunner:
         """Whether few rows run as one compiled step."""
         return self._fused is not None
 
-    def tap(self, layers: int) -> None:
-        """Let rows carry the hidden states of the last layers from now on; of 0 layers, none."""
+    def check_layers(self, layers: int) -> None:
+        """Raise a ModelError unless the model has so many layers."""
         if not 0 <= layers <= self.architecture.layers:
             raise ModelError(f"{self.architecture.name} has {self.architecture.layers} layers; the last {layers} of them were asked for.")
-        self._tapped = layers
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
         """The input embeddings of tokens [tokens, hidden]."""
         return self.decoder.embedding[torch.tensor(tokens, device=self.device)]
 
-    def open(self, seq: int) -> None:
-        """Make room for a new, empty sequence, in the memory of a closed one if there is any."""
-        if seq in self._open:
-            raise ValueError(f"sequence {seq} is open already")
-        capacity = self._context_length + self.tail
-        cache = self._spare.pop() if self._spare else self._new_cache(capacity)
-        self._open[seq] = Held(Slots(capacity, self.tail), cache)
-
     def slots(self, seq: int) -> Slots:
         """The sequence's places."""
-        return self._open[seq].slots
+        return self._held[seq].slots
+
+    def demand(self, seq: int, count: int) -> None:
+        """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        held = self._held[seq]
+        held.slots.demand(count)
+        self._reach(held, len(held.slots) + count)
+
+    def check(self) -> None:
+        """Raise if the pool and the open sequences do not agree."""
+        self.pool.check([held.table for held in self._held.values()])
+
+    def _open(self, seq: int) -> None:
+        if seq in self._held:
+            raise ValueError(f"sequence {seq} is open already")
+        self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), Table(self.pool))
 
     @torch.inference_mode()
-    def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the prefix, in chunks that end at multiples of CHUNK, without scoring the vocabulary."""
+    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
+        """Read tokens in chunks that end at multiples of CHUNK, without scoring the vocabulary."""
         self._check_ids(tokens)
-        held = self._open[seq]
+        held = self._held[seq]
         places = held.slots.extend(tokens)
         try:
+            self._reach(held, places.stop)
             for start, stop in _chunks(places):
-                chunk = tokens[start - places.start : stop - places.start]
-                self._store(rows_of_chunk(held.cache, chunk, start))
+                self._store(rows_of_chunk(held.table, tokens[start - places.start : stop - places.start], start))
         except BaseException:
-            held.slots.truncate(places.start)
+            self._rewind(seq, places.start)
             raise
 
     @torch.inference_mode()
-    def feed(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
-        """Score new nodes of several sequences in one forward; beyond what a compiled step takes, in several, one after the other."""
-        sizes = {feed.seq: len(self._open[feed.seq].slots.tokens) for feed in work}
+    def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
+        """Score new nodes in one forward; beyond what a compiled step takes, in several, one after the other."""
+        sizes = {feed.seq: len(self.slots(feed.seq).tokens) for feed in work}
         try:
-            block, states = self._score([self._grow(feed) for feed in work])
+            block, states = self._forward([self._grow(feed) for feed in work])
         except BaseException:
-            self._shrink(sizes)
+            self._take_back(sizes)
             raise
         rows = iter(range(block.shape[0]))
         return [[TensorRow(block, next(rows), self.decoder.columns, states) for _ in feed.tokens] for feed in work]
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` of them as prefix."""
-        held = self._open[seq]
+    @torch.inference_mode()
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        held = self._held[seq]
         moves = held.slots.keep(nodes, commit)
         if moves:
-            sources, targets = torch.tensor(moves).T.contiguous().to(self.device, non_blocking=True)
-            held.cache.move(sources, targets)
+            sources, targets = (torch.from_numpy(held.table.flat(places)).to(self.device) for places in np.array(moves).T)
+            self.memory.move(sources, targets)
+        held.table.shrink(len(held.slots))
 
-    def rewind(self, seq: int, length: int) -> None:
-        """Forget the tail, and the prefix beyond its first `length` tokens; what lies at their places is written over later."""
-        self._open[seq].slots.truncate(length)
+    def _rewind(self, seq: int, length: int) -> None:
+        """Forget places; what lies there is written over later."""
+        held = self._held[seq]
+        held.slots.truncate(length)
+        held.table.shrink(length)
 
-    def close(self, seq: int) -> None:
-        """Forget the sequence; its memory serves the next one opened."""
-        self._spare.append(self._open.pop(seq).cache)
+    def _close(self, seq: int) -> None:
+        self._held.pop(seq).table.shrink(0)
 
-    def _new_cache(self, capacity: int) -> Cache:
-        return Cache(self.architecture, self._planner.places(capacity), self.device, self.dtype)
+    def _reach(self, held: Held, places: int) -> None:
+        """Have pages for so many places, those that are still to be written nobody else's."""
+        written = len(held.table.pages) * PAGE
+        held.table.reach(places)
+        self.memory.copy(held.table.own(min(len(held.slots), written), min(places, written)))
+
+    def _grow(self, feed: Feed) -> Rows:
+        self._check_ids(feed.tokens)
+        held = self._held[feed.seq]
+        nodes = held.slots.grow(feed.tokens, feed.parents)
+        self._reach(held, len(held.slots))
+        return rows_of_nodes(held.table, held.slots, nodes)
+
+    def _take_back(self, sizes: dict[int, int]) -> None:
+        """Take back nodes that were added for a forward that failed."""
+        for seq, size in sizes.items():
+            held = self._held[seq]
+            del held.slots.tokens[size:], held.slots.parents[size:]
+            held.table.shrink(len(held.slots))
 
     @torch.inference_mode()
     def _trusted(self, fused: FusedStep | None) -> FusedStep | None:
         """Return the compiled step if it scores a small tree as the plain one does: it may never have run on such a processor."""
         if fused is None:
             return None
-        slots, cache = Slots(4, 4), self._new_cache(4)
-        rows = rows_of_nodes(cache, slots, slots.grow((0, 0, 0), (ROOT, 0, 0)))
-        compiled = fused.logits(self._planner.step([rows], compiled=True))
-        plain = self.decoder.logits(self.decoder.forward(self._planner.step([rows])))
+        slots, table = Slots(4, 4), Table(self.pool)
+        table.reach(4)
+        rows = [rows_of_nodes(table, slots, slots.grow((0, 0, 0), (ROOT, 0, 0)))]
+        compiled = fused.logits(rows)
+        plain = self.decoder.logits(self.decoder.forward(self._step(rows), self.memory))
+        table.shrink(0)
         if torch.allclose(compiled, plain, rtol=1e-3, atol=1e-3 * plain.abs().max().item(), equal_nan=True):
             return fused
         log.warning("The compiled step disagrees with the plain one on this machine; decoding goes on with the plain one.")
@@ -158,46 +190,46 @@ class NativeRunner:
             wrong = next(token for token in tokens if not 0 <= token < self.vocabulary)
             raise BadParameter(f"Token id {wrong} is outside the vocabulary of {self.architecture.name} (0 to {self.vocabulary - 1}).")
 
-    def _grow(self, feed: Feed) -> Rows:
-        self._check_ids(feed.tokens)
-        held = self._open[feed.seq]
-        return rows_of_nodes(held.cache, held.slots, held.slots.grow(feed.tokens, feed.parents))
-
-    def _shrink(self, sizes: dict[int, int]) -> None:
-        """Take back nodes that were added for a forward that failed."""
-        for seq, size in sizes.items():
-            slots = self._open[seq].slots
-            del slots.tokens[size:], slots.parents[size:]
-
     def _store(self, rows: Rows) -> None:
         """Read a chunk by the code that suits its own size, so that its bits depend on nothing else."""
         if self._fused and len(rows.tokens) <= READ_COMPILED:
-            self._fused.store(self._planner.step([rows], compiled=True))
+            self._fused.store([rows])
         else:
-            self.decoder.forward(self._planner.step([rows]))
+            self.decoder.forward(self._step([rows], chunk=True), self.memory)
 
-    def _score(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Score all rows; returns logits and, where they are tapped, hidden states."""
-        work = [rows for rows in work if rows.tokens]
-        if not work:
-            return torch.empty(0, self.vocabulary), None
         if self._fused is None:
-            return self._score_plainly(work)
-        steps = [self._planner.step(some, compiled=True) for some in dealt(work, STEP_ROWS)]
+            return self._forward_plainly(work)
+        steps = dealt(work, STEP_ROWS)
         logits, states = zip(*(self._fused.logits_and_states(step, self._tapped) for step in steps), strict=True)
         return _joined(logits), _joined(states) if self._tapped else None
 
-    def _score_plainly(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
+    def _forward_plainly(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         seen: list[Tensor] | None = [] if self._tapped else None
-        hidden = self._planner.counted(work, self.decoder.forward(self._planner.step(work), seen))
+        hidden = self.decoder.forward(self._step(work), self.memory, seen)
         logits = self.decoder.logits(hidden)
-        states = None if seen is None else self._states(work, seen, hidden)
+        states = None if seen is None else torch.cat((*seen[len(seen) - self._tapped + 1 :], self.decoder.normed(hidden)), dim=-1)
         return logits.float() if logits.dtype.itemsize < 4 else logits, states
 
-    def _states(self, work: list[Rows], seen: list[Tensor], hidden: Tensor) -> Tensor:
-        """The last layers' hidden states side by side, the last of them normed [rows, layers·hidden]."""
-        before = [self._planner.counted(work, one) for one in seen[len(seen) - self._tapped + 1 :]]
-        return torch.cat((*before, self.decoder.normed(hidden)), dim=-1)
+    def _step(self, work: Sequence[Rows], chunk: bool = False) -> Step:
+        """Bring rows to the device."""
+        parts = tuple(self._part(rows, chunk) for rows in work)
+        return Step(self._sent(tokens_of(work)), self._sent(positions_of(work)), parts)
+
+    def _part(self, rows: Rows, chunk: bool) -> Part:
+        places, end = self._sent(rows.places()), rows.start + len(rows.tokens)
+        if chunk:
+            return Part(rows.table.pages, places, end, None)
+        shared = np.array([shared_end(position, rows.prefix) for position in rows.positions])
+        lines = [rows.table.flat(rows.line(row, start)) for row, start in enumerate(shared)]
+        own, counts = np.zeros((len(lines), max(map(len, lines))), dtype=np.int64), np.array([len(line) for line in lines])
+        for held, line in zip(own, lines, strict=True):
+            held[: len(line)], held[len(line) :] = line, line[0]
+        return Part(rows.table.pages, places, end, Lines(self._sent(shared), int(shared.max()), self._sent(own), self._sent(counts)))
+
+    def _sent(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:

@@ -25,6 +25,7 @@ from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError
 from specbranch.extras import ACCELERATE
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
+from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow, rows_of
 
 CHUNK = 512  # tokens of a prompt read at once
@@ -102,8 +103,8 @@ class _Sequence:
         self.slots.truncate(length)
 
 
-class TransformersRunner:
-    """One transformers model with a cache for each line of each sequence."""
+class TransformersRunner(TorchRunner):
+    """One transformers model with a cache for each line of each sequence; sequences take turns."""
 
     def __init__(self, model: PreTrainedModel, context_length: int, *, tail: int = TAIL, name: str = "the model") -> None:
         self._model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
@@ -111,10 +112,10 @@ class TransformersRunner:
         self.dtype = model.dtype
         self._tail = tail
         self._held: dict[int, _Sequence] = {}
-        self._tapped = 0  # layers whose hidden states rows carry
         self._seen: set[int] = set()  # numbers of layers that were seen to be there
         self._skips_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._vocabulary = _probe(self, name)
+        super().__init__(self._vocabulary)
 
     @property
     def vocabulary(self) -> int:
@@ -131,10 +132,9 @@ class TransformersRunner:
         """The model itself, to be read."""
         return self._model
 
-    def tap(self, layers: int) -> None:
-        """Let rows carry the hidden states of the last layers from now on, once they are seen to be there; of 0 layers, none."""
+    def check_layers(self, layers: int) -> None:
+        """Raise a ModelError unless the hidden states of so many layers can be had, which is seen by trying."""
         if layers == 0 or layers in self._seen:
-            self._tapped = layers
             return
         try:
             states = self._forward(DynamicCache(), (1,), output_hidden_states=True).hidden_states
@@ -147,7 +147,6 @@ class TransformersRunner:
                 f"This {self._model.config.model_type} model gives {found} hidden states; the last {layers} were asked for, all as wide as "
                 "its embedding."
             )
-        self._tapped = layers
         self._seen.add(layers)
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
@@ -156,8 +155,7 @@ class TransformersRunner:
         found: Tensor = table.detach()[torch.tensor(tokens, device=table.device)]
         return found
 
-    def open(self, seq: int) -> None:
-        """Make room for a new, empty sequence."""
+    def _open(self, seq: int) -> None:
         # a tail's worth of places beyond the context: a tree near the end needs more places than positions
         self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
 
@@ -165,8 +163,8 @@ class TransformersRunner:
         """The sequence's places, to be read."""
         return self._held[seq].slots
 
-    def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the committed prefix, in chunks, without making rows."""
+    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
+        """Read tokens in chunks."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
         held.slots.extend(tokens)
@@ -175,22 +173,19 @@ class TransformersRunner:
             for start in range(0, len(tokens), CHUNK):
                 self.forward(cache, tokens[start : start + CHUNK], last_row_only=True)
 
-    def feed(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Score new nodes, one forward for each unbranched run of them; one row a node."""
         for item in work:
             self._demand(_reach(self._held[item.seq].slots, item))
         return [self._feed(self._held[item.seq], item) for item in work]
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` of them as prefix; drop the rest."""
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         self._held[seq].keep(nodes, commit)
 
-    def rewind(self, seq: int, length: int) -> None:
-        """Forget the tail, and the prefix beyond its first `length` tokens."""
+    def _rewind(self, seq: int, length: int) -> None:
         self._held[seq].rewind(length)
 
-    def close(self, seq: int) -> None:
-        """Forget the sequence and free its caches."""
+    def _close(self, seq: int) -> None:
         del self._held[seq]
 
     @contextmanager
@@ -214,7 +209,7 @@ class TransformersRunner:
         ids = torch.tensor([tokens], device=self._model.device)
         return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
 
-    def _rows(self, cache: DynamicCache, tokens: Sequence[int]) -> list[TensorRow]:
+    def _made(self, cache: DynamicCache, tokens: Sequence[int]) -> list[TensorRow]:
         if not self._tapped:
             return rows_of(self.forward(cache, tokens))
         made = self._forward(cache, tokens, output_hidden_states=True)
@@ -226,7 +221,7 @@ class TransformersRunner:
         with self._forgetting(item.seq):
             for run in _runs(nodes, item.parents):
                 line = held.line_to(held.slots.parents[run[0]])
-                rows.update(zip(run, self._rows(line.cache, [held.slots.tokens[node] for node in run]), strict=True))
+                rows.update(zip(run, self._made(line.cache, [held.slots.tokens[node] for node in run]), strict=True))
                 line.path.extend(run)
         return [rows[node] for node in nodes]
 

@@ -57,11 +57,12 @@ class MeteredDrafter(Drafter):
 
     charge: Charge
 
-    def feed(self, work: Sequence[Feed]) -> list[list[int]]:
-        """Feed, and charge one step of that width."""
-        context = statistics.fmean(len(self.slots(item.seq).prefix) + len(self.slots(item.seq).tokens) for item in work)
-        self.charge.stepped(sum(len(item.tokens) for item in work), context)
-        return super().feed(work)
+    def _count(self, work: Sequence[Feed]) -> None:
+        """Charge one step of that width."""
+        super()._count(work)
+        if work:
+            context = statistics.fmean(len(self.slots(item.seq).prefix) + len(self.slots(item.seq).tokens) for item in work)
+            self.charge.stepped(sum(len(item.tokens) for item in work), context)
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         self.charge.stepped(len(tokens), len(self.slots(session).prefix))

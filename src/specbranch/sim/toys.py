@@ -1,7 +1,7 @@
 """Toy models whose law at each place depends on *every* token before it, so that an off-by-one in a cache changes the output.
 
-Owns a Runner and a Sampler in plain Python. Invariant: a node's state is made from its parent's *cached* state and its token, as a
-transformer makes its own, so a wrong cache gives a wrong law, while `ToyLaw.logits_of` recomputes the truth from the tokens.
+Owns a Runner in plain Python, and the way from its rows to tokens. Invariant: a node's state is made from its parent's *cached* state and
+its token, as a transformer makes its own: a wrong cache gives a wrong law, while `ToyLaw.logits_of` recomputes the truth from the tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from struct import Struct
 from specbranch.core import noise
 from specbranch.core.orders import Sparse, TokenLogprobs
 from specbranch.core.request import Spot
+from specbranch.core.rows import RowRunner
 from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask, Feed, Proposal
 from specbranch.core.slots import TAIL, Slots
 
@@ -78,10 +79,11 @@ def _normals(state: State, seed: int, count: int) -> list[float]:
     return out
 
 
-class ToyRunner:
+class ToyRunner(RowRunner[Logits]):
     """A Runner over a toy law, with a real cache of states behind the same Slots as the torch runners."""
 
-    def __init__(self, law: ToyLaw, context_length: int = 4096, tail: int = TAIL) -> None:
+    def __init__(self, law: ToyLaw, context_length: int = 4096, tail: int = TAIL, sampler: ToySampler | None = None) -> None:
+        super().__init__(sampler or ToySampler())
         self.law = law
         self.vocabulary = law.vocabulary
         self.context_length = context_length
@@ -89,7 +91,7 @@ class ToyRunner:
         self._slots: dict[int, Slots] = {}
         self._states: dict[int, list[State]] = {}  # by place
 
-    def open(self, seq: int) -> None:
+    def _open(self, seq: int) -> None:
         """Start an empty sequence."""
         self._slots[seq] = Slots(self.context_length + self._tail, self._tail)
         self._states[seq] = []
@@ -98,7 +100,7 @@ class ToyRunner:
         """The sequence's places."""
         return self._slots[seq]
 
-    def extend(self, seq: int, tokens: Sequence[int]) -> None:
+    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Read committed tokens."""
         states = self._states[seq]
         for place, token in zip(self._slots[seq].extend(tokens), tokens, strict=True):
@@ -106,23 +108,23 @@ class ToyRunner:
             del states[place:]
             states.append(self.law.step(before, token))
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         """Read new nodes."""
         return [self._feed(item) for item in work]
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail."""
         slots, states = self._slots[seq], self._states[seq]
         for source, place in slots.keep(nodes, commit):
             states[place] = states[source]
         del states[len(slots) :]
 
-    def rewind(self, seq: int, length: int) -> None:
+    def _rewind(self, seq: int, length: int) -> None:
         """Forget all but the first tokens."""
         self._slots[seq].truncate(length)
         del self._states[seq][length:]
 
-    def close(self, seq: int) -> None:
+    def _close(self, seq: int) -> None:
         """Forget a sequence."""
         del self._slots[seq], self._states[seq]
 
@@ -173,7 +175,7 @@ class ToySampler:
 
     def law(self, row: Logits, spot: Spot) -> ListLaw:
         """Return the tempered distribution."""
-        return ListLaw(shaped(row, spot.request.params.temperature))
+        return ListLaw(shaped(_allowed(row, spot), spot.request.params.temperature))
 
     def margin(self, row: Logits, spot: Spot, first: int, second: int) -> float:
         """Return the difference of two scores, in logits."""
@@ -193,13 +195,13 @@ class ToySampler:
         ranked = sorted(range(len(scores)), key=lambda t: (-scores[t], t))
         confidence = max(shaped(scores, 1.0))
         if ask.measure == "entropy":
-            confidence = _entropy_bound(shaped(row, spot.request.params.temperature or 1.0))
-        best = ranked[: ask.width]
+            confidence = _entropy_bound(shaped(_allowed(row, spot), spot.request.params.temperature or 1.0))
+        best = [t for t in ranked[: ask.width] if scores[t] > -math.inf]
         return Proposal(tuple(best), confidence, odds=tuple(math.exp(scores[t] - scores[best[0]]) for t in best))
 
     def _propose_by_ratio(self, row: Logits, spot: Spot, ask: Ask) -> Proposal:
-        probs = shaped(row, spot.request.params.temperature)
-        ranked = sorted(range(len(probs)), key=lambda t: (-probs[t], t))[:MOST_ENTRIES]
+        probs = shaped(_allowed(row, spot), spot.request.params.temperature)
+        ranked = [t for t in sorted(range(len(probs)), key=lambda t: (-probs[t], t)) if probs[t] > 0.0][:MOST_ENTRIES]
         total = sum(probs[t] for t in ranked)
         q = Sparse(tuple(ranked), tuple(probs[t] / total for t in ranked))
         confidence = q.probs[0] if ask.measure == "top" else _entropy_bound(q.probs)
@@ -220,11 +222,15 @@ def shaped(logits: Sequence[float], temperature: float) -> list[float]:
 
 
 def _scores(row: Logits, spot: Spot) -> Sequence[float]:
-    request = spot.request
+    request, row = spot.request, _allowed(row, spot)
     if request.greedy:
         return row
     gumbel = noise.gumbel_row(request.seed, request.sample, spot.position, len(row))
     return [x / request.params.temperature + g for x, g in zip(row, gumbel, strict=True)]
+
+
+def _allowed(row: Logits, spot: Spot) -> Logits:
+    return row if spot.allowed is None else tuple(x if token in spot.allowed else -math.inf for token, x in enumerate(row))
 
 
 def _best(scores: Sequence[float]) -> int:

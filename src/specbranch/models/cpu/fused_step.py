@@ -8,16 +8,19 @@ Invariant: a row gets the same bits in any company, as every operation on the li
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.models.batch import Rows, positions_of, tokens_of
 from specbranch.models.cpu.linear import KernelLinear, Linear
 from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, Shape
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
-from specbranch.models.decoder import Decoder, Layer, Part, Step
+from specbranch.models.decoder import Decoder, Layer
+from specbranch.models.kv import PAGE, Memory
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
@@ -45,8 +48,8 @@ class Operations:
 class FusedStep:
     """Runs steps of at most STEP_ROWS rows."""
 
-    def __init__(self, decoder: Decoder, kernels: RowKernels) -> None:
-        self.decoder, self.kernels = decoder, kernels
+    def __init__(self, decoder: Decoder, kernels: RowKernels, memory: Memory) -> None:
+        self.decoder, self.kernels, self.memory = decoder, kernels, memory
         arch = decoder.arch
         sizes = {"x": arch.hidden, "h": arch.hidden, "change": arch.hidden, "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_dim}
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
@@ -56,19 +59,20 @@ class FusedStep:
         self._lists: dict[int, Operations] = {}  # by rows
         self.scored = arch.vocabulary if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(4, dtype=np.int64)
+        self._lines: list[np.ndarray] = []  # what the table of rows points to
 
-    def store(self, step: Step) -> None:
-        """Write the keys and values of a step's rows, and compute nothing that they do not need."""
-        operations = self._prepare(step)
+    def store(self, work: Sequence[Rows]) -> None:
+        """Write the keys and values of some rows, and compute nothing that they do not need."""
+        operations = self._prepare(work)
         self._run(operations, operations.written)
 
-    def logits(self, step: Step) -> Tensor:
-        """Write the keys and values of a step's rows and score the vocabulary, or `columns` of it, for each."""
-        return self.logits_and_states(step, 0)[0]
+    def logits(self, work: Sequence[Rows]) -> Tensor:
+        """Write the keys and values of some rows and score the vocabulary, or `columns` of it, for each."""
+        return self.logits_and_states(work, 0)[0]
 
-    def logits_and_states(self, step: Step, layers: int) -> tuple[Tensor, Tensor]:
+    def logits_and_states(self, work: Sequence[Rows], layers: int) -> tuple[Tensor, Tensor]:
         """The same, with the hidden states of the last layers side by side, the last of them normed [rows, layers·hidden]."""
-        operations, rows, hidden = self._prepare(step), step.tokens.shape[0], self.decoder.arch.hidden
+        operations, rows, hidden = self._prepare(work), sum(len(some.tokens) for some in work), self.decoder.arch.hidden
         out, states = torch.empty(rows, self.scored), torch.empty(rows, layers, hidden)
         operations.table[-1, 5] = out.data_ptr()
         done = 0
@@ -86,22 +90,36 @@ class FusedStep:
         self._header[:] = 0, end - start, table.ctypes.data + start * table.strides[0], self.kernels.team_size
         self.kernels.run(self._header.ctypes.data)
 
-    def _prepare(self, step: Step) -> Operations:
+    def _prepare(self, work: Sequence[Rows]) -> Operations:
         """Fill the first buffers and the table of rows."""
-        rows = step.tokens.shape[0]
-        torch.index_select(self.decoder.embedding, 0, step.tokens, out=self.buffers["x"][:rows])
-        torch.index_select(self.decoder.cos, 0, step.positions, out=self.buffers["cos"][:rows])
-        torch.index_select(self.decoder.sin, 0, step.positions, out=self.buffers["sin"][:rows])
+        tokens, positions = torch.from_numpy(tokens_of(work)), positions_of(work)
+        rows, turned = len(tokens), torch.from_numpy(positions)
+        torch.index_select(self.decoder.embedding, 0, tokens, out=self.buffers["x"][:rows])
+        torch.index_select(self.decoder.cos, 0, turned, out=self.buffers["cos"][:rows])
+        torch.index_select(self.decoder.sin, 0, turned, out=self.buffers["sin"][:rows])
+        self.table[:rows, 3] = positions + 1
+        self._lines.clear()
         first = 0
-        for part in step.parts:
-            stop = first + part.places.shape[0]
-            _enter(part, self.table[first:stop])
-            first = stop
+        for some in work:
+            self._enter(some, self.table[first : first + len(some.tokens)])
+            first += len(some.tokens)
         if rows not in self._lists:
             self._lists[rows] = self._listed(rows)
         operations = self._lists[rows]
         operations.table[:, COUNTER] = 0
         return operations
+
+    def _enter(self, rows: Rows, entries: np.ndarray) -> None:
+        """Fill the entries of some rows, but for their counts, in the order of ENTRY."""
+        data, place = self.memory.data, self.decoder.arch.head_dim * self.memory.data.element_size()
+        pages = np.asarray(rows.table.pages, dtype=np.int64) * (data.stride(0) * data.element_size()) + data.data_ptr()
+        behind = np.arange(rows.prefix, rows.start + len(rows.tokens))
+        tail = pages[behind // PAGE] + behind % PAGE * place
+        lines = _lines(rows, tail)
+        entries[:, 0], entries[:, 1] = pages.ctypes.data, rows.prefix
+        entries[:, 2] = tail[rows.start - rows.prefix :]
+        entries[:, 4] = lines.ctypes.data + np.arange(len(lines)) * lines.strides[0]
+        self._lines += [pages, lines]
 
     def _listed(self, rows: int) -> Operations:
         """List the operations of a step over so many rows."""
@@ -145,21 +163,23 @@ class FusedStep:
         return self.buffers[buffer].data_ptr()
 
 
-def _enter(part: Part, entries: np.ndarray) -> None:
-    """Fill the entries of a part's rows, in the order of ENTRY."""
-    data, lines = part.cache.data, part.lines
-    assert lines is not None
-    keys, places = data.data_ptr(), lines.places
-    entries[:, :5] = keys, keys + data.stride(0) * data.element_size(), data.stride(1), data.stride(2), lines.prefix
-    entries[:, 5], entries[:, 6] = part.places.numpy(), lines.counts
-    entries[:, 7] = places.ctypes.data + np.arange(len(places)) * places.strides[0]
+def _lines(rows: Rows, tail: np.ndarray) -> np.ndarray:
+    """List what each row sees behind the prefix, by addresses; a parent's place is below its child's, so these follow the line."""
+    if len(rows.seen) == 1 and rows.seen[0] + 1 == 1 << len(tail):  # plain decoding
+        return tail[None]
+    seen = rows.behind()
+    lines = np.zeros((len(seen), int(seen.sum(axis=1).max())), dtype=np.int64)
+    for line, one in zip(lines, seen, strict=True):
+        found = tail[one]
+        line[: len(found)] = found
+    return lines
 
 
-def fuse(decoder: Decoder) -> FusedStep | None:
+def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
     """Return the fused step of a decoder on a CPU whose matrices all use the small-row kernel; None for others."""
     matrices = [decoder.head, *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down))]
     if not all(isinstance(matrix, KernelLinear) for matrix in matrices):
         return None
     arch = decoder.arch
     kernels = load_row_kernels(Shape(arch.heads, arch.kv_heads, arch.head_dim))
-    return FusedStep(decoder, kernels) if kernels else None
+    return FusedStep(decoder, kernels, memory) if kernels else None

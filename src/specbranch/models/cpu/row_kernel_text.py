@@ -11,11 +11,13 @@ import platform
 import struct
 from dataclasses import dataclass
 
-BLOCK = 256  # tokens whose scores are held at a time
+from specbranch.models.kv import PAGE
+
 FIELDS = 16  # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
-# A row's entry in the table: where its sequence's keys and values lie, how far apart layers and heads are there (in floats), how many
-# places its sequence's rows all see, its own place, how many tokens it sees, and where the places of those behind the prefix are listed.
-ENTRY = ("keys", "values", "layer.stride", "head.stride", "prefix", "place", "count", "line")
+# A row's entry in the table: where the addresses of its sequence's pages are listed, how many places the rows of its sequence all see, the
+# address of its own place, how many tokens it sees, and where the addresses of those behind the prefix are listed. An address is that of a
+# place's key in the first head of the first layer.
+ENTRY = ("pages", "prefix", "slot", "count", "line")
 SPINS = 4096  # looks at the barrier before a thread offers its core to others
 
 
@@ -31,6 +33,16 @@ class Shape:
     def row(self) -> int:
         """How many numbers the queries, keys and values of a row are."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def head(self) -> int:
+        """How far apart in a page the numbers of two heads are."""
+        return PAGE * self.head_dim
+
+    @property
+    def values(self) -> int:
+        """How far behind the keys of a layer its values are; another layer is twice as far."""
+        return self.kv_heads * self.head
 
 
 def source(shape: Shape) -> str:
@@ -178,27 +190,26 @@ added.done:
 
 
 def _entry(row: str) -> str:
-    """Read a row's entry in the table, and find the keys %k and values %v of its sequence in %layer."""
-    kinds = {name: "ptr" if name in ("keys", "values", "line") else "i64" for name in ENTRY}
+    """Read a row's entry in the table."""
+    kinds = {name: "ptr" if name in ("pages", "slot", "line") else "i64" for name in ENTRY}
     loads = "\n".join(
         f"  %{name}.at = getelementptr i64, ptr %entry, i64 {at}\n  %{name} = load {kind}, ptr %{name}.at"
         for at, (name, kind) in enumerate(kinds.items())
     )
     return f"""  %entry.at = mul i64 {row}, {len(ENTRY)}
   %entry = getelementptr i64, ptr %table, i64 %entry.at
-{loads}
-  %layer.at = mul i64 %layer, %layer.stride
-  %k = getelementptr float, ptr %keys, i64 %layer.at
-  %v = getelementptr float, ptr %values, i64 %layer.at"""
+{loads}"""
 
 
 def _turn(shape: Shape) -> str:
     """Write the turning of a row's queries and keys by its position, after their norm if there is one; keys and values go to the cache."""
     half, turned = f"<{shape.head_dim // 2} x float>", shape.heads + shape.kv_heads
     body = f"""{_entry("%item")}
+  %layer.at = mul i64 %layer, {2 * shape.values}
+  %k = getelementptr float, ptr %slot, i64 %layer.at
+  %v = getelementptr float, ptr %k, i64 {shape.values}
   %row.at = mul i64 %item, {shape.row}
   %row = getelementptr float, ptr %qkv, i64 %row.at
-  %in.head = mul i64 %place, {shape.head_dim}
   %angle.at = mul i64 %item, {shape.head_dim}
   %cos.p = getelementptr float, ptr %cos, i64 %angle.at
   %c = load {half}, ptr %cos.p, align 4
@@ -239,10 +250,9 @@ ready:
   %as = fmul contract {half} %va, %s
   %new.b = fadd contract {half} %bc, %as
   %key = sub i64 %h.i, {shape.heads}
-  %key.at = mul i64 %key, %head.stride
-  %slot.at = add i64 %key.at, %in.head
-  %slot = getelementptr float, ptr %k, i64 %slot.at
-  %to = select i1 %is.q, ptr %from, ptr %slot
+  %key.at = mul i64 %key, {shape.head}
+  %stored = getelementptr float, ptr %k, i64 %key.at
+  %to = select i1 %is.q, ptr %from, ptr %stored
   %to.b = getelementptr float, ptr %to, i64 {middle}
   store {half} %new.a, ptr %to, align 4
   store {half} %new.b, ptr %to.b, align 4"""
@@ -278,25 +288,26 @@ def _store_value(shape: Shape) -> str:
   %value.at = mul i64 %value.head, {shape.head_dim}
   %value.p = getelementptr float, ptr %row, i64 %value.at
   %value = load {kind}, ptr %value.p, align 4
-  %v.head = mul i64 %g.i, %head.stride
-  %v.at = add i64 %v.head, %in.head
+  %v.at = mul i64 %g.i, {shape.head}
   %v.p = getelementptr float, ptr %v, i64 %v.at
   store {kind} %value, ptr %v.p, align 4"""
 
 
 def _head_group(shape: Shape) -> str:
-    """Write attention of the queries that share a key head: blocks of tokens in their order in the sequence, with running maxima.
+    """Write attention of the queries that share a key head: pages of tokens in their order in the sequence, with running maxima.
 
-    A block's keys and values are used by every query while they are cached: a long context is fetched from memory once.
+    A page's keys and values are used by every query while they are cached: a long context is fetched from memory once. `%at` tells
+    where in a place its keys of this layer and head are.
     """
     group, kind = shape.heads // shape.kv_heads, f"<{shape.head_dim} x float>"
-    arguments = ", ".join(f"ptr noalias %{name}" for name in ("q", "k", "v", "line", "out"))
+    arguments = ", ".join(f"ptr noalias %{name}" for name in ("q", "pages", "line", "out"))
     return f"""declare float @llvm.vector.reduce.fadd.v{shape.head_dim}f32(float, {kind})
-define internal void @group({arguments}, i64 %prefix, i64 %count, float %scale) {{
+define internal void @group({arguments}, i64 %at, i64 %prefix, i64 %count, float %scale) {{
 {_variables(b="i64", g="i64", j="i64", c="i64", e="i64", u="i64", z="i64", f="i64", total="float", best="float", sums=kind)}
-{_variables(scores=f"[{BLOCK} x float]", tops=f"[{group} x float]", totals=f"[{group} x float]", sums_of=f"[{group} x {kind}]")}
+{_variables(scores=f"[{PAGE} x float]", tops=f"[{group} x float]", totals=f"[{group} x float]", sums_of=f"[{group} x {kind}]")}
 {_loop("z", "0", str(group), _begin_head(kind))}
-{_loop("b", "0", "%count", _block(shape.head_dim, group), step=BLOCK)}
+  %at.value = add i64 %at, {shape.values}
+{_loop("b", "0", "%count", _block(shape.head_dim, group), step=PAGE)}
 {_loop("f", "0", str(group), _finish_head(shape.head_dim))}
   ret void
 }}"""
@@ -341,23 +352,24 @@ _EXPONENTIAL = f"""  %ep = getelementptr float, ptr %scores, i64 %e.i
   store float %part.new, ptr %total"""
 
 
-def _place(counter: str) -> str:
-    """Find the place of the token numbered %first + counter: in the prefix its own number, behind it what the line says."""
+def _place(counter: str, head_dim: int) -> str:
+    """Find the place of the token so far behind the page's first: in the prefix by its number, behind it by what the line says."""
     return f"""  %{counter}.token = add i64 %b.i, %{counter}.i
   %{counter}.behind = sub i64 %{counter}.token, %prefix
   %{counter}.node = call i64 @llvm.smax.i64(i64 %{counter}.behind, i64 0)
-  %{counter}.lp = getelementptr i64, ptr %line, i64 %{counter}.node
-  %{counter}.there = load i64, ptr %{counter}.lp
+  %{counter}.lp = getelementptr ptr, ptr %line, i64 %{counter}.node
+  %{counter}.there = load ptr, ptr %{counter}.lp
+  %{counter}.in = mul i64 %{counter}.i, {head_dim}
+  %{counter}.here = getelementptr float, ptr %page, i64 %{counter}.in
   %{counter}.early = icmp slt i64 %{counter}.behind, 0
-  %{counter}.place = select i1 %{counter}.early, i64 %{counter}.token, i64 %{counter}.there"""
+  %{counter}.place = select i1 %{counter}.early, ptr %{counter}.here, ptr %{counter}.there"""
 
 
 def _block(head_dim: int, group: int) -> str:
-    """Write what is done with the tokens of one block for every head: scores, their maximum, exponentials, the weighted values."""
+    """Write what is done with the tokens of one page for every head: scores, their maximum, exponentials, the weighted values."""
     kind = f"<{head_dim} x float>"
-    score = f"""{_place("j")}
-  %k.at = mul i64 %j.place, {head_dim}
-  %kp = getelementptr float, ptr %k, i64 %k.at
+    score = f"""{_place("j", head_dim)}
+  %kp = getelementptr float, ptr %j.place, i64 %at
   %key = load {kind}, ptr %kp, align 4
   %products = fmul {_LOOSE} {kind} %query, %key
   %dot = call {_LOOSE} float @llvm.vector.reduce.fadd.v{head_dim}f32(float -0.0, {kind} %products)
@@ -370,9 +382,8 @@ def _block(head_dim: int, group: int) -> str:
   %higher = fcmp nnan nsz ogt float %cv, %was
   %is = select nnan nsz i1 %higher, float %cv, float %was
   store float %is, ptr %best"""
-    collect = f"""{_place("u")}
-  %v.at = mul i64 %u.place, {head_dim}
-  %vp = getelementptr float, ptr %v, i64 %v.at
+    collect = f"""{_place("u", head_dim)}
+  %vp = getelementptr float, ptr %u.place, i64 %at.value
   %value = load {kind}, ptr %vp, align 4
   %up = getelementptr float, ptr %scores, i64 %u.i
   %uw = load float, ptr %up
@@ -408,8 +419,11 @@ def _block(head_dim: int, group: int) -> str:
 {_loop("u", "0", "%here", collect)}
   %sums.new = load {kind}, ptr %sums
   store {kind} %sums.new, ptr %sums.p"""
-    return f"""  %left = sub i64 %count, %b.i
-  %here = call i64 @llvm.smin.i64(i64 %left, i64 {BLOCK})
+    return f"""  %page.number = sdiv i64 %b.i, {PAGE}
+  %page.p = getelementptr ptr, ptr %pages, i64 %page.number
+  %page = load ptr, ptr %page.p
+  %left = sub i64 %count, %b.i
+  %here = call i64 @llvm.smin.i64(i64 %left, i64 {PAGE})
 {_loop("g", "0", str(group), head)}"""
 
 
@@ -423,14 +437,14 @@ def _attend(shape: Shape) -> str:
   %q.head = mul i64 %head, {width}
   %q.at = add i64 %q.row, %q.head
   %q.here = getelementptr float, ptr %q, i64 %q.at
-  %kv.at = mul i64 %head, %head.stride
-  %k.here = getelementptr float, ptr %k, i64 %kv.at
-  %v.here = getelementptr float, ptr %v, i64 %kv.at
+  %layer.at = mul i64 %layer, {2 * shape.values}
+  %head.at = mul i64 %head, {shape.head}
+  %at = add i64 %layer.at, %head.at
   %o.row = mul i64 %row, {shape.kv_heads * width}
   %o.at = add i64 %o.row, %q.head
   %o.here = getelementptr float, ptr %out, i64 %o.at
 {_fraction("scale")}
-  call void @group(ptr %q.here, ptr %k.here, ptr %v.here, ptr %line, ptr %o.here, i64 %prefix, i64 %count, float %scale.float)"""
+  call void @group(ptr %q.here, ptr %pages, ptr %line, ptr %o.here, i64 %at, i64 %prefix, i64 %count, float %scale.float)"""
     return _operation("attend", ("q", "table", "out"), ("rows", "items", "layer", "scale"), "%items", body)
 
 

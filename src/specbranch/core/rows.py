@@ -1,0 +1,190 @@
+"""Answering from rows: what is common to all Runners that hold a row of logits after each node and turn it into tokens on the host.
+
+Owns the rows of live nodes, and where each stands (`Spot`). A model comes in as `_score` and the rest of the bookkeeping, the way from rows
+to tokens as a Sampler. Invariants: a row is that of its node's own tokens as long as the node lives; a node without a row is one that
+cannot be asked about, never one that is answered for by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from specbranch.core import noise
+from specbranch.core.noise import Purpose
+from specbranch.core.orders import TokenLogprobs
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Ask, Feed, Judged, Law, Proposal, Trial, Verdicts
+from specbranch.core.slots import ROOT, Slots
+from specbranch.core.verify import Outcome, accept_match, accept_ratio
+
+Row = TypeVar("Row")
+Row_contra = TypeVar("Row_contra", contravariant=True)
+
+
+class Sampler(Protocol[Row_contra]):
+    """Turns rows into tokens; temperature, filters, penalties and noise live here, the same for target and draft."""
+
+    def pick(self, rows: Sequence[Row_contra], spots: Sequence[Spot]) -> list[int]:
+        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
+        ...
+
+    def propose(self, rows: Sequence[Row_contra], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
+        """Return candidates for each row."""
+        ...
+
+    def law(self, row: Row_contra, spot: Spot) -> Law:
+        """Return the shaped distribution at a row."""
+        ...
+
+    def margin(self, row: Row_contra, spot: Spot, first: int, second: int) -> float:
+        """Return by how many logits `first` is preferred to `second`, noise and shaping included."""
+        ...
+
+    def logprobs(self, row: Row_contra, token: int, top: int) -> TokenLogprobs:
+        """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
+        ...
+
+
+class RowRunner(Generic[Row]):
+    """A Runner over a model that scores nodes; what remains to be told is how it opens, reads, keeps and scores."""
+
+    def __init__(self, sampler: Sampler[Row]) -> None:
+        self.sampler = sampler
+        self._requests: dict[int, Request] = {}
+        self._rows: dict[int, dict[int, Row]] = {}  # by sequence and node; ROOT: after the prefix
+
+    def open(self, seq: int, request: Request) -> None:
+        """Make room for a new, empty sequence."""
+        self._open(seq)
+        self._requests[seq], self._rows[seq] = request, {}
+
+    def slots(self, seq: int) -> Slots:
+        """The sequence's places, to be read."""
+        raise NotImplementedError
+
+    def demand(self, seq: int, count: int) -> None:
+        """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        self.slots(seq).demand(count)
+
+    def extend(self, seq: int, tokens: Sequence[int]) -> None:
+        """Append tokens to the committed prefix, without making rows."""
+        if tokens:
+            self._rows[seq].clear()
+            self._extend(seq, tokens)
+
+    def feed(self, work: Sequence[Feed]) -> None:
+        """Read new nodes of several sequences in one forward."""
+        self.score(work)
+
+    def score(self, work: Sequence[Feed]) -> list[list[Row]]:
+        """Read new nodes; returns one row a node, valid until its node is dropped."""
+        work = [item for item in work if item.tokens]
+        if not work:
+            return []
+        starts = [len(self.slots(item.seq).tokens) for item in work]
+        made = self._score(work)
+        for item, start, rows in zip(work, starts, made, strict=True):
+            self._rows[item.seq].update(enumerate(rows, start))
+        return made
+
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        """Read new nodes, and answer what is asked about them, or about nodes read before."""
+        self.score(work)
+        rows, spots = [self._rows[ask.seq][ask.node] for ask in asks], [self.spot(ask.seq, ask.node, ask) for ask in asks]
+        return self.sampler.propose(rows, spots, asks)
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        """Read new nodes, and judge when the verdicts are called for."""
+        self.score(work)
+        return lambda: [self._judged(trial) for trial in trials]
+
+    def knows(self, seq: int, node: int) -> bool:
+        """Whether a node still has its row."""
+        return node in self._rows[seq]
+
+    def margin(self, seq: int, node: int, first: int, second: int) -> float:
+        """Return by how many logits `first` is preferred to `second` after a node; 0 is a tie."""
+        return self.sampler.margin(self._rows[seq][node], self.spot(seq, node), first, second)
+
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        """Keep some nodes of the tail, the first `commit` of them as prefix, and the rows behind all that is left."""
+        rows, line = self._rows[seq], [ROOT, *nodes]  # the row after k kept nodes of a line is that of line[k]
+        left = {at - commit - 1: rows[node] for at, node in enumerate(line) if at >= commit and node in rows}
+        rows.clear()  # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
+        self._keep(seq, nodes, commit)
+        rows.update(left)
+
+    def rewind(self, seq: int, length: int) -> None:
+        """Forget the tail, and the prefix beyond its first `length` tokens."""
+        self._rows[seq].clear()
+        self._rewind(seq, length)
+
+    def close(self, seq: int) -> None:
+        """Forget the sequence and free its places."""
+        self._close(seq)
+        del self._requests[seq], self._rows[seq]
+
+    def spot(self, seq: int, node: int, ask: Ask | None = None) -> Spot:
+        """Where the token after a node will stand."""
+        slots = self.slots(seq)
+        position = len(slots.prefix) if node == ROOT else slots.position(node) + 1
+        attempt, allowed = (ask.attempt, ask.allowed) if ask else (0, None)
+        return Spot(self._requests[seq], position, lambda: slots.sequence(node), attempt, allowed)
+
+    def _judged(self, trial: Trial) -> Judged:
+        path, token = self._outcome(trial)
+        last = trial.node(path[-1] if path else ROOT)
+        return Judged(path, token, self._logprobs(trial, path, token), self._said(trial.seq, last, token) if trial.foretold else None)
+
+    def _outcome(self, trial: Trial) -> Outcome:
+        if not self._requests[trial.seq].by_ratio:
+            nodes = range(ROOT, len(trial.nodes))
+            rows, spots = [self._rows[trial.seq][trial.node(n)] for n in nodes], [self._spot_of(trial, n) for n in nodes]
+            return accept_match(trial.order, self.sampler.pick(rows, spots))
+
+        def law(index: int) -> Law:
+            return self.sampler.law(self._rows[trial.seq][trial.node(index)], self._spot_of(trial, index))
+
+        return accept_ratio(trial.order, law, self._uniform(trial), trial.head)
+
+    def _uniform(self, trial: Trial) -> noise.Uniform:
+        request, start = self._requests[trial.seq], len(trial.order.on)
+
+        def uniform(depth: int, purpose: Purpose, attempt: int) -> float:
+            return noise.uniform(request.seed, request.sample, start + depth, purpose, attempt)
+
+        return uniform
+
+    def _spot_of(self, trial: Trial, index: int) -> Spot:
+        spot = self.spot(trial.seq, trial.node(index))
+        return spot if trial.allowed is None else Spot(spot.request, spot.position, spot.history, 0, trial.allowed[index + 1])
+
+    def _logprobs(self, trial: Trial, path: tuple[int, ...], token: int) -> tuple[TokenLogprobs, ...] | None:
+        if trial.logprobs is None:
+            return None
+        rows = [self._rows[trial.seq][trial.node(n)] for n in (ROOT, *path)]
+        tokens = [*(trial.order.tokens[n] for n in path), token]
+        return tuple(self.sampler.logprobs(row, said, trial.logprobs) for row, said in zip(rows, tokens, strict=True))
+
+    def _said(self, seq: int, node: int, token: int) -> tuple[float, ...] | None:
+        """What a probe makes of the row after a node and the token it led to; nothing where there is none."""
+        return None
+
+    def _open(self, seq: int) -> None:
+        raise NotImplementedError
+
+    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def _score(self, work: Sequence[Feed]) -> list[list[Row]]:
+        raise NotImplementedError
+
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        raise NotImplementedError
+
+    def _rewind(self, seq: int, length: int) -> None:
+        raise NotImplementedError
+
+    def _close(self, seq: int) -> None:
+        raise NotImplementedError
