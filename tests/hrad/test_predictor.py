@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +69,7 @@ def test_many_rows_and_few_show_the_same_states(tmp_path: Path) -> None:
 def test_a_verdict_says_what_the_network_makes_of_the_states_behind_its_token(runner: str, folder: Path, pair: tuple[str, str]) -> None:
     loaded = reached(load_runner(Choice(pair[0], runner=runner, device="cpu", context_length=64)))  # type: ignore[arg-type]
     forecast = Forecast(Predictor.load(folder), loaded)
-    loaded.open(0, GREEDY)
+    loaded.open(0, replace(GREEDY, foretold=True))
     order, nodes = Verify(Context(3, ()), (7, 8)), (3, 4)
     work = [Feed(0, (1, 5, 9, 7, 8), (ROOT, 0, 1, 2, 3))]
     trials = [Trial(0, order, 2, nodes, foretold=foretold) for foretold in (True, False)]
@@ -203,7 +205,21 @@ def test_with_signals_the_text_is_that_of_plain_decoding(executor: str, temperat
     assert found.stats["rollback"] != without.stats["rollback"], "signals made no difference"
 
 
-def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pays_for_none(folder: Path, pair: tuple[str, str]) -> None:
+def layers_shown(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that tells of each forward from now on of how many layers it shows hidden states."""
+    shown, score = list[int](), runner._score
+
+    def noted(work: Sequence[Feed]) -> object:
+        shown.append(runner._tapped)
+        return score(work)
+
+    monkeypatch.setattr(runner, "_score", noted)
+    return shown
+
+
+def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pays_for_none(
+    folder: Path, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = {"max_tokens": 40, "ignore_eos": True}
     config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1}
     with LLM(*pair, speculative=config, device="cpu", dtype="float64", predictor=str(folder)) as llm:
@@ -212,8 +228,11 @@ def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pa
         first = next(stream)
         plain = llm.using("autoregressive").generate("A branch is a guess", params)
         *_, last = [first, *stream]
+        shown = layers_shown(llm.target_runner, monkeypatch)
         llm.using("autoregressive").generate("A branch is a guess", params)
-        assert llm.target_runner._tapped == 0, "plain decoding pays for hidden states"  # type: ignore[attr-defined]
+        assert set(shown) == {0}, "plain decoding pays for hidden states"
+        llm.generate("A branch is a guess", params)
+        assert set(shown) == {0, LAYERS}
     assert last.output is not None and plain.token_ids == last.output.token_ids == alone.token_ids
     assert last.output.stats["rollback"] == alone.stats["rollback"]
 
