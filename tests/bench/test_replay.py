@@ -45,7 +45,7 @@ class Heard:
 
     def of(self, record: Record) -> RecordedForecaster:
         text, start = record.text, len(record.task.prompt)
-        said = [Moody().signal(law().logits_of(text[:at]), text[at]) for at in range(start, len(text))]
+        said = [Moody().signal((*law().logits_of(text[:at]), text[at]), at) for at in range(start, len(text))]
         return RecordedForecaster(start, said)
 
 

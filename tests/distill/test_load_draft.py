@@ -15,7 +15,6 @@ from specbranch import LLM, SamplingParams
 from specbranch.cli.main import run
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.distill.agreement import GREEDY
 from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.load import load_draft
 from specbranch.errors import ModelError
@@ -67,8 +66,8 @@ def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(drafts: di
 
 
 def rows(runner, tokens: tuple[int, ...]) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    runner.open(1, GREEDY)
-    found = runner.score([Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0]
+    runner.open(1)
+    found = runner.feed([Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0]
     runner.close(1)
     return collate(found)
 

@@ -12,7 +12,6 @@ from small_tokenizers import byte_level, save
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.distill import openings, row_decoder, writer
-from specbranch.distill.agreement import GREEDY
 from specbranch.distill.material import Material
 from specbranch.distill.openings import LEAST_TEXT, Script
 from specbranch.distill.row_decoder import RowDecoder
@@ -74,10 +73,10 @@ def desk_of(target: Target, tokenizer: Tokenizer, wanted: WriterSettings) -> Des
 def logits_of(target: Target, tokens: list[int], first: int = 0) -> torch.Tensor:
     """What the native runner gives after each token from `first` on."""
     runner = NativeRunner(Decoder(target.arch, target.weights, 256), 192)
-    runner.open(0, GREEDY)
+    runner.open(0)
     runner.extend(0, tokens[:first])
     rest = tuple(tokens[first:])
-    rows = runner.score([Feed(0, rest, tuple(range(ROOT, len(rest) - 1)))])[0]
+    rows = runner.feed([Feed(0, rest, tuple(range(ROOT, len(rest) - 1)))])[0]
     return rows[0].block
 
 
