@@ -133,6 +133,26 @@ def test_a_node_off_the_record_says_nothing_even_where_it_meets_the_record_again
     assert runner.verify([], [Trial(0, whole, 0, (1, 2, 3, 4, 5))])()[0].path == (2, 3)
 
 
+def test_what_was_fed_can_be_asked_about_and_what_was_read_as_a_prompt_cannot() -> None:
+    record = record_of(CASES[0])
+    runner = RecordedRunner(record, VOCABULARY, 100)
+    runner.open(0, record.task.request)
+    known = [runner.knows(0, ROOT)]
+    for move in (
+        lambda: runner.extend(0, record.text[:2]),
+        lambda: runner.feed([Feed(0, record.text[2:4], (ROOT, 0))]),
+        lambda: runner.keep(0, (0, 1), 1),
+        lambda: runner.keep(0, (), 0),
+        lambda: runner.extend(0, record.text[3:4]),
+        lambda: runner.feed([Feed(0, record.text[4:5], (ROOT,))]),
+        lambda: runner.keep(0, (0,), 1),
+        lambda: runner.rewind(0, 3),
+    ):
+        move()
+        known.append(runner.knows(0, ROOT))
+    assert known == [False, False, False, True, True, False, False, True, False]
+
+
 def test_a_recorded_target_tells_the_log_probabilities_of_its_record() -> None:
     rows = tuple(((token, -0.1), (0, -3.0)) for token in (3, 4, 5))
     record = Record(Task((1, 2), CASES[0].params, 0, ()), (3, 4, 5), rows)
