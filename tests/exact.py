@@ -78,11 +78,11 @@ class Pair:
     target: ToyLaw
     draft: ToyLaw
     sampler: ToySampler = field(default_factory=ToySampler)  # the target's
-    verifier: type[Verifier] = Verifier
+    runner: type[ToyRunner] = ToyRunner  # likewise
 
     def executor(self) -> Serial:
         """Both models in the reference executor."""
-        return Serial(self.verifier(ToyRunner(self.target, 64), self.sampler), Drafter(ToyRunner(self.draft, 64), ToySampler()))
+        return Serial(Verifier(self.runner(self.target, 64, sampler=self.sampler)), Drafter(ToyRunner(self.draft, 64)))
 
 
 @dataclass(slots=True)

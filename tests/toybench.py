@@ -23,7 +23,7 @@ from specbranch.core.orders import Orders, Reports, Signal
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy
 from specbranch.core.request import Request
-from specbranch.core.runner import Feed, Row
+from specbranch.core.runner import Feed
 from specbranch.core.session import Session, Watcher
 from specbranch.core.slots import ROOT
 from specbranch.core.trace import Trace
@@ -36,7 +36,7 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import Logits, ToyLaw, ToyRunner, ToySampler
+from specbranch.sim.toys import Logits, ToyLaw, ToyRunner
 
 VOCABULARY = 6
 SHARPNESS = 2.0
@@ -54,11 +54,15 @@ class SlowRunner(ToyRunner):
         super().__init__(law)
         self.seconds = seconds
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         """Read new nodes, slowly."""
         if self.seconds:
             time.sleep(self.seconds)
-        return super().feed(work)
+        return super()._score(work)
+
+    def _said(self, seq: int, node: int, token: int) -> tuple[float, ...]:
+        """A probe that tells all."""
+        return (*self._rows[seq][node], token)
 
 
 def law(drift: float = 0.0, vocabulary: int = VOCABULARY) -> ToyLaw:
@@ -68,7 +72,7 @@ def law(drift: float = 0.0, vocabulary: int = VOCABULARY) -> ToyLaw:
 
 def make_drafter(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0.0) -> Drafter:
     """Make a draft worker; importable, so that a child process can make its own."""
-    return Drafter(SlowRunner(law(drift, vocabulary), seconds), ToySampler())
+    return Drafter(SlowRunner(law(drift, vocabulary), seconds))
 
 
 def drafter_recipe(drift: float, vocabulary: int = VOCABULARY, seconds: float = 0.0) -> Recipe:
@@ -79,12 +83,10 @@ def drafter_recipe(drift: float, vocabulary: int = VOCABULARY, seconds: float = 
 class Moody:
     """A forecaster whose signals have no reason: every class comes up, and what comes up hangs on the row and the token alone."""
 
-    def attend(self, wanted: bool) -> None:
-        """A toy's rows are all there is."""
-
-    def signal(self, row: Row, token: int) -> Signal | None:
+    def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
         """Foretell whatever comes to its mind; now and then nothing."""
-        rng = random.Random(f"{[round(x, 6) for x in row]} {token}")
+        assert said is not None
+        rng = random.Random(f"{[round(x, 6) for x in said]} {position}")
         if rng.random() < 0.1:
             return None
         weights = [[rng.random() for _ in range(3)] for _ in range(8)]
@@ -93,7 +95,7 @@ class Moody:
 
 def make_verifier(vocabulary: int = VOCABULARY, seconds: float = 0.0) -> Verifier:
     """Make a target worker."""
-    return Verifier(SlowRunner(law(0.0, vocabulary), seconds), ToySampler(), Moody())
+    return Verifier(SlowRunner(law(0.0, vocabulary), seconds), Moody())
 
 
 def serial(drift: float, vocabulary: int = VOCABULARY) -> Serial:
@@ -120,7 +122,7 @@ class Overheard(Process):
 
 def virtual_clock(drift: float, vocabulary: int = VOCABULARY, profile: CostProfile = PROFILE) -> VirtualClock:
     """Both side by side on a clock charged by a profile."""
-    return VirtualClock(make_verifier(vocabulary), MeteredDrafter(ToyRunner(law(drift, vocabulary)), ToySampler()), profile)
+    return VirtualClock(make_verifier(vocabulary), MeteredDrafter(ToyRunner(law(drift, vocabulary))), profile)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.runner import Feed, Runner
+from specbranch.config import SamplingParams
+from specbranch.core.request import Request
+from specbranch.core.rows import RowRunner
+from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull
 from specbranch.sim.toys import START, Logits, ToyLaw, ToyRunner
 
 CONTEXT, TAIL = 60, 24
+GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 Truth = Callable[[tuple[int, ...]], list[float]]
 
 
@@ -28,7 +32,7 @@ Truth = Callable[[tuple[int, ...]], list[float]]
 class Subject:
     """A Runner under test, the truth about its model, and how much rounding it is allowed."""
 
-    runner: Runner
+    runner: RowRunner[Any]
     truth: Truth
     tolerance: float
     numbers: Callable[[Any], list[float]] = list
@@ -127,7 +131,7 @@ class Exercise:
     def open(self) -> None:
         if len(self.held) < 3:
             self.opened += 1
-            self.runner.open(self.opened)
+            self.runner.open(self.opened, GREEDY)
             self.held[self.opened] = Held()
 
     def close(self) -> None:
@@ -148,7 +152,7 @@ class Exercise:
         work = [feed for seq in self.shuffled() if (feed := self.some_nodes(seq)).tokens][: self.rng.randint(1, 3)]
         if not work:
             return
-        for item, rows in zip(work, self.runner.feed(work), strict=True):
+        for item, rows in zip(work, self.runner.score(work), strict=True):
             held = self.held[item.seq]
             assert len(rows) == len(item.tokens)
             held.tokens += item.tokens
@@ -230,36 +234,36 @@ def test_every_live_row_is_that_of_its_own_tokens(subject: Subject, seed: int) -
 def test_a_sequence_opened_again_remembers_nothing(subject: Subject) -> None:
     runner = subject.runner
     for tokens in ((1, 2, 3), (3, 2)):
-        runner.open(1)
-        rows = runner.feed([Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0]
+        runner.open(1, GREEDY)
+        rows = runner.score([Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0]
         assert subject.numbers(rows[-1]) == pytest.approx(subject.truth(tokens), abs=max(subject.tolerance, 1e-12))
         runner.close(1)
 
 
 def test_a_full_cache_is_refused_and_harms_nothing(subject: Subject) -> None:
     runner = subject.runner
-    runner.open(1)
+    runner.open(1, GREEDY)
     runner.extend(1, [1, 2])
     with pytest.raises(CacheFull, match=r"Need \d+ cache slots, \d+ free"):
-        runner.feed([Feed(1, (1,) * (TAIL + 1), tuple(range(ROOT, TAIL)))])
+        runner.score([Feed(1, (1,) * (TAIL + 1), tuple(range(ROOT, TAIL)))])
     with pytest.raises(CacheFull):
         runner.extend(1, [1] * (CONTEXT + TAIL))
     assert runner.slots(1).sequence(ROOT) == [1, 2]
-    row = runner.feed([Feed(1, (3,), (ROOT,))])[0][0]
+    row = runner.score([Feed(1, (3,), (ROOT,))])[0][0]
     assert subject.numbers(row) == pytest.approx(subject.truth((1, 2, 3)), abs=max(subject.tolerance, 1e-12))
 
 
 def test_misuse_is_refused_and_harms_nothing(subject: Subject) -> None:
     runner = subject.runner
-    runner.open(1)
-    runner.feed([Feed(1, (1, 2), (ROOT, ROOT))])
+    runner.open(1, GREEDY)
+    runner.score([Feed(1, (1, 2), (ROOT, ROOT))])
     with pytest.raises(ValueError, match="extend needs an empty tail"):
         runner.extend(1, [1])
     with pytest.raises((ValueError, IndexError)):  # a parent that does not exist
-        runner.feed([Feed(1, (1,), (7,))])
+        runner.score([Feed(1, (1,), (7,))])
     with pytest.raises(ValueError, match="no child"):
         runner.keep(1, [0, 1], 1)
-    row = runner.feed([Feed(1, (3,), (1,))])[0][0]
+    row = runner.score([Feed(1, (3,), (1,))])[0][0]
     assert subject.numbers(row) == pytest.approx(subject.truth((2, 3)), abs=max(subject.tolerance, 1e-12))
 
 
@@ -271,9 +275,9 @@ def test_a_sequence_not_open_has_no_slots(subject: Subject) -> None:
 class MovesNothing(ToyRunner):
     """Renumbers a kept path without moving its states."""
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         states = self._states[seq].copy()
-        super().keep(seq, nodes, commit)
+        super()._keep(seq, nodes, commit)
         self._states[seq][:] = states[: len(self._states[seq])]
 
 
@@ -291,8 +295,8 @@ class SeesTheNodeBefore(ToyRunner):
 class CommitsOneLess(ToyRunner):
     """Commits a node too few."""
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        super().keep(seq, nodes, max(commit - 1, 0))
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        super()._keep(seq, nodes, max(commit - 1, 0))
 
 
 class ReusesItsRows(ToyRunner):
@@ -302,10 +306,10 @@ class ReusesItsRows(ToyRunner):
         super().__init__(law, context_length, tail)
         self.buffer = [[0.0] * law.vocabulary for _ in range(3 * tail)]
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         rows = iter(self.buffer)
         out: list[list[Any]] = []
-        for made in super().feed(work):
+        for made in super()._score(work):
             out.append([next(rows) for _ in made])
             for row, values in zip(out[-1], made, strict=True):
                 row[:] = values
@@ -315,16 +319,16 @@ class ReusesItsRows(ToyRunner):
 class LosesTheSecondSequence(ToyRunner):
     """Mixes up the sequences of one call."""
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
-        rows = super().feed(work)
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
+        rows = super()._score(work)
         return [rows[0], *([rows[0][0]] * len(more) for more in rows[1:])]
 
 
 class ForgetsToReset(ToyRunner):
     """Opens a sequence on the memory of another and reads from it."""
 
-    def open(self, seq: int) -> None:
-        super().open(seq)
+    def _open(self, seq: int) -> None:
+        super()._open(seq)
         self._states[seq] = [7]
 
 

@@ -17,7 +17,7 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import load_native, open_model
-from tiny_models import CONFIGS, in_double, logits_of, saved, some_tokens, tiny
+from tiny_models import CONFIGS, GREEDY, in_double, logits_of, saved, some_tokens, tiny
 
 
 def opened(kind: str, folder: Path) -> tuple[Architecture, Weights]:
@@ -54,8 +54,8 @@ def test_a_stack_of_all_layers_gives_the_logits_of_the_native_decoder(kind: str,
     stack = Stack(arch, weights)
     got = stack.logits(stack(alone(tokens)))[0]
     runner = load_native(tmp_path / kind, dtype="float64", context_length=64)
-    runner.open(0)
-    rows = runner.feed([Feed(0, tuple(tokens), tuple(range(-1, len(tokens) - 1)))])[0]
+    runner.open(0, GREEDY)
+    rows = runner.score([Feed(0, tuple(tokens), tuple(range(-1, len(tokens) - 1)))])[0]
     expected = torch.stack([row.block[row.index] for row in rows])
     assert torch.allclose(got, expected, rtol=0, atol=1e-9)
     assert torch.allclose(got, logits_of(in_double(tiny(kind)), tokens), rtol=0, atol=1e-4)

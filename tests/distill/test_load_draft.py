@@ -23,6 +23,7 @@ from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.native import load_native
 from specbranch.models.rows import collate
 from tiers import tiered
+from tiny_models import GREEDY
 from tiny_pair import make_pair
 
 OPTIONS = ["--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--rows", "4", "--length", "128", "--tokens", "6000"]
@@ -66,8 +67,8 @@ def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(drafts: di
 
 
 def rows(runner, tokens: tuple[int, ...]) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    runner.open(1)
-    found = runner.feed([Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0]
+    runner.open(1, GREEDY)
+    found = runner.score([Feed(1, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0]
     runner.close(1)
     return collate(found)
 

@@ -24,7 +24,7 @@ from specbranch.models.files.locate import Located
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import NativeRunner, open_model
 from specbranch.text.tokenizer import Tokenizer
-from tiny_models import CONFIGS, saved, some_tokens, tiny
+from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
 DOUBLE = torch.float64
@@ -73,10 +73,10 @@ def desk_of(target: Target, tokenizer: Tokenizer, wanted: WriterSettings) -> Des
 def logits_of(target: Target, tokens: list[int], first: int = 0) -> torch.Tensor:
     """What the native runner gives after each token from `first` on."""
     runner = NativeRunner(Decoder(target.arch, target.weights, 256), 192)
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, tokens[:first])
     rest = tuple(tokens[first:])
-    rows = runner.feed([Feed(0, rest, tuple(range(ROOT, len(rest) - 1)))])[0]
+    rows = runner.score([Feed(0, rest, tuple(range(ROOT, len(rest) - 1)))])[0]
     return rows[0].block
 
 

@@ -21,7 +21,7 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import ToyRunner, ToySampler
+from specbranch.sim.toys import ToyRunner
 from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
@@ -47,11 +47,11 @@ PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 2.0), (8, 3.0)))
 
 
 def small_verifier() -> Verifier:
-    return Verifier(ToyRunner(law(), context_length=CONTEXT, tail=32), ToySampler())
+    return Verifier(ToyRunner(law(), context_length=CONTEXT, tail=32))
 
 
 def on_clock() -> VirtualClock:
-    return VirtualClock(small_verifier(), MeteredDrafter(ToyRunner(law(DRIFT)), ToySampler()), PROFILE)
+    return VirtualClock(small_verifier(), MeteredDrafter(ToyRunner(law(DRIFT))), PROFILE)
 
 
 @pytest.fixture(params=["serial", "process", "clock"])

@@ -27,7 +27,7 @@ from specbranch.core.tree_rounds import growing
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
-from specbranch.sim.toys import ToyRunner, ToySampler
+from specbranch.sim.toys import ToyRunner
 from tiers import tiered
 from toybench import (
     PROFILE,
@@ -335,7 +335,7 @@ class CountingDrafter(Drafter):
 
 
 def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
-    draft = CountingDrafter(ToyRunner(law(0.06), context_length=16, tail=24), ToySampler())
+    draft = CountingDrafter(ToyRunner(law(0.06), context_length=16, tail=24))
     executor = Serial(make_verifier(), draft)
     for method in ("speculative", "pearl", "confidence", "tree", "specbranch"):
         request = Case((1, 2, 3), 0.7, 5, Ending("long", max_tokens=120))
@@ -348,7 +348,7 @@ def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
 
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence", "tree", "specbranch"])
 def test_a_draft_that_lost_nothing_is_never_told_a_whole_sequence(method: str) -> None:
-    draft = CountingDrafter(ToyRunner(law(0.3)), ToySampler())
+    draft = CountingDrafter(ToyRunner(law(0.3)))
     for seed in range(10):
         decode(Serial(make_verifier(), draft), case(seed, 0.7), CONFIGS[method], experience=Experience(PROFILE))
     assert draft.told_whole == 0

@@ -13,17 +13,16 @@ import pytest
 
 from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, draw, joint_law, requests
 from specbranch.config import HeadKind, PolicyName, SamplingParams, SpeculativeConfig
-from specbranch.core import noise
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS, Rounds
 from specbranch.core.noise import Purpose
 from specbranch.core.orders import Branch, Plan, Sparse, Verdict
 from specbranch.core.policy import Confidence, Entropy, Policy
 from specbranch.core.request import Spot
+from specbranch.core.runner import Trial
 from specbranch.core.session import Session
 from specbranch.core.verify import Uniform
-from specbranch.exec.verifier import Scored, Verifier
-from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToySampler
+from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToyRunner, ToySampler
 from tiers import tiered
 from toybench import PROFILE, wandering
 
@@ -154,15 +153,14 @@ class GreedyResidualSampler(ToySampler):
         return GreedyResidual(super().law(row, spot).probs)
 
 
-class OneUniform(Verifier):
+class OneUniform(ToyRunner):
     """Fault: the residual is drawn with the variate that decided the rejection."""
 
-    def _uniform(self, session: int, item: Scored) -> Uniform:
-        request, start = self.request(session), len(item.order.on)
+    def _uniform(self, trial: Trial) -> Uniform:
+        right = super()._uniform(trial)
 
         def uniform(depth: int, purpose: Purpose, attempt: int) -> float:
-            shared: Purpose = "accept" if purpose == "residual" else purpose
-            return noise.uniform(request.seed, request.sample, start + depth, shared, attempt)
+            return right(depth, "accept" if purpose == "residual" else purpose, attempt)
 
         return uniform
 
@@ -187,7 +185,7 @@ class CutByNextConfidence(Confidence):
 FAULTS = {
     "argmax residual": Case("speculative", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
     "argmax residual at a branch point": Case("specbranch", policy="confidence", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
-    "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, verifier=OneUniform)),
+    "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, runner=OneUniform)),
     "cut at the token's own probability": Case("speculative", make=lambda: CutAtOwnProbability(3, 0.5)),
     "cut a surviving branch at the token's own probability": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top")),
     "the same with a sampled head": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "sampled")),

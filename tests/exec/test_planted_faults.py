@@ -12,16 +12,16 @@ from dataclasses import replace
 import pytest
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.orders import Branch, Context
+from specbranch.core.orders import Context
 from specbranch.core.request import Spot
-from specbranch.core.runner import Feed, Row
+from specbranch.core.runner import Ask, Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.core.verify import Outcome
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
-from specbranch.exec.verifier import Scored, Verifier
+from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
-from specbranch.sim.toys import START, Logits, ToyRunner, ToySampler
+from specbranch.sim.toys import START, Logits, ToyRunner
 from toybench import Case, Ending, answer, decode, law, plainly, total
 
 METHODS_WITH_DRAFT = ("speculative", "pearl", "specbranch")
@@ -30,35 +30,35 @@ METHODS_WITH_DRAFT = ("speculative", "pearl", "specbranch")
 class CommitsOneTooMany(ToyRunner):
     """Rolls back one token less than was rejected."""
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         slots = self.slots(seq)
         last = nodes[-1] if nodes else ROOT
         extra = [node for node, parent in enumerate(slots.parents) if parent == last][:1] if commit == len(nodes) > 0 else []
-        super().keep(seq, [*nodes, *extra], commit + len(extra))
+        super()._keep(seq, [*nodes, *extra], commit + len(extra))
 
 
 class KeepsTheLastRows(ToyRunner):
     """Cuts the cache at the wrong end of the tail."""
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         start, states = len(self.slots(seq).prefix), self._states[seq].copy()
-        super().keep(seq, nodes, commit)
+        super()._keep(seq, nodes, commit)
         self._states[seq][start:] = states[len(states) - len(nodes) :]
 
 
 class MovesNothing(ToyRunner):
     """Renumbers a kept path without moving its rows."""
 
-    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+    def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         states = self._states[seq].copy()
-        super().keep(seq, nodes, commit)
+        super()._keep(seq, nodes, commit)
         self._states[seq][:] = states[: len(self._states[seq])]
 
 
 class SeesTheNodeBefore(ToyRunner):
     """Masks by place rather than by ancestry: a lane sees its neighbour. On chains there is no difference."""
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         return [self._chained(item) for item in work]
 
     def _chained(self, item: Feed) -> list[Logits]:
@@ -72,8 +72,8 @@ class SeesTheNodeBefore(ToyRunner):
 class LosesATokenOfThePrompt(ToyRunner):
     """Reads a long prompt but for its first token."""
 
-    def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        super().extend(seq, tokens)
+    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
+        super()._extend(seq, tokens)
         states = self._states[seq]
         states[:] = [START]
         for token in tokens[1:]:
@@ -84,19 +84,19 @@ class Sound(Worker):
     """No fault at all."""
 
 
-class PositionOffByOne(Worker):
+class PositionOffByOne(ToyRunner):
     """Draws with the noise of the next position."""
 
-    def spot(self, session: int, node: int, attempt: int = 0) -> Spot:
-        spot = super().spot(session, node, attempt)
+    def spot(self, seq: int, node: int, ask: Ask | None = None) -> Spot:
+        spot = super().spot(seq, node, ask)
         return replace(spot, position=spot.position + 1)
 
 
-class PlaceForPosition(Worker):
+class PlaceForPosition(ToyRunner):
     """Takes a node's place in the cache for its position in the sequence; on chains they are equal."""
 
-    def spot(self, session: int, node: int, attempt: int = 0) -> Spot:
-        return replace(super().spot(session, node, attempt), position=len(self.slots(session).prefix) + node + 1)
+    def spot(self, seq: int, node: int, ask: Ask | None = None) -> Spot:
+        return replace(super().spot(seq, node, ask), position=len(self.slots(seq).prefix) + node + 1)
 
 
 class TrustsTheBase(Worker):
@@ -114,48 +114,51 @@ class AlignsOneShort(Worker):
         return end, rest[1:] if len(rest) > 1 else rest
 
 
-class ReusesStaleRows(Worker):
+class ReusesStaleRows(ToyRunner):
     """Keeps rows under the numbers they had before a cut."""
 
-    def _keep(self, session: int, path: Sequence[int], commit: int) -> None:
-        before = dict(self._held[session].rows)
-        super()._keep(session, path, commit)
-        self._held[session].rows = before
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        before = dict(self._rows[seq])
+        super().keep(seq, nodes, commit)
+        self._rows[seq] = before
 
 
-class ReusesARowAfterATrim(Worker):
+class ReusesARowAfterATrim(ToyRunner):
     """After a cut, answers for the end of the prefix with the row of the last token that was drafted."""
 
-    def _keep(self, session: int, path: Sequence[int], commit: int) -> None:
-        before = self._held[session].rows
+    def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
+        before = self._rows[seq]
         last = before[max(before)] if before else None
-        super()._keep(session, path, commit)
-        if last is not None and ROOT in self._held[session].rows:
-            self._held[session].rows[ROOT] = last
+        super().keep(seq, nodes, commit)
+        if last is not None and ROOT in self._rows[seq]:
+            self._rows[seq][ROOT] = last
 
 
-class ReadsTheRowBefore(Worker):
-    """Judges a node by the row of the one before it."""
+class ReadsTheRowBefore(ToyRunner):
+    """Answers for a node by the row of the one before it."""
 
-    def row(self, session: int, node: int) -> Row:
-        rows = self._held[session].rows
-        return rows[node - 1] if node - 1 in rows else rows[node]
+    def score(self, work: Sequence[Feed]) -> list[list[Logits]]:
+        made = super().score(work)
+        for item in work:
+            rows = self._rows[item.seq]
+            self._rows[item.seq] = {node: rows.get(node - 1, row) for node, row in rows.items()}
+        return made
 
 
-class AcceptsOneTooMany(Verifier):
+class AcceptsOneTooMany(ToyRunner):
     """Takes the first rejected token too."""
 
-    def _outcome(self, session: int, item: Scored, first: Branch | None) -> Outcome:
-        path, token = super()._outcome(session, item, first)
-        return (*path, len(path)) if len(path) < len(item.nodes) else path, token
+    def _outcome(self, trial: Trial) -> Outcome:
+        path, token = super()._outcome(trial)
+        return (*path, len(path)) if len(path) < len(trial.nodes) else path, token
 
 
 def pair(runner: type[ToyRunner], worker: type[Worker], of_draft: bool) -> Serial:
     """A pair of which one model has a fault: a draft that else is perfect, or a target beside a weak draft, with much to roll back."""
-    faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})(runner(law()), ToySampler())
+    faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})(runner(law()))
     if of_draft:
-        return Serial(Verifier(ToyRunner(law()), ToySampler()), faulty)
-    return Serial(faulty, Drafter(ToyRunner(law(0.3)), ToySampler()))
+        return Serial(Verifier(ToyRunner(law())), faulty)
+    return Serial(faulty, Drafter(ToyRunner(law(0.3))))
 
 
 def cases() -> list[tuple[Case, SpeculativeConfig]]:
@@ -191,24 +194,30 @@ def test_a_target_that_keeps_too_much_is_put_right_by_the_next_order() -> None:
     assert wrong_answers(pair(CommitsOneTooMany, Sound, of_draft=False)) == 0
 
 
-@pytest.mark.parametrize("fault", [KeepsTheLastRows, LosesATokenOfThePrompt])
+@pytest.mark.parametrize("fault", [KeepsTheLastRows, LosesATokenOfThePrompt, PositionOffByOne, ReadsTheRowBefore, AcceptsOneTooMany])
 def test_a_fault_in_the_targets_cache_changes_the_output(fault: type[ToyRunner]) -> None:
     assert wrong_answers(pair(fault, Sound, of_draft=False)) > 0
 
 
-@pytest.mark.parametrize("fault", [PositionOffByOne, TrustsTheBase, ReadsTheRowBefore, AcceptsOneTooMany])
+@pytest.mark.parametrize("fault", [TrustsTheBase])
 def test_a_fault_in_the_targets_worker_changes_the_output(fault: type[Worker]) -> None:
     assert wrong_answers(pair(ToyRunner, fault, of_draft=False)) > 0
 
 
-@pytest.mark.parametrize("fault", [CommitsOneTooMany, KeepsTheLastRows, MovesNothing, SeesTheNodeBefore, LosesATokenOfThePrompt])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(CommitsOneTooMany, KeepsTheLastRows, MovesNothing, SeesTheNodeBefore, LosesATokenOfThePrompt),
+        *(PositionOffByOne, PlaceForPosition, ReusesARowAfterATrim, ReadsTheRowBefore),
+    ],
+)
 def test_a_fault_in_the_drafts_cache_makes_a_perfect_draft_fail(fault: type[ToyRunner]) -> None:
     executor = pair(fault, Sound, of_draft=True)
     assert rejections(executor) > 0
     assert wrong_answers(executor) == 0, "the draft alone must not be able to change the output"
 
 
-@pytest.mark.parametrize("fault", [PositionOffByOne, PlaceForPosition, AlignsOneShort, ReusesARowAfterATrim, ReadsTheRowBefore])
+@pytest.mark.parametrize("fault", [AlignsOneShort])
 def test_a_fault_in_the_drafts_worker_makes_a_perfect_draft_fail(fault: type[Worker]) -> None:
     executor = pair(ToyRunner, fault, of_draft=True)
     assert rejections(executor) > 0
@@ -217,4 +226,4 @@ def test_a_fault_in_the_drafts_worker_makes_a_perfect_draft_fail(fault: type[Wor
 
 def test_a_draft_that_loses_track_of_its_rows_is_loud() -> None:
     with pytest.raises(KeyError):
-        rejections(pair(ToyRunner, ReusesStaleRows, of_draft=True))
+        rejections(pair(ReusesStaleRows, Sound, of_draft=True))

@@ -30,7 +30,7 @@ from specbranch.exec.messages import Recipe, TargetDone, Work
 from specbranch.exec.process import LONGEST_WAIT, START_WITHIN, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
-from specbranch.sim.toys import Logits, ToySampler
+from specbranch.sim.toys import Logits
 from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
@@ -85,11 +85,11 @@ class Target(SlowRunner):
         self.at = -1
         self.surprise: Callable[[], None] = lambda: None
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         self.at -= 1
         if self.at == 0:
             self.surprise()
-        return super().feed(work)
+        return super()._score(work)
 
 
 class FaultyDraftRunner(SlowRunner):
@@ -100,13 +100,13 @@ class FaultyDraftRunner(SlowRunner):
         self.how = how
         self.left = 12
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         self.left -= 1
         if self.left < 0:
             if self.how == "hangs":
                 time.sleep(60)
             raise RuntimeError("out of luck")
-        return super().feed(work)
+        return super()._score(work)
 
 
 def starts(notes: Path) -> int:
@@ -129,7 +129,7 @@ def recipe(function: Callable[..., Drafter], **given: str) -> Recipe:
 def make_faulty_once(notes: str, how: str) -> Drafter:
     """Make a draft worker that goes wrong, the first time."""
     first = noted_start(Path(notes)) == 1
-    return Drafter(FaultyDraftRunner(how), ToySampler()) if first else make_drafter(DRIFT)
+    return Drafter(FaultyDraftRunner(how)) if first else make_drafter(DRIFT)
 
 
 def make_only_once(notes: str, how: str) -> Drafter:
@@ -167,7 +167,7 @@ def executor_with(
     made_by: Recipe | None = None, hung_after: float = 30.0, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Process, Target]:
     target = Target()
-    return Process(Verifier(target, ToySampler()), made_by or drafter_recipe(DRIFT), hung_after=hung_after, clock=clock), target
+    return Process(Verifier(target), made_by or drafter_recipe(DRIFT), hung_after=hung_after, clock=clock), target
 
 
 def ask(executor: Process) -> bool:
@@ -297,7 +297,7 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
 
 def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
     target = Target()
-    with closing(Overheard(Verifier(target, ToySampler()), drafter_recipe(DRIFT))) as executor:
+    with closing(Overheard(Verifier(target), drafter_recipe(DRIFT))) as executor:
         loop, session, case = begin(executor, "pearl", 4, until_target=True)
         target.surprise, target.at = partial(send, executor, signal.SIGKILL), 9
 
@@ -475,7 +475,7 @@ def make_always_faulty(how: str) -> Drafter:
     """Make a draft worker that goes wrong in its first forward."""
     runner = FaultyDraftRunner(how)
     runner.left = 0
-    return Drafter(runner, ToySampler())
+    return Drafter(runner)
 
 
 def test_a_child_that_breaks_in_every_round_is_waited_for_longer_and_longer(clock: HandClock, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from specbranch.exec.grower import Done
 from specbranch.exec.messages import Open, Recipe, TargetDone, Work
 from specbranch.exec.serial import draft_or_whole
 from specbranch.exec.verifier import Scored, Verifier
-from specbranch.sim.toys import Logits, ToyRunner, ToySampler
+from specbranch.sim.toys import Logits, ToyRunner
 from toybench import PROFILE, Overheard, SlowRunner, drafter_recipe, law
 
 PATIENCE = 10.0  # seconds after which something that should come is not waited for any more
@@ -34,26 +34,26 @@ class NotingRunner(SlowRunner):
         super().__init__(law(0.1), 0.002)
         self.notes = notes
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Logits]]:
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         with self.notes.open("a") as file:
             file.write(".")
-        return super().feed(work)
+        return super()._score(work)
 
 
 def make_noting(notes: str) -> Drafter:
     """Make a draft worker that notes its forwards."""
-    return Drafter(NotingRunner(Path(notes)), ToySampler())
+    return Drafter(NotingRunner(Path(notes)))
 
 
 class LateTarget(Verifier):
     """A target on a device that works on after `score` has returned: its rows can be read once `arrived` says so."""
 
     def __init__(self, arrived: Callable[[], bool]) -> None:
-        super().__init__(ToyRunner(law()), ToySampler())
+        super().__init__(ToyRunner(law()))
         self.arrived = arrived
         self.when_judged: Callable[[], None] = lambda: None
 
-    def judge(self, scored: Mapping[int, Scored], heads: Mapping[int, Branch]) -> dict[int, Verdict]:
+    def judge(self, scored: Scored, heads: Mapping[int, Branch]) -> dict[int, Verdict]:
         end = time.monotonic() + PATIENCE
         while not self.arrived() and time.monotonic() < end:
             time.sleep(0.001)
@@ -79,7 +79,7 @@ def test_lanes_go_on_until_the_verdicts_are_made_not_only_until_the_forward_is_l
 
 
 def test_heads_are_told_together_also_where_a_session_has_none() -> None:
-    drafter = Drafter(ToyRunner(law(0.1), context_length=20), ToySampler())
+    drafter = Drafter(ToyRunner(law(0.1), context_length=20))
     told: list[dict[int, Branch]] = []
     plan = Plan(4, ((0, 1),), heads="sampled", until="target")
     for session in (0, 1):
@@ -104,7 +104,7 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
         drafts = {s: Draft(c, Plan(2), 0, number) if kind == "chain" else Grow(c, NO_TREE, growth, number) for s, c in on.items()}
         return {session: Orders(draft) for session, draft in drafts.items()}
 
-    with closing(Overheard(Verifier(ToyRunner(law()), ToySampler()), drafter_recipe(0.1))) as executor:
+    with closing(Overheard(Verifier(ToyRunner(law())), drafter_recipe(0.1))) as executor:
         for session in texts:
             executor.open(session, request())
         executor.run(orders(0, 1))
@@ -125,7 +125,7 @@ class Counted(Drafter):
 
 
 def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> None:
-    drafter, text = Counted(ToyRunner(law(0.1)), ToySampler()), [1, 2, 3, 4]
+    drafter, text = Counted(ToyRunner(law(0.1))), [1, 2, 3, 4]
     for session in range(3):
         drafter.open(session, request())
     draft_or_whole(drafter, {session: Draft(Context(0, (1, 2, 3)), Plan(2)) for session in range(3)}, never, {})
@@ -136,7 +136,7 @@ def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> Non
 
 
 def test_a_text_that_has_outgrown_the_draft_is_not_sent_again_and_again() -> None:
-    drafter = Counted(ToyRunner(law(0.1), context_length=6), ToySampler())
+    drafter = Counted(ToyRunner(law(0.1), context_length=6))
     drafter.open(0, request())
     text = [1, 2, 3, 4, 5]
     told = []

@@ -12,8 +12,7 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, CacheFull, ModelError
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
-from specbranch.models.steps import rows_of_nodes
-from tiny_models import CONFIGS, in_double, logits_of, saved, some_tokens, tiny
+from tiny_models import CONFIGS, GREEDY, in_double, logits_of, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -40,8 +39,8 @@ def chain(seq: int, tokens: list[int], after: int = ROOT) -> Feed:
 
 def scores(runner: NativeRunner, tokens: list[int], seq: int = 99) -> torch.Tensor:
     """The row after each token, fed in one go to a fresh sequence."""
-    runner.open(seq)
-    rows = runner.feed([chain(seq, tokens)])[0]
+    runner.open(seq, GREEDY)
+    rows = runner.score([chain(seq, tokens)])[0]
     runner.close(seq)
     return collate(rows)
 
@@ -57,9 +56,9 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, dtype: to
     reference = tiny(kind) if dtype == torch.float32 else in_double(tiny(kind))
     tokens = some_tokens(300)
     runner = load_native(folders[kind], context_length=512, dtype=dtype, tail=64)
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, tokens[:270])  # two chunks
-    rows = runner.feed([chain(0, tokens[270:])])[0]
+    rows = runner.score([chain(0, tokens[270:])])[0]
     assert_same(collate(rows), logits_of(reference, tokens)[270:], TOLERANCE[dtype])
 
 
@@ -74,52 +73,52 @@ def test_sharded_folder_gives_the_same_logits_as_a_single_file(folders: dict[str
 
 def test_prompt_in_pieces_equals_prompt_in_one_go(runner: NativeRunner) -> None:
     tokens = some_tokens(520)
-    runner.open(0)
-    runner.open(1)
+    runner.open(0, GREEDY)
+    runner.open(1, GREEDY)
     runner.extend(0, tokens)
     for start, stop in ((0, 3), (3, 4), (4, 300), (300, 520)):
         runner.extend(1, tokens[start:stop])
-    one, pieces = runner.feed([chain(0, [7])])[0], runner.feed([chain(1, [7])])[0]
+    one, pieces = runner.score([chain(0, [7])])[0], runner.score([chain(1, [7])])[0]
     assert_same(collate(pieces), collate(one), 1e-12)
 
 
 def test_each_node_of_a_tree_is_scored_as_its_own_path(runner: NativeRunner) -> None:
     prompt, tokens, parents = some_tokens(11), some_tokens(9, seed=5), [ROOT, 0, 0, ROOT, 3, 1, 1, 2, 4]
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, prompt)
-    rows = runner.feed([Feed(0, tuple(tokens[:6]), tuple(parents[:6]))])[0]
-    rows += runner.feed([Feed(0, tuple(tokens[6:]), tuple(parents[6:]))])[0]  # a second feed onto inner nodes
+    rows = runner.score([Feed(0, tuple(tokens[:6]), tuple(parents[:6]))])[0]
+    rows += runner.score([Feed(0, tuple(tokens[6:]), tuple(parents[6:]))])[0]  # a second feed onto inner nodes
     for node, row in enumerate(rows):
         assert_same(row.logits, scores(runner, runner.slots(0).sequence(node))[-1], 1e-12)
 
 
 def test_one_row_that_must_not_see_its_sibling_is_masked(runner: NativeRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, [1, 2])
-    runner.feed([Feed(0, (3,), (ROOT,))])
-    (row,) = runner.feed([Feed(0, (4,), (ROOT,))])[0]
+    runner.score([Feed(0, (3,), (ROOT,))])
+    (row,) = runner.score([Feed(0, (4,), (ROOT,))])[0]
     assert_same(row.logits, scores(runner, [1, 2, 4])[-1], 1e-12)
 
 
 @pytest.mark.parametrize("commit", [0, 1, 3])
 def test_after_keep_a_sequence_goes_on_as_if_fed_afresh(commit: int, runner: NativeRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, some_tokens(10))
-    runner.feed([Feed(0, tuple(some_tokens(7, seed=3)), (ROOT, ROOT, 1, 1, 2, 3, 5))])
+    runner.score([Feed(0, tuple(some_tokens(7, seed=3)), (ROOT, ROOT, 1, 1, 2, 3, 5))])
     runner.keep(0, (1, 3, 5), commit)
     last = len(runner.slots(0).tokens) - 1
-    rows = runner.feed([chain(0, some_tokens(4, seed=4), after=last)])[0]
+    rows = runner.score([chain(0, some_tokens(4, seed=4), after=last)])[0]
     whole = runner.slots(0).sequence(last + 4)
     assert len(whole) == 17
     assert_same(collate(rows), scores(runner, whole)[-4:], 1e-12)
 
 
 def test_dropping_the_tail_leaves_no_trace(runner: NativeRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, some_tokens(10))
-    runner.feed([chain(0, some_tokens(8, seed=8))])
+    runner.score([chain(0, some_tokens(8, seed=8))])
     runner.keep(0, (), 0)
-    (row,) = runner.feed([chain(0, [5])])[0]
+    (row,) = runner.score([chain(0, [5])])[0]
     assert_same(row.logits, scores(runner, [*some_tokens(10), 5])[-1], 1e-12)
 
 
@@ -128,9 +127,9 @@ def test_a_batch_of_sequences_equals_one_by_one(runner: NativeRunner) -> None:
     alone = []
     for together in (False, True):
         for seq in range(3):
-            runner.open(seq)
+            runner.open(seq, GREEDY)
             runner.extend(seq, some_tokens(4 + 9 * seq, seed=seq))
-        blocks = runner.feed(feeds) if together else [runner.feed([feed])[0] for feed in feeds]
+        blocks = runner.score(feeds) if together else [runner.score([feed])[0] for feed in feeds]
         alone.append([collate(rows) for rows in blocks])
         for seq in range(3):
             runner.close(seq)
@@ -139,19 +138,19 @@ def test_a_batch_of_sequences_equals_one_by_one(runner: NativeRunner) -> None:
 
 
 def test_rows_stay_valid_while_more_is_fed(runner: NativeRunner) -> None:
-    runner.open(0)
-    (row,) = runner.feed([chain(0, [3])])[0]
+    runner.open(0, GREEDY)
+    (row,) = runner.score([chain(0, [3])])[0]
     before = row.logits.clone()
-    runner.feed([chain(0, [4, 5, 6], after=0)])
+    runner.score([chain(0, [4, 5, 6], after=0)])
     assert torch.equal(row.logits, before)
 
 
 def test_a_closed_sequence_hands_its_memory_on_and_nothing_of_its_content(runner: NativeRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, some_tokens(30))
     runner.close(0)
+    assert runner.pool.free == runner.pool.pages
     fresh = scores(runner, some_tokens(5))
-    assert len(runner._spare) == 1
     assert_same(fresh, scores(load_like(runner), some_tokens(5)), 1e-12)
 
 
@@ -161,28 +160,28 @@ def load_like(runner: NativeRunner) -> NativeRunner:
 
 def test_a_batch_in_which_one_sequence_is_full_changes_none(runner: NativeRunner) -> None:
     for seq in range(2):
-        runner.open(seq)
+        runner.open(seq, GREEDY)
     with pytest.raises(CacheFull):
-        runner.feed([chain(0, [1, 2]), chain(1, some_tokens(41))])
+        runner.score([chain(0, [1, 2]), chain(1, some_tokens(41))])
     assert len(runner.slots(0)) == len(runner.slots(1)) == 0
     runner.slots(0).check()
 
 
 def test_a_failed_extend_leaves_the_prefix_as_it_was(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, [1, 2, 3])
-    monkeypatch.setattr(runner.decoder, "forward", lambda step: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(runner.decoder, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         runner.extend(0, [4, 5])
     assert runner.slots(0).prefix == [1, 2, 3]
 
 
 def test_token_outside_the_vocabulary_is_refused(runner: NativeRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     with pytest.raises(BadParameter, match="131 is outside"):
         runner.extend(0, [1, 131])
     with pytest.raises(BadParameter, match="-1 is outside"):
-        runner.feed([Feed(0, (-1,), (ROOT,))])
+        runner.score([Feed(0, (-1,), (ROOT,))])
 
 
 def test_context_longer_than_the_model_is_refused(folders: dict[str, Path]) -> None:
@@ -196,22 +195,6 @@ def test_unknown_dtype_is_refused(folders: dict[str, Path]) -> None:
         load_native(folders["llama"], dtype="float23")
 
 
-def test_padded_steps_give_the_same_rows_as_exact_ones(runner: NativeRunner) -> None:
-    """The padding that GPUs need, run here on the CPU."""
-    padded = load_like(runner)
-    padded._planner.exact = False
-    padded._planner.group = 1  # several rows on a CPU: torch groups heads itself
-    for each in (runner, padded):
-        for seq in range(2):
-            each.open(seq)
-            each._open[seq].cache.data.zero_()  # as it would be on a GPU
-            each.extend(seq, some_tokens(259 + seq))
-    assert padded._open[0].cache.data.shape[3] == 768
-    feeds = [Feed(0, (1, 2, 3), (ROOT, ROOT, 1)), chain(1, [4, 5, 6, 7, 8])]
-    for exact, pad in zip(runner.feed(feeds), padded.feed(feeds), strict=True):
-        assert_same(collate(pad), collate(exact), 1e-12)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_on_a_gpu_every_family_gives_the_same_logits(kind: str, folders: dict[str, Path]) -> None:
@@ -219,32 +202,9 @@ def test_on_a_gpu_every_family_gives_the_same_logits(kind: str, folders: dict[st
     rows = {}
     for place in ("cpu", "cuda"):
         runner = load_native(folders[kind], context_length=512, device=place, dtype="float64", tail=64)
-        runner.open(0)
+        runner.open(0, GREEDY)
         runner.extend(0, tokens[:270])
-        runner.feed([chain(0, tokens[270:283])])
+        runner.score([chain(0, tokens[270:283])])
         runner.keep(0, range(5), 3)
-        rows[place] = collate(runner.feed([Feed(0, (1, 2, 3), (1, 1, 3))])[0]).cpu()
+        rows[place] = collate(runner.score([Feed(0, (1, 2, 3), (1, 1, 3))])[0]).cpu()
     assert_same(rows["cuda"], rows["cpu"], 1e-9)
-
-
-@pytest.mark.gpu
-def test_a_step_on_a_gpu_waits_for_nothing_and_can_be_captured(folders: dict[str, Path]) -> None:
-    runner = load_native(folders["qwen3"], context_length=512, device="cuda", tail=64)
-    assert runner.dtype == torch.bfloat16
-    runner.open(0)
-    runner.extend(0, some_tokens(100))
-    held = runner._open[0]
-    nodes = held.slots.grow((1, 2, 3), (ROOT, 0, 0))
-    step = runner._planner.step([rows_of_nodes(held.cache, held.slots, nodes)])
-    with torch.inference_mode():
-        expected = runner.decoder.logits(runner.decoder.forward(step)).clone()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            runner.decoder.logits(runner.decoder.forward(step))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = runner.decoder.logits(runner.decoder.forward(step))
-        graph.replay()
-    assert torch.equal(replayed[:3], expected[:3])

@@ -12,16 +12,17 @@ import torch
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
+from specbranch.models.batch import Rows, dealt
 from specbranch.models.columns import Columns
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Matrix, ReducedHead, read_weights
+from specbranch.models.kv import Pool, Table
 from specbranch.models.native import READ_COMPILED, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
-from specbranch.models.steps import Rows, dealt
-from tiny_models import CONFIGS, saved, some_tokens, tiny
+from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 
@@ -58,10 +59,10 @@ def test_fused_rows_equal_plain_ones_up_to_rounding(kind: str, threads: int, fol
     results = []
     for runner in (fused, plain(fused)):
         for seq, length in ((0, 300), (1, 5)):  # more than a block of tokens; a prompt that is stored by the fused step itself
-            runner.open(seq)
+            runner.open(seq, GREEDY)
             runner.extend(seq, some_tokens(length))
         feeds = [Feed(0, (1, 2, 3, 4, 5), (ROOT, 0, 0, 2, 1)), Feed(1, (9, 8), (ROOT, ROOT))]
-        results.append(torch.cat([collate(rows) for rows in runner.feed(feeds)]))
+        results.append(torch.cat([collate(rows) for rows in runner.score(feeds)]))
     assert (results[0] - results[1]).abs().max() < 1e-5 * results[1].abs().max()
 
 
@@ -70,15 +71,15 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(kin
     runner = load_native(folders[kind], context_length=512, tail=64)
     line, prompt = some_tokens(6, seed=2), some_tokens(270)
     for seq in range(4):
-        runner.open(seq)
+        runner.open(seq, GREEDY)
         runner.extend(seq, prompt)
     alone = []
     for token in line:
-        alone.append(runner.feed([Feed(0, (token,), (ROOT,))])[0][0].logits)
+        alone.append(runner.score([Feed(0, (token,), (ROOT,))])[0][0].logits)
         runner.keep(0, (0,), 1)
-    chain = runner.feed([Feed(1, tuple(line), (ROOT, 0, 1, 2, 3, 4))])[0]
-    tree = runner.feed([Feed(2, (7, line[0], 3, line[1], line[2], 5, 6), (ROOT, ROOT, 0, 1, 3, 3, 4))])[0]
-    batch = runner.feed([Feed(3, tuple(line[:2]), (ROOT, 0)), Feed(2, (line[3],), (4,))])
+    chain = runner.score([Feed(1, tuple(line), (ROOT, 0, 1, 2, 3, 4))])[0]
+    tree = runner.score([Feed(2, (7, line[0], 3, line[1], line[2], 5, 6), (ROOT, ROOT, 0, 1, 3, 3, 4))])[0]
+    batch = runner.score([Feed(3, tuple(line[:2]), (ROOT, 0)), Feed(2, (line[3],), (4,))])
     for depth, row in enumerate(alone):
         assert torch.equal(row, chain[depth].logits)
     for depth, row in enumerate((tree[1], tree[3], tree[4], batch[1][0])):
@@ -89,12 +90,12 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(kin
 def test_moved_places_keep_their_bits(folders: dict[str, Path]) -> None:
     runner = load_native(folders["llama"], context_length=512, tail=64)
     for seq in range(2):
-        runner.open(seq)
+        runner.open(seq, GREEDY)
         runner.extend(seq, some_tokens(20))
-    runner.feed([Feed(0, (1, 2, 3, 4), (ROOT, ROOT, 1, 2))])
+    runner.score([Feed(0, (1, 2, 3, 4), (ROOT, ROOT, 1, 2))])
     runner.keep(0, (1, 2, 3), 2)
-    runner.feed([Feed(1, (2, 3, 4), (ROOT, 0, 1))])
-    after = [runner.feed([Feed(seq, (5,), (last,))])[0][0].logits for seq, last in ((0, 0), (1, 2))]
+    runner.score([Feed(1, (2, 3, 4), (ROOT, 0, 1))])
+    after = [runner.score([Feed(seq, (5,), (last,))])[0][0].logits for seq, last in ((0, 0), (1, 2))]
     assert torch.equal(*after)
 
 
@@ -133,21 +134,21 @@ def batch_of(runner: NativeRunner, rows: int, shape: str, rng: random.Random) ->
     """Nodes of several sequences behind prompts of their own, some of them none."""
     feeds = [nodes_of(seq, size, shape, rng) for seq, size in enumerate(sizes_of(rows, rng))]
     for feed in feeds:
-        runner.open(feed.seq)
+        runner.open(feed.seq, GREEDY)
         runner.extend(feed.seq, some_tokens(rng.choice((0, 3, 70)), seed=feed.seq))
     return feeds
 
 
 def poison(runner: NativeRunner, seq: int) -> Feed:
     """A sequence in whose cache there is nothing but NaN, and a row of it."""
-    runner.open(seq)
+    runner.open(seq, GREEDY)
     runner.extend(seq, some_tokens(5))
-    runner._open[seq].cache.data.fill_(float("nan"))
+    runner.memory.data[runner._held[seq].table.pages] = float("nan")
     return Feed(seq, (1,), (ROOT,))
 
 
 def one_by_one(runner: NativeRunner, feed: Feed) -> list[TensorRow]:
-    return [runner.feed([Feed(feed.seq, (token,), (parent,))])[0][0] for token, parent in zip(feed.tokens, feed.parents, strict=True)]
+    return [runner.score([Feed(feed.seq, (token,), (parent,))])[0][0] for token, parent in zip(feed.tokens, feed.parents, strict=True)]
 
 
 @pytest.mark.parametrize("weights", RUNNERS)
@@ -158,7 +159,7 @@ def test_a_row_has_the_same_bits_alone_and_among_many(rows: int, shape: str, wei
     assert runner._fused is not None
     feeds = batch_of(runner, rows - 2, shape, rng)
     bad = [poison(runner, 100), poison(runner, 101)]
-    together = runner.feed([bad[0], *feeds, bad[1]])
+    together = runner.score([bad[0], *feeds, bad[1]])
     assert all(collate(found).isnan().any() for found in (together[0], together[-1]))
     for feed, found in zip(feeds, together[1:-1], strict=True):
         runner.keep(feed.seq, (), 0)
@@ -167,31 +168,30 @@ def test_a_row_has_the_same_bits_alone_and_among_many(rows: int, shape: str, wei
 
 def test_hidden_states_have_the_same_bits_alone_and_among_many(threads: int, folders: dict[str, Path]) -> None:
     runner = RUNNERS["float32"](folders["qwen3"])
-    runner.tap(2)
     feeds = batch_of(runner, 150, "tree", random.Random(0))
-    for feed, found in zip(feeds, runner.feed(feeds), strict=True):
+    together = torch.split(runner.show(feeds, 2), [len(feed.tokens) for feed in feeds])
+    for feed, found in zip(feeds, together, strict=True):
         runner.keep(feed.seq, (), 0)
-        for row, alone in zip(found, one_by_one(runner, feed), strict=True):
-            assert row.states is not None and alone.states is not None
-            assert torch.equal(row.states[row.index], alone.states[alone.index])
+        alone = [runner.show([Feed(feed.seq, (token,), (parent,))], 2) for token, parent in zip(feed.tokens, feed.parents, strict=True)]
+        assert torch.equal(torch.cat(alone), found)
 
 
 def test_there_is_one_list_of_operations_for_each_number_of_rows(folders: dict[str, Path]) -> None:
     runner, rng = RUNNERS["float32"](folders["llama"]), random.Random(0)
     assert runner._fused is not None
     for seq in range(6):
-        runner.open(seq)
+        runner.open(seq, GREEDY)
     for _ in range(300):
         feeds = [nodes_of(seq, rng.randint(0, 14), "chain", rng) for seq in rng.sample(range(6), rng.randint(1, 6))]
-        runner.feed(feeds)
+        runner.score(feeds)
         for feed in feeds:
             runner.keep(feed.seq, (), 0)
     assert 40 < len(runner._fused._lists) <= STEP_ROWS
 
 
 def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
-    cache = RUNNERS["float32"](folders["llama"])._new_cache(64)
-    work = [Rows(cache, tokens, 3, 3, [2**i for i in range(len(tokens))]) for tokens in ((1, 2, 3), (), (4, 5), (6, 7, 8, 9, 10), (11,))]
+    table = Table(Pool(1))
+    work = [Rows(table, tokens, 3, 3, [2**i for i in range(len(tokens))]) for tokens in ((1, 2, 3), (), (4, 5), (6, 7, 8, 9, 10), (11,))]
     steps = list(dealt(work, 4))
     assert [[rows.tokens for rows in step] for step in steps] == [[(1, 2, 3), (4,)], [(5,), (6, 7, 8)], [(9, 10), (11,)]]
     assert [rows.start for rows in steps[1]] == [4, 3] and steps[2][0].start == 6
@@ -201,20 +201,20 @@ def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
 
 def test_a_chunk_is_read_by_the_code_its_own_size_calls_for(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     runner, read = RUNNERS["float32"](folders["llama"]), []
-    monkeypatch.setattr(FusedStep, "store", lambda _, step: read.append(len(step.tokens)))
+    monkeypatch.setattr(FusedStep, "store", lambda _, work: read.append(len(work[0].tokens)))
     for seq, tokens in enumerate((READ_COMPILED - 1, READ_COMPILED, READ_COMPILED + 1, STEP_ROWS, 150)):
-        runner.open(seq)
+        runner.open(seq, GREEDY)
         runner.extend(seq, some_tokens(tokens))
     assert read == [READ_COMPILED - 1, READ_COMPILED]
 
 
 def test_stale_values_behind_the_sequence_change_nothing(folders: dict[str, Path]) -> None:
     runner = load_native(folders["llama"], context_length=512, tail=64)
-    runner.open(0)
-    fresh = collate(runner.feed([Feed(0, (1, 2), (ROOT, 0))])[0])
-    runner._open[0].cache.data[:, :, :, 2:] = float("nan")
+    runner.open(0, GREEDY)
+    fresh = collate(runner.score([Feed(0, (1, 2), (ROOT, 0))])[0])
+    runner.memory.data[:, :, :, :, 2:] = float("nan")
     runner.keep(0, (), 0)
-    assert torch.equal(collate(runner.feed([Feed(0, (1, 2), (ROOT, 0))])[0]), fresh)
+    assert torch.equal(collate(runner.score([Feed(0, (1, 2), (ROOT, 0))])[0]), fresh)
 
 
 def test_a_compiled_step_that_is_wrong_is_not_used(
@@ -223,6 +223,6 @@ def test_a_compiled_step_that_is_wrong_is_not_used(
     right = load_native(folders["llama"], context_length=64)
     assert right._fused is not None
     logits = FusedStep.logits
-    monkeypatch.setattr(FusedStep, "logits", lambda self, step: logits(self, step) + 0.1)
+    monkeypatch.setattr(FusedStep, "logits", lambda self, work: logits(self, work) + 0.1)
     wrong = load_native(folders["llama"], context_length=64)
     assert wrong._fused is None and "disagrees" in caplog.text

@@ -20,7 +20,6 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.models.native import load_native
-from specbranch.models.sampling import TorchSampler
 from specbranch.models.transformers_runner import load_transformers
 from tiers import tiered
 from tiny_models import CONFIGS, in_double, saved, some_tokens, tiny
@@ -65,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 
 def executor(load: Load, target: Path, draft: Path) -> Serial:
     big, small = (load(path, context_length=256, device="cpu", dtype=torch.float64) for path in (target, draft))
-    return Serial(Verifier(big, TorchSampler(big.vocabulary)), Drafter(small, TorchSampler(small.vocabulary)))
+    return Serial(Verifier(big), Drafter(small))
 
 
 def decode(executor: Serial, method: str, params: SamplingParams, prompt: list[int], number: int, eos: int = 7) -> Session:

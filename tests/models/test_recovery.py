@@ -13,8 +13,6 @@ from specbranch.core.request import Request
 from specbranch.exec.verifier import Verifier
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.noise import shared_noise
-from specbranch.models.sampling import TorchSampler
 from tiny_models import saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
@@ -32,9 +30,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
 
 def opened(runner: NativeRunner, prompt: int) -> Verifier:
     """A worker with a session 0 and nothing read of it."""
-    if 0 in runner._open:
+    if 0 in runner._held:
         runner.close(0)
-    verifier = Verifier(runner, TorchSampler(runner.vocabulary, shared_noise()))
+    verifier = Verifier(runner)
     verifier.open(0, Request(SamplingParams(), 0, prompt))
     return verifier
 
@@ -43,7 +41,8 @@ def row_behind(verifier: Verifier, base: int, tokens: list[int]) -> torch.Tensor
     """The logits behind a text of which the worker holds the first `base` tokens."""
     scored, failed = verifier.score({0: Verify(Context(base, tuple(tokens[base:]), tokens))})
     assert not failed
-    row = verifier.row(0, scored[0].line[-1]).logits.clone()
+    assert isinstance(verifier.runner, NativeRunner)
+    row = verifier.runner._rows[0][scored.judged[0].root].logits.clone()
     verifier.judge(scored, {})
     return row
 

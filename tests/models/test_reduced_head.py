@@ -26,7 +26,7 @@ from specbranch.models.noise import Noise
 from specbranch.models.reductions import leading
 from specbranch.models.rows import TensorRow, collate, rows_of, scored
 from specbranch.models.sampling import TorchSampler
-from tiny_models import saved, some_tokens, tiny
+from tiny_models import GREEDY, saved, some_tokens, tiny
 
 VOCABULARY, KEPT = 5003, 811
 HISTORY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 17, 40, 41)
@@ -68,7 +68,7 @@ SPOTS = {
     "bias": {"temperature": 0.9, "logit_bias": dict.fromkeys(range(0, 60, 3), 6.0)},
     "no end yet": {"temperature": 0.9, "min_tokens": 50, "eos": tuple(range(0, VOCABULARY, 2))},
 }
-ASKS = [Ask(), Ask(3, "top"), Ask(4, "sampled", "entropy"), Ask(30, "top", "entropy")]
+ASKS = [Ask(0, ROOT), Ask(0, ROOT, 3, "top"), Ask(0, ROOT, 4, "sampled", "entropy"), Ask(0, ROOT, 30, "top", "entropy")]
 
 
 def logits(rows: int, width: int = KEPT, scale: float = 3.0) -> Tensor:
@@ -105,7 +105,7 @@ def test_proposals_equal_those_over_the_whole_vocabulary_in_mixed_company(column
 
 def test_equal_logits_are_ranked_by_id_with_and_without_the_others(columns: Columns) -> None:
     tied = logits(4).round()  # a few dozen different values among 811
-    for ask in (Ask(5, "top"), Ask(20, "top"), Ask(3, "sampled")):
+    for ask in (Ask(0, ROOT, 5, "top"), Ask(0, ROOT, 20, "top"), Ask(0, ROOT, 3, "sampled")):
         for params in ({}, {"temperature": 1.0, "rule": "ratio"}, {"temperature": 1.0, "top_k": 7, "rule": "ratio"}):
             rows, sampler = rows_of(tied, columns), TorchSampler(VOCABULARY)
             spots = [spot(seed=seed, **params) for seed in range(4)]
@@ -152,8 +152,8 @@ def test_rows_of_different_heads_are_spread_out_before_they_are_put_together(col
     block, found = scored(mixed)
     assert found is None and torch.equal(block, collate(mixed))
     assert torch.equal(block.isfinite().sum(-1), torch.tensor([KEPT, KEPT, 15, 15]))
-    proposals = TorchSampler(VOCABULARY).propose(mixed, [spot()] * 4, [Ask(2)] * 4)
-    assert proposals == [TorchSampler(VOCABULARY).propose([row], [spot()], [Ask(2)])[0] for row in mixed]
+    proposals = TorchSampler(VOCABULARY).propose(mixed, [spot()] * 4, [Ask(0, ROOT, 2)] * 4)
+    assert proposals == [TorchSampler(VOCABULARY).propose([row], [spot()], [Ask(0, ROOT, 2)])[0] for row in mixed]
 
 
 @pytest.mark.parametrize("ids", [[], [3, 2], [2, 2], [0, VOCABULARY], [-1, 4]])
@@ -183,9 +183,9 @@ def runner(folder: Path, ids: Sequence[int] | None, fused: bool) -> NativeRunner
 
 
 def fed(runner: NativeRunner) -> list[TensorRow]:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, some_tokens(20))
-    return runner.feed([Feed(0, (1, 2, 3, 4), (ROOT, 0, 0, 1))])[0]
+    return runner.score([Feed(0, (1, 2, 3, 4), (ROOT, 0, 0, 1))])[0]
 
 
 IDS = [*range(3, 60, 4), 99, 130]
@@ -213,5 +213,5 @@ def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_company(folder: 
         tree = fed(reduced)
         reduced.keep(0, (), 0)
         for node in (0, 1, 3):
-            (row,) = reduced.feed([Feed(0, ((1, 2, 3, 4)[node],), (ROOT if node == 0 else len(reduced.slots(0).tokens) - 1,))])[0]
+            (row,) = reduced.score([Feed(0, ((1, 2, 3, 4)[node],), (ROOT if node == 0 else len(reduced.slots(0).tokens) - 1,))])[0]
             assert torch.equal(row.logits, tree[node].logits)

@@ -25,6 +25,7 @@ from specbranch.core import noise as core_noise
 from specbranch.core.orders import Sparse
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask
+from specbranch.core.slots import ROOT
 from specbranch.models.noise import Noise, gumbel, hashed
 from specbranch.models.reductions import argmax, descending, entropy, leading, peak
 from specbranch.models.rows import TensorRow, rows_of
@@ -132,7 +133,7 @@ def test_shaping_leaves_the_models_logits_untouched() -> None:
     before = logits.clone()
     sampler, spots = TorchSampler(VOCABULARY), _mixed()[:3]
     sampler.pick(rows_of(logits), spots)
-    sampler.propose(rows_of(logits), spots, [Ask(4)] * 3)
+    sampler.propose(rows_of(logits), spots, [Ask(0, ROOT, 4)] * 3)
     shape(logits, [_spot(temperature=1.0, top_k=3), _spot(), _spot()])
     assert torch.equal(logits, before)
 
@@ -198,7 +199,7 @@ def test_pick_is_the_same_bit_for_bit_alone_and_in_any_company() -> None:
 
 def test_proposals_are_the_same_alone_and_in_any_company() -> None:
     spots = _mixed()
-    asks = [Ask(1 + i % 4, "top" if i % 3 else "sampled", "entropy" if i % 2 else "top") for i in range(len(spots))]
+    asks = [Ask(0, ROOT, 1 + i % 4, "top" if i % 3 else "sampled", "entropy" if i % 2 else "top") for i in range(len(spots))]
     rows = rows_of(_logits(len(spots), 20_011))
     sampler = TorchSampler(20_011)
     together = sampler.propose(rows, spots, asks)
@@ -225,8 +226,8 @@ def test_ties_go_to_the_lowest_id() -> None:
     logits[0, [31, 77, 200]] = 2.0
     sampler = TorchSampler(VOCABULARY)
     assert sampler.pick(rows_of(logits), [_spot()]) == [31]
-    assert sampler.propose(rows_of(logits), [_spot()], [Ask(2)])[0].tokens == (31, 77)
-    assert sampler.propose(rows_of(logits), [_spot()], [Ask(40)])[0].tokens[:3] == (31, 77, 200)
+    assert sampler.propose(rows_of(logits), [_spot()], [Ask(0, ROOT, 2)])[0].tokens == (31, 77)
+    assert sampler.propose(rows_of(logits), [_spot()], [Ask(0, ROOT, 40)])[0].tokens[:3] == (31, 77, 200)
 
 
 # --- noise ---
@@ -284,7 +285,7 @@ def test_lanes_at_one_position_share_their_noise() -> None:
 def test_match_proposes_the_targets_token_first_when_the_models_agree() -> None:
     logits = _logits(40)
     sampler, spots = TorchSampler(VOCABULARY), [_spot(temperature=1.0, seed=seed) for seed in range(40)]
-    proposals = sampler.propose(rows_of(logits), spots, [Ask(3)] * 40)
+    proposals = sampler.propose(rows_of(logits), spots, [Ask(0, ROOT, 3)] * 40)
     assert [p.tokens[0] for p in proposals] == sampler.pick(rows_of(logits), spots)
     assert [p.tokens[0] for p in proposals] != logits.argmax(-1).tolist()
     assert all(p.q is None and len(set(p.tokens)) == 3 for p in proposals)
@@ -294,7 +295,7 @@ def test_match_proposes_the_targets_token_first_when_the_models_agree() -> None:
 def test_match_heads_are_the_best_by_score(width: int) -> None:
     logits, spot = _logits(), _spot(temperature=0.9, seed=3)
     score = (logits[0] / 0.9).double() + torch.tensor(core_noise.gumbel_row(3, 0, spot.position, VOCABULARY), dtype=torch.float64)
-    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(width)])
+    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(0, ROOT, width)])
     assert proposal.tokens == tuple(score.topk(width).indices.tolist())
     assert proposal.confidence == pytest.approx(float(score.softmax(-1).max()), rel=1e-5)
 
@@ -302,7 +303,7 @@ def test_match_heads_are_the_best_by_score(width: int) -> None:
 def test_greedy_confidence_is_that_of_the_penalised_logits_at_temperature_one() -> None:
     logits, spot = _logits(), _spot(repetition_penalty=1.5, top_k=1)
     p = shape(logits, [spot])[0].double().softmax(-1)
-    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(3)])
+    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(0, ROOT, 3)])
     assert proposal.tokens == tuple(p.topk(3).indices.tolist())
     assert proposal.confidence == pytest.approx(float(p.max()), rel=1e-5)
 
@@ -312,19 +313,19 @@ def test_entropy_confidence_is_the_bound_on_the_shaped_law(params: dict[str, Any
     logits, spot = _logits() / 3, _spot(**params)
     p = shape(logits, [spot])[0].double().softmax(-1)
     expected = 1 - math.sqrt(ENTROPY_WEIGHT * float(torch.special.entr(p).sum()))
-    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(measure="entropy")])
+    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(0, ROOT, measure="entropy")])
     assert 0 < expected < 1
     assert proposal.confidence == pytest.approx(expected, rel=1e-5)
 
 
 def test_entropy_confidence_never_falls_below_zero() -> None:
-    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(torch.zeros(1, VOCABULARY)), [_spot()], [Ask(measure="entropy")])
+    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(torch.zeros(1, VOCABULARY)), [_spot()], [Ask(0, ROOT, measure="entropy")])
     assert proposal.confidence == 0.0
 
 
 def test_the_sampled_law_sums_to_one_and_covers_the_most_probable() -> None:
     logits, spot = _logits(), _spot(temperature=2.0, rule="ratio")
-    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(3, "sampled")])
+    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(0, ROOT, 3, "sampled")])
     p = shape(logits, [spot])[0].double().softmax(-1)
     top = p.topk(MOST_ENTRIES)
     assert proposal.q is not None
@@ -336,11 +337,11 @@ def test_the_sampled_law_sums_to_one_and_covers_the_most_probable() -> None:
 
 
 def test_the_sampled_law_has_no_entries_of_probability_zero() -> None:
-    (filtered,) = TorchSampler(VOCABULARY).propose(rows_of(_logits()), [_spot(temperature=1.0, top_k=3, rule="ratio")], [Ask(5)])
+    (filtered,) = TorchSampler(VOCABULARY).propose(rows_of(_logits()), [_spot(temperature=1.0, top_k=3, rule="ratio")], [Ask(0, ROOT, 5)])
     assert filtered.q is not None and len(filtered.q.ids) == 3 and min(filtered.q.probs) > 0
     assert sorted(filtered.tokens) == sorted(filtered.q.ids), "a token that cannot be drawn is not proposed"
     steep = torch.arange(VOCABULARY).float().unsqueeze(0) * -400.0
-    (underflown,) = TorchSampler(VOCABULARY).propose(rows_of(steep), [_spot(temperature=1.0, rule="ratio")], [Ask()])
+    (underflown,) = TorchSampler(VOCABULARY).propose(rows_of(steep), [_spot(temperature=1.0, rule="ratio")], [Ask(0, ROOT)])
     assert underflown.q is not None and underflown.q.ids == (0, 1) and min(underflown.q.probs) > 0
 
 
@@ -348,10 +349,10 @@ def test_fixed_heads_are_the_most_probable_and_carry_no_law() -> None:
     logits = _logits()
     spots = [_spot(temperature=1.0, rule="ratio", seed=seed) for seed in range(50)]
     rows = rows_of(logits) * 50
-    fixed = TorchSampler(VOCABULARY).propose(rows, spots, [Ask(3, "top")] * 50)
+    fixed = TorchSampler(VOCABULARY).propose(rows, spots, [Ask(0, ROOT, 3, "top")] * 50)
     assert {p.tokens for p in fixed} == {tuple(logits[0].topk(3).indices.tolist())}
     assert all(p.q is None for p in fixed)
-    sampled = TorchSampler(VOCABULARY).propose(rows, spots, [Ask(3, "sampled")] * 50)
+    sampled = TorchSampler(VOCABULARY).propose(rows, spots, [Ask(0, ROOT, 3, "sampled")] * 50)
     assert len({p.tokens[0] for p in sampled}) > 3
 
 
@@ -360,7 +361,9 @@ def test_ids_beyond_the_common_vocabulary_are_never_said() -> None:
     logits[:, 400:] += 100.0
     sampler = TorchSampler(400)
     spots = [_spot(), _spot(temperature=1.0), _spot(temperature=1.0, rule="ratio"), _spot(logit_bias={450: 9.0}, frequency_penalty=1.0)] * 2
-    said = {t for p in sampler.propose(rows_of(logits), spots, [Ask(8)] * 8) for t in p.tokens} | set(sampler.pick(rows_of(logits), spots))
+    said = {t for p in sampler.propose(rows_of(logits), spots, [Ask(0, ROOT, 8)] * 8) for t in p.tokens} | set(
+        sampler.pick(rows_of(logits), spots)
+    )
     assert max(said) < 400
     assert sampler.law(TensorRow(logits, 1), spots[1]).draw(ALMOST_ONE) < 400
 
@@ -370,7 +373,7 @@ def test_a_reduced_draft_hears_the_same_noise_as_the_target() -> None:
     logits[:, 400:] = -1e4
     spots = [_spot(temperature=1.0, seed=seed) for seed in range(30)]
     noise = Noise()
-    proposed = TorchSampler(400, noise).propose(rows_of(logits), spots, [Ask()] * 30)
+    proposed = TorchSampler(400, noise).propose(rows_of(logits), spots, [Ask(0, ROOT)] * 30)
     assert [p.tokens[0] for p in proposed] == TorchSampler(VOCABULARY, noise).pick(rows_of(logits), spots)
 
 
@@ -424,7 +427,7 @@ def test_draws_from_a_law_follow_it_and_not_another() -> None:
 
 def test_sampled_heads_follow_their_own_law() -> None:
     spots = [_spot(temperature=1.0, rule="ratio", seed=seed) for seed in range(20_000)]
-    proposals = TorchSampler(8).propose(rows_of(SMALL) * 20_000, spots, [Ask()] * 20_000)
+    proposals = TorchSampler(8).propose(rows_of(SMALL) * 20_000, spots, [Ask(0, ROOT)] * 20_000)
     law = SMALL[0].double().softmax(-1)
     assert _p_value([p.tokens[0] for p in proposals], law) > 1e-3
     assert _p_value([p.tokens[0] for p in proposals], (SMALL[0].double() / 1.1).softmax(-1)) < 1e-6

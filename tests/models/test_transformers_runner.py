@@ -30,6 +30,7 @@ from specbranch.errors import BadParameter, CacheFull, ModelError
 from specbranch.models import transformers_runner
 from specbranch.models.rows import TensorRow
 from specbranch.models.transformers_runner import TransformersRunner, load_transformers
+from tiny_models import GREEDY
 
 VOCABULARY = 97
 CONTEXT = 64
@@ -99,18 +100,18 @@ def _check(runner: TransformersRunner, rows: dict[int, TensorRow], seq: int = 0)
 
 def _feed(runner: TransformersRunner, tokens: Sequence[int], parents: Sequence[int], seq: int = 0) -> dict[int, TensorRow]:
     start = len(runner.slots(seq).tokens)
-    (rows,) = runner.feed([Feed(seq, tuple(tokens), tuple(parents))])
+    (rows,) = runner.score([Feed(seq, tuple(tokens), tuple(parents))])
     return dict(enumerate(rows, start))
 
 
 def _opened(runner: TransformersRunner) -> TransformersRunner:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, PROMPT)
     return runner
 
 
 def test_rows_of_a_chain_equal_a_plain_forward(runner: TransformersRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     _check(runner, _feed(runner, (21, 22, 23), (ROOT, 0, 1)))
     _check(runner, _feed(runner, (24, 25), (2, 3)))
 
@@ -177,7 +178,7 @@ def test_dropping_the_whole_tail_returns_to_the_prefix(runner: TransformersRunne
 
 
 def test_everything_can_be_taken_back_from_an_empty_prefix(runner: TransformersRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     _feed(runner, (21, 22), (ROOT, 0))
     runner.keep(0, (), 0)
     rows = _feed(runner, (24, 25), (ROOT, 0))
@@ -187,12 +188,12 @@ def test_everything_can_be_taken_back_from_an_empty_prefix(runner: TransformersR
 def test_random_work_on_two_sequences_equals_plain_forwards(runner: TransformersRunner) -> None:
     dice = random.Random(5)
     for seq in (0, 1):
-        runner.open(seq)
+        runner.open(seq, GREEDY)
         runner.extend(seq, [dice.randrange(VOCABULARY) for _ in range(3)])
     for _ in range(12):
         work = [_random_feed(dice, runner, seq) for seq in (0, 1)]
         starts = [len(runner.slots(seq).tokens) for seq in (0, 1)]
-        for seq, (start, rows) in enumerate(zip(starts, runner.feed(work), strict=True)):
+        for seq, (start, rows) in enumerate(zip(starts, runner.score(work), strict=True)):
             _check(runner, dict(enumerate(rows, start)), seq)
             runner.slots(seq).check()
         _random_keep(dice, runner, dice.randrange(2))
@@ -228,7 +229,7 @@ def test_a_closed_sequence_frees_its_caches(runner: TransformersRunner) -> None:
 
 
 def test_the_context_cannot_be_exceeded_but_a_tree_may_reach_its_end(runner: TransformersRunner) -> None:
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, [i % VOCABULARY for i in range(CONTEXT - 2)])
     _check(runner, _feed(runner, (21, 22, 23, 24, 25), (ROOT, ROOT, ROOT, 0, 1)))
     with pytest.raises(CacheFull, match=f"{CONTEXT + 1} tokens"):
@@ -251,7 +252,7 @@ def test_a_local_folder_is_loaded_with_its_own_context(tmp_path: Path) -> None:
     model = _llama().eval()
     runner = load_transformers(_saved(model, tmp_path))
     assert (runner.vocabulary, runner.context_length, runner.model.dtype) == (VOCABULARY, CONTEXT, torch.float32)
-    runner.open(0)
+    runner.open(0, GREEDY)
     rows = _feed(runner, (21, 22), (ROOT, 0))
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([[21, 22]])).logits[0, -1]

@@ -21,7 +21,7 @@ from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import CALM, Entry, TensorFile
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
 from specbranch.models.native import load_native, open_model
-from tiny_models import CONFIGS, saved, some_tokens, tiny
+from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
@@ -83,9 +83,9 @@ def write_gguf(kind: str, path: Path, stored: gguf.GGMLQuantizationType = F32) -
 
 def logits(model: Path) -> torch.Tensor:
     runner = load_native(model, context_length=64, dtype="float64")
-    runner.open(0)
+    runner.open(0, GREEDY)
     runner.extend(0, some_tokens(20))
-    return runner.feed([Feed(0, (3,), (ROOT,))])[0][0].logits
+    return runner.score([Feed(0, (3,), (ROOT,))])[0][0].logits
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])

@@ -8,6 +8,11 @@ import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from specbranch.config import SamplingParams
+from specbranch.core.request import Request
+
+GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
+
 SHAPE = {
     "vocab_size": 131,
     "hidden_size": 48,

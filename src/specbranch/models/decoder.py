@@ -163,19 +163,24 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, part: Part) -> T
     assert lines is not None
     grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5  # [kv_heads, rows, group, head_dim]
     flat = grouped.reshape(kv_heads, -1, head_dim)
-    pages = part.pages[: -(-lines.most_shared // PAGE)]
     at = lines.own // PAGE, lines.own % PAGE
     own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values))  # [kv_heads, rows, own, head_dim]
-    common = [(flat @ keys[page].mT).view(kv_heads, rows, -1, PAGE) for page in pages]
-    hidden = [torch.arange(len(pages) * PAGE, device=queries.device) >= lines.shared[:, None]]
+    ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]  # what lies beyond may be anything
+    pages = [(page, end) for page, end in zip(part.pages, ends, strict=False)]
+    common = [(flat @ keys[page, :, :end].mT).view(kv_heads, rows, -1, end) for page, end in pages]
+    hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
     hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
-    scores = torch.cat((*common, grouped @ own_keys.mT), dim=-1).float().masked_fill_(torch.cat(hidden, -1)[:, None], -torch.inf)
-    weights = scores.softmax(dim=-1).to(queries.dtype)
-    out = weights[..., len(pages) * PAGE :] @ own_values
-    for number, page in enumerate(pages):
-        part_of = weights[..., number * PAGE : (number + 1) * PAGE]
-        out = out + (part_of.reshape(kv_heads, -1, PAGE) @ values[page]).view_as(out)
+    scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(torch.cat(hidden, -1)[:, None], -torch.inf)
+    *shares, own = scores.softmax(dim=-1).to(queries.dtype).split([*ends, lines.own.shape[1]], dim=-1)
+    out = own @ own_values
+    for (page, end), share in zip(pages, shares, strict=True):
+        out = out + (share.reshape(kv_heads, -1, end) @ values[page, :, :end]).view_as(out)
     return out.permute(1, 0, 2, 3).reshape(rows, heads * head_dim)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return it in float32 or better."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _layer(arch: Architecture, weights: LayerWeights) -> Layer:
