@@ -123,10 +123,10 @@ def test_the_leading_entries_leave_out_the_highest_of_equals() -> None:
 @pytest.mark.parametrize("heard", [False, True], ids=["alone", "beside a target"])
 def test_the_noise_of_some_tokens_is_that_of_the_whole_row(heard: bool, columns: Columns) -> None:
     places = [(7, 0, 3), (7, 0, 4), (7, 0, 3)]
-    expected = Noise().rows(places, VOCABULARY, torch.device("cpu"))
+    expected = Noise().rows(places, VOCABULARY)
     noise = Noise()
     if heard:
-        noise.row(places[0], VOCABULARY, torch.device("cpu"))
+        noise.row(places[0], VOCABULARY)
     found = noise.rows_of(places, columns)
     assert all(torch.equal(some, row[columns.ids]) for some, row in zip(found, expected, strict=True))
     assert all(torch.equal(some, again) for some, again in zip(found, noise.rows_of(places, columns), strict=True))
@@ -138,7 +138,7 @@ def test_everything_else_a_sampler_tells_is_told_over_the_vocabulary(columns: Co
     rows, spots = rows_of(logits(3), columns), [spot(temperature=0.8, seed=seed) for seed in range(3)]
     sampler = TorchSampler(VOCABULARY)
     assert sampler.pick(rows, spots) == sampler.pick(whole(rows), spots)
-    assert torch.equal(sampler.law(rows[0], spots[0]).probabilities, sampler.law(whole(rows)[0], spots[0]).probabilities)
+    assert torch.equal(sampler.law(rows[0], spots[0]).units, sampler.law(whole(rows)[0], spots[0]).units)
     token = int(columns.ids[5])
     assert sampler.logprobs(rows[0], token, 3) == sampler.logprobs(whole(rows)[0], token, 3)
 

@@ -26,11 +26,13 @@ from specbranch.core.orders import Sparse
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask
 from specbranch.core.slots import ROOT
+from specbranch.models import sample
+from specbranch.models.columns import finder
 from specbranch.models.noise import Noise, gumbel, hashed
 from specbranch.models.reductions import argmax, descending, entropy, leading, peak
 from specbranch.models.rows import TensorRow, rows_of
 from specbranch.models.sampling import TensorLaw, TorchSampler
-from specbranch.models.shaping import shape
+from specbranch.models.sheet import sheet_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 501
@@ -58,6 +60,12 @@ def _logits(rows: int = 1, vocabulary: int = VOCABULARY, seed: int = 0) -> Tenso
 
 def _never() -> Sequence[int]:
     raise AssertionError("history was read though no penalty is set")
+
+
+def shape(logits: Tensor, spots: Sequence[Spot]) -> Tensor:
+    width = logits.shape[-1]
+    arrays = sheet_of(spots, width, finder(None, width), [False] * len(spots))
+    return sample.shape(logits, {name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 # --- the pipeline ---
@@ -242,7 +250,7 @@ def test_the_hash_equals_the_core_hash(place: tuple[int, int, int]) -> None:
 
 
 def test_the_noise_equals_the_core_noise_to_float32() -> None:
-    row = Noise().row((7, 1, 42), 4099, CPU)
+    row = Noise().row((7, 1, 42), 4099)
     expected = torch.tensor(core_noise.gumbel_row(7, 1, 42, 4099), dtype=torch.float64)
     torch.testing.assert_close(row.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -258,20 +266,20 @@ def test_both_ends_of_the_noise_keep_their_precision() -> None:
 
 def test_a_row_is_made_once_and_does_not_depend_on_the_vocabulary() -> None:
     noise = Noise()
-    long = noise.row((1, 0, 9), 1003, CPU)
-    assert noise.row((1, 0, 9), 1003, CPU).data_ptr() == long.data_ptr()
-    short = noise.row((1, 0, 9), 517, CPU)
+    long = noise.row((1, 0, 9), 1003)
+    assert noise.row((1, 0, 9), 1003).data_ptr() == long.data_ptr()
+    short = noise.row((1, 0, 9), 517)
     assert short.data_ptr() == long.data_ptr()
-    assert torch.equal(Noise().row((1, 0, 9), 517, CPU), short)
-    assert torch.equal(noise.row((1, 0, 9), 2001, CPU)[:1003], long)
+    assert torch.equal(Noise().row((1, 0, 9), 517), short)
+    assert torch.equal(noise.row((1, 0, 9), 2001)[:1003], long)
 
 
 def test_kept_noise_is_bounded_in_rows_and_bytes() -> None:
     for noise, most in ((Noise(rows=5), 5), (Noise(most_bytes=4 * 100 * 3), 3)):
-        rows = noise.rows([(1, 0, position) for position in range(9)], 100, CPU)
+        rows = noise.rows([(1, 0, position) for position in range(9)], 100)
         assert len(rows) == 9
         assert len(noise._kept) == most
-        assert noise.row((1, 0, 8), 100, CPU).data_ptr() == rows[8].data_ptr(), "the most recent is kept"
+        assert noise.row((1, 0, 8), 100).data_ptr() == rows[8].data_ptr(), "the most recent is kept"
 
 
 def test_lanes_at_one_position_share_their_noise() -> None:
@@ -379,6 +387,11 @@ def test_a_reduced_draft_hears_the_same_noise_as_the_target() -> None:
 
 # --- laws ---
 
+
+def law_of(p: Tensor) -> TensorLaw:
+    return TensorLaw((p * 2.0**60).long())
+
+
 SMALL = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5, -0.5, 1.5, -2.0]])
 
 
@@ -436,16 +449,16 @@ def test_sampled_heads_follow_their_own_law() -> None:
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.25, 0.5, ALMOST_ONE])
 def test_draw_never_returns_a_token_of_probability_zero(u: float) -> None:
     p = torch.tensor([0.0, 0.0, 0.25, 0.0, 0.25, 0.5 - 2.0**-50, 2.0**-50, 0.0], dtype=torch.float64)
-    assert TensorLaw(p).draw(u) == {0.0: 2, 2.0**-53: 2, 0.25: 4, 0.5: 5, ALMOST_ONE: 6}[u]
-    assert TensorLaw(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)).draw(u) == 1
+    assert law_of(p).draw(u) == {0.0: 2, 2.0**-53: 2, 0.25: 4, 0.5: 5, ALMOST_ONE: 6}[u]
+    assert law_of(torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)).draw(u) == 1
 
 
 def test_the_greatest_variate_draws_the_last_possible_token() -> None:
     for seed in range(200):
         logits = _logits(1, 50, seed).double()
         logits[0, 40:45] = -torch.inf
-        assert TensorLaw(logits[0].softmax(-1)).draw(ALMOST_ONE) < 50
-        assert TensorLaw(logits[0, :45].softmax(-1)).draw(ALMOST_ONE) < 40
+        assert law_of(logits[0].softmax(-1)).draw(ALMOST_ONE) < 50
+        assert law_of(logits[0, :45].softmax(-1)).draw(ALMOST_ONE) < 40
 
 
 def test_the_greedy_law_is_all_on_one_token() -> None:
@@ -455,7 +468,7 @@ def test_the_greedy_law_is_all_on_one_token() -> None:
 
 
 def test_the_residual_is_what_p_has_more_than_q() -> None:
-    law = TensorLaw(torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64))
+    law = law_of(torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64))
     residual = law.residual(Sparse((1, 0), (0.25, 0.75)))
     assert [residual.prob(t) for t in range(4)] == pytest.approx([0.0, 0.15 / 0.65, 0.2 / 0.65, 0.3 / 0.65])
     assert law.prob(1) == 0.4, "the law itself is not changed"
@@ -463,8 +476,8 @@ def test_the_residual_is_what_p_has_more_than_q() -> None:
 
 def test_the_residual_of_equal_laws_is_the_law_itself() -> None:
     p = torch.tensor([0.125, 0.5, 0.375], dtype=torch.float64)
-    law = TensorLaw(p)
-    assert law.residual(Sparse((1, 2, 0), (0.5, 0.375, 0.125))) is law
+    law = law_of(p)
+    assert torch.equal(law.residual(Sparse((1, 2, 0), (0.5, 0.375, 0.125))).units, law.units)
 
 
 # --- logprobs, rows ---

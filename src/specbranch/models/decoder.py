@@ -171,7 +171,7 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, part: Part) -> T
     hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
     hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
     scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(torch.cat(hidden, -1)[:, None], -torch.inf)
-    *shares, own = scores.softmax(dim=-1).to(queries.dtype).split([*ends, lines.own.shape[1]], dim=-1)
+    *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, lines.own.shape[1]], dim=-1)
     out = own @ own_values
     for (page, end), share in zip(pages, shares, strict=True):
         out = out + (share.reshape(kv_heads, -1, end) @ values[page, :, :end]).view_as(out)

@@ -1,4 +1,4 @@
-"""Rows of the shared Gumbel noise as tensors, made once for a position and kept for every lane, node and model that asks again.
+"""Rows of the shared Gumbel noise as tensors, on a CPU made once for a position and kept for every lane, node and model that asks again.
 
 Owns the rows and their transform; the hash itself is `core.noise`. Invariant: a row is a function of (seed, sample, position) and the token
 id alone; it is made elementwise, so neither the other rows asked for nor the length of the vocabulary changes its bits.
@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.noise import SCALE, keys, mix
+from specbranch.core.noise import SCALE, keys
 from specbranch.models.columns import Columns
 
 Place = tuple[int, int, int]  # seed, sample, position
-Key = tuple[Place, torch.device, Columns | None]
+Key = tuple[Place, Columns | None]
 ROWS = 256  # twice the tail of a cache
 BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
 
 
 class Noise:
-    """The most recently used rows of noise, on every device that asked for them.
+    """The most recently used rows of noise.
 
     Draft and target may share one: rows are as long as the longest vocabulary asked for so far, and handed out cut to size.
     """
@@ -34,44 +34,43 @@ class Noise:
         self._rows = rows
         self._bytes = most_bytes
         self._width = 0  # of whole rows
-        self._ids: dict[torch.device, Tensor] = {}  # where whole rows are asked for
+        self._ids: dict[torch.device, Tensor] = {}
         self._kept: OrderedDict[Key, Tensor] = OrderedDict()
 
-    def row(self, place: Place, vocabulary: int, device: torch.device) -> Tensor:
-        """Return −log E of the first `vocabulary` token ids at a place [vocabulary], float32."""
-        return self.rows([place], vocabulary, device)[0]
+    def ids(self, vocabulary: int, device: torch.device) -> Tensor:
+        """Return the first token ids [vocabulary], on a device."""
+        if device not in self._ids or len(self._ids[device]) < vocabulary:
+            self._ids[device] = torch.arange(vocabulary, device=device)
+        return self._ids[device][:vocabulary]
 
-    def rows(self, places: Sequence[Place], vocabulary: int, device: torch.device) -> list[Tensor]:
-        """Return the rows of several places, making together those that are missing."""
-        self._widen(vocabulary)
-        if device not in self._ids:
-            self._ids[device] = torch.arange(self._width, device=device)
-        return [row[:vocabulary] for row in self._found(places, device, self._ids[device], None)]
+    def row(self, place: Place, vocabulary: int) -> Tensor:
+        """Return −log E of the first `vocabulary` token ids at a place [vocabulary], float32."""
+        return self.rows([place], vocabulary)[0]
+
+    def rows(self, places: Sequence[Place], vocabulary: int) -> list[Tensor]:
+        """Return the rows of several places, making those that are missing."""
+        if vocabulary > self._width:
+            self._width = vocabulary
+            self._kept.clear()
+        return [row[:vocabulary] for row in self._found(places, self.ids(self._width, torch.device("cpu")), None)]
 
     def rows_of(self, places: Sequence[Place], columns: Columns) -> list[Tensor]:
         """Return the rows of several places for some tokens only [columns].
 
         Where whole rows are asked for too, as by a target beside the draft, these are taken from them, and no row is made twice.
         """
-        device = columns.ids.device
-        if device in self._ids:
-            return [row.index_select(0, columns.ids) for row in self.rows(places, columns.vocabulary, device)]
-        return self._found(places, device, columns.ids, columns)
+        if self._width:
+            return [row.index_select(0, columns.ids) for row in self.rows(places, columns.vocabulary)]
+        return self._found(places, columns.ids, columns)
 
-    def _found(self, places: Sequence[Place], device: torch.device, ids: Tensor, columns: Columns | None) -> list[Tensor]:
-        distinct = tuple(dict.fromkeys(places))
-        found = {place: self._kept[place, device, columns] for place in distinct if (place, device, columns) in self._kept}
-        missing = [place for place in distinct if place not in found]
-        found.update(zip(missing, _make(missing, ids), strict=True))
-        for place in distinct:
-            self._remember((place, device, columns), found[place])
+    def _found(self, places: Sequence[Place], ids: Tensor, columns: Columns | None) -> list[Tensor]:
+        found: dict[Place, Tensor] = {}
+        for place in dict.fromkeys(places):
+            kept = self._kept.get((place, columns))
+            found[place] = gumbel(hashed(place, ids)) if kept is None else kept
+        for place, row in found.items():
+            self._remember((place, columns), row)
         return [found[place] for place in places]
-
-    def _widen(self, vocabulary: int) -> None:
-        if vocabulary > self._width:
-            self._width = vocabulary
-            self._ids.clear()
-            self._kept.clear()
 
     def _remember(self, key: Key, row: Tensor) -> None:
         self._kept[key] = row
@@ -84,16 +83,6 @@ class Noise:
 def shared_noise() -> Noise:
     """The rows that all samplers of this process share."""
     return Noise()
-
-
-def _make(places: Sequence[Place], ids: Tensor) -> list[Tensor]:
-    if not places:
-        return []
-    if ids.device.type == "cpu":
-        return [gumbel(hashed(place, ids)) for place in places]
-    first, second = torch.tensor([keys(*place) for place in places], device=ids.device).T.unsqueeze(-1)  # each [rows, 1]
-    # a row of its own each: views would keep the whole block alive as long as one of them is kept
-    return [row.clone() for row in gumbel(mix(ids, (first, second)).int())]
 
 
 def hashed(place: Place, ids: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Rows of logits to tokens: the Sampler of every runner whose rows are tensors.
 
-Owns picking, proposing and the target's law as a tensor; shaping and noise are its neighbours. Invariant: what a row gives depends on its
-logits and its Spot alone, whatever other rows are asked for with it; one transfer to the host a call.
+Owns the way from a question about rows to its answer, in three parts: what is asked as arrays (`sheet`), the arithmetic on the device
+(`sample`), and what is made of the few numbers that come back. Invariant: what a row gives depends on its logits and its Spot alone,
+whatever other rows are asked for with it; one copy up and one read a question.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specbranch.core.noise import uniform
 from specbranch.core.orders import Sparse, TokenLogprobs
 from specbranch.core.request import Spot
-from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask, Proposal
-from specbranch.models.columns import Columns
+from specbranch.core.runner import MOST_ENTRIES, Ask, Proposal
+from specbranch.models import sample
+from specbranch.models.columns import Columns, finder
 from specbranch.models.noise import Noise
-from specbranch.models.reductions import argmax, entropy, leading, peak
+from specbranch.models.reductions import argmax
 from specbranch.models.rows import TensorRow, collate, scored
-from specbranch.models.shaping import shape
+from specbranch.models.sample import Asked
+from specbranch.models.sheet import Arrays, places_of, sheet_of
+from specbranch.models.transfer import Transfer
 
-FINE = 2.0**60  # units of probability in a draw: integers sum exactly, in any order
 LEAST = 1e-300  # a weight that is still above 0 once normalised
 Entry = tuple[int, float]  # token id, its score
 
@@ -31,19 +35,21 @@ Entry = tuple[int, float]  # token id, its score
 class TorchSampler:
     """Samples over the first `vocabulary` token ids, those that draft and target have in common; the others are never said.
 
-    Samplers given the same `noise` make each row of it once between them.
+    Samplers given the same `noise` make each row of it once between them, on a CPU.
     """
 
-    def __init__(self, vocabulary: int, noise: Noise | None = None) -> None:
+    def __init__(self, vocabulary: int, noise: Noise | None = None, transfer: Transfer | None = None) -> None:
         self.vocabulary = vocabulary
         self._noise = noise or Noise()
+        self._transfer = transfer or Transfer(torch.device("cpu"))
 
     def pick(self, rows: Sequence[TensorRow], spots: Sequence[Spot]) -> list[int]:
         """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
         if not rows:
             return []
-        shaped = shape(self._logits(rows), spots)
-        chosen: list[int] = argmax(self._perturb(shaped, spots, [not spot.request.greedy for spot in spots])).tolist()
+        logits = self._logits(rows)
+        scores = self._scores(logits, spots, self._sent(self._asked(spots, logits.shape[-1], None, _noisy(spots))), None)[1]
+        chosen: list[int] = self._transfer.down(sample.pick(scores)).tolist()
         return chosen
 
     def propose(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
@@ -53,97 +59,110 @@ class TorchSampler:
         """
         if not rows:
             return []
-        logits, columns = self._scored(rows)
-        shaped = shape(logits, spots, columns)
-        scores = self._perturb(shaped, spots, [not (spot.request.greedy or spot.request.by_ratio) for spot in spots], columns)
-        best = leading(scores, max(_entries(spot, ask) for spot, ask in zip(spots, asks, strict=True)))
+        asked = self._sent(self.proposing(spots, asks, scored(rows)[1]))
+        return proposed(spots, asks, self._transfer.down(self.candidates(rows, spots, asks, asked)))
+
+    def proposing(self, spots: Sequence[Spot], asks: Sequence[Ask], columns: Columns | None) -> Arrays:
+        """Return what has to be on the device for `candidates`."""
+        noisy = [not (spot.request.greedy or spot.request.by_ratio) for spot in spots]
+        arrays = self._asked(spots, self._width(columns), columns, noisy)
+        by_entropy = [ask.measure == "entropy" for ask in asks]
+        return {**arrays, "by_entropy": np.array(by_entropy, dtype=np.float32)} if any(by_entropy) else arrays
+
+    def candidates(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask], asked: Asked) -> Tensor:
+        """Return a line of numbers for each row, on its device: confidence, then the tokens of its best entries, then their scores."""
+        logits, columns = scored(rows)
+        logits = logits[:, : self._width(columns)]
+        shaped, scores = self._scores(logits, spots, asked, columns)
+        count = max(MOST_ENTRIES if spot.request.by_ratio else ask.width for spot, ask in zip(spots, asks, strict=True))
+        confidence, best, of_best = sample.candidates(shaped, scores, count, asked.get("by_entropy"))
         ids = best if columns is None else columns.ids[best]
-        packed = torch.cat([_confidence(shaped, scores, asks), ids.double(), scores.gather(-1, best).double()], dim=-1).tolist()
-        return [_proposal(spot, ask, line) for spot, ask, line in zip(spots, asks, packed, strict=True)]
+        return torch.cat([confidence[:, None], ids.double(), of_best], dim=-1)
 
     def law(self, row: TensorRow, spot: Spot) -> TensorLaw:
         """Return the shaped distribution at a row."""
-        shaped = shape(self._logits([row]), [spot])
+        logits = self._logits([row])
+        shaped = sample.shape(logits, self._sent(self._asked([spot], logits.shape[-1], None, [False])))
         if spot.request.greedy:
-            return TensorLaw(torch.zeros_like(shaped[0], dtype=torch.float64).index_fill_(0, argmax(shaped), 1.0))
-        return TensorLaw(shaped[0].double().softmax(dim=-1))
+            return TensorLaw(torch.zeros_like(shaped[0], dtype=torch.int64).index_fill_(0, argmax(shaped), 1))
+        return TensorLaw(sample.units(shaped)[0])
 
     def margin(self, row: TensorRow, spot: Spot, first: int, second: int) -> float:
         """Return by how many logits `first` is preferred to `second`, noise and shaping included."""
-        scores = self._perturb(shape(self._logits([row]), [spot]), [spot], [not spot.request.greedy])[0]
+        logits = self._logits([row])
+        asked = self._sent(self._asked([spot], logits.shape[-1], None, _noisy([spot])))
+        scores = self._scores(logits, [spot], asked, None)[1][0]
         return float(scores[first] - scores[second]) * (spot.request.params.temperature or 1.0)
 
     def logprobs(self, row: TensorRow, token: int, top: int) -> TokenLogprobs:
         """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
-        logs = self._logits([row]).float().log_softmax(dim=-1)
-        asked = torch.tensor([[token]], device=logs.device)
-        ids = torch.cat([asked, leading(logs, top)], dim=-1) if top else asked
-        first, *rest = _entries_of(torch.cat([ids.double(), logs.gather(-1, ids).double()], dim=-1)[0].tolist())
-        return TokenLogprobs(first[1], tuple(_ranked(rest)[:top]))
+        logits = self._logits([row])
+        ids, logs = sample.logprobs(logits, self._sent({"tokens": np.array([token])})["tokens"], top)
+        return told(self._transfer.down(torch.cat([ids.double(), logs], dim=-1))[0].tolist(), top)
 
     def _logits(self, rows: Sequence[TensorRow]) -> Tensor:
         return collate(rows)[:, : self.vocabulary]
 
-    def _scored(self, rows: Sequence[TensorRow]) -> tuple[Tensor, Columns | None]:
-        logits, columns = scored(rows)
-        return logits[:, : self.vocabulary if columns is None else columns.below(self.vocabulary)], columns
+    def _width(self, columns: Columns | None) -> int:
+        """How many columns there are to choose from."""
+        return self.vocabulary if columns is None else columns.below(self.vocabulary)
 
-    def _perturb(self, shaped: Tensor, spots: Sequence[Spot], noisy: Sequence[bool], columns: Columns | None = None) -> Tensor:
-        """Add the noise of its position to each noisy row."""
-        chosen = [row for row, is_noisy in enumerate(noisy) if is_noisy]
-        if not chosen:
-            return shaped
-        places = [(spots[row].request.seed, spots[row].request.sample, spots[row].position) for row in chosen]
+    def _asked(self, spots: Sequence[Spot], width: int, columns: Columns | None, noisy: Sequence[bool]) -> Arrays:
+        return sheet_of(spots, width, finder(columns, width), noisy)
+
+    def _sent(self, arrays: Arrays) -> Asked:
+        return self._transfer.up(arrays)
+
+    def _scores(self, logits: Tensor, spots: Sequence[Spot], asked: Asked, columns: Columns | None) -> tuple[Tensor, Tensor]:
+        """Return shaped logits, and the same with noise."""
+        shaped = sample.shape(logits, asked)
+        return shaped, sample.perturbed(shaped, asked, self._noise_of(shaped, spots, asked, columns))
+
+    def _noise_of(self, shaped: Tensor, spots: Sequence[Spot], asked: Asked, columns: Columns | None) -> Tensor | None:
+        if "noise" not in asked:
+            return None
         width = shaped.shape[-1]
-        noise = (
-            self._noise.rows(places, width, shaped.device)
-            if columns is None
-            else [row[:width] for row in self._noise.rows_of(places, columns)]
-        )
-        added = noise[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(noise)
-        if len(chosen) == len(noisy):
-            return shaped + added
-        return shaped.index_put((torch.tensor(chosen, device=shaped.device),), shaped[chosen] + added)
+        if shaped.device.type != "cpu":
+            return sample.noise_of(asked, self._noise.ids(width, shaped.device) if columns is None else columns.ids[:width])
+        noisy = next(spot for spot in spots if not spot.request.greedy)
+        places = places_of([noisy if spot.request.greedy else spot for spot in spots])  # what a greedy row gets is not added to it
+        rows = self._noise.rows(places, width) if columns is None else [row[:width] for row in self._noise.rows_of(places, columns)]
+        return rows[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLaw:
-    """A distribution over the vocabulary, float64, on the device where it was made."""
+    """A distribution over the vocabulary in whole units, on the device where it was made."""
 
-    probabilities: Tensor  # [vocabulary], sums to 1
+    units: Tensor  # [vocabulary], int64
 
     def prob(self, token: int) -> float:
         """Return p(token)."""
-        return float(self.probabilities[token])
+        return float(self.units[token].double() / self.units.sum().double())
 
     def draw(self, u: float) -> int:
         """Draw by inversion with one uniform variate in [0, 1); a token of probability 0 is never drawn."""
-        through = (self.probabilities * FINE).long().cumsum(dim=-1)
-        mark = (through[-1:].double() * u).long()  # below the total: u ≤ 1 − 2⁻⁵³, and near 2⁶⁰ that is half a step of float64 or more
-        return int(torch.searchsorted(through, mark, right=True))
+        return int(sample.draw(self.units[None], torch.tensor([u], dtype=torch.float64, device=self.units.device)))
 
     def residual(self, q: Sparse) -> TensorLaw:
         """Return norm((p − q)+); where nothing remains, p itself (only rounding leads there)."""
-        rest = self.probabilities.clone()
-        rest[torch.tensor(q.ids, device=rest.device)] -= torch.tensor(q.probs, dtype=torch.float64, device=rest.device)
-        total = float(rest.clamp_(min=0.0).sum())
-        return TensorLaw(rest / total) if total > 0.0 else self
+        ids = torch.tensor([q.ids], device=self.units.device)
+        return TensorLaw(sample.residual(self.units[None], ids, torch.tensor([q.probs], dtype=torch.float64, device=self.units.device))[0])
 
 
-def _entries(spot: Spot, ask: Ask) -> int:
-    """How many of a row's best entries a proposal is made from."""
-    return MOST_ENTRIES if spot.request.by_ratio else ask.width
+def _noisy(spots: Sequence[Spot]) -> list[bool]:
+    return [not spot.request.greedy for spot in spots]
 
 
-def _confidence(shaped: Tensor, scores: Tensor, asks: Sequence[Ask]) -> Tensor:
-    """Return each row's confidence by its measure [rows, 1], float64; "entropy" is AdaEDL's bound (arXiv 2410.18351), on the law itself."""
-    by_entropy = [ask.measure == "entropy" for ask in asks]
-    if not any(by_entropy):
-        return peak(scores).unsqueeze(-1)
-    bound = (1.0 - (ENTROPY_WEIGHT * entropy(shaped).clamp_(min=0.0)).sqrt_()).clamp_(min=0.0)
-    if not all(by_entropy):
-        bound = torch.where(torch.tensor(by_entropy, device=bound.device), bound, peak(scores))
-    return bound.unsqueeze(-1)
+def proposed(spots: Sequence[Spot], asks: Sequence[Ask], lines: np.ndarray) -> list[Proposal]:
+    """Make proposals of what `candidates` says."""
+    return [_proposal(spot, ask, line) for spot, ask, line in zip(spots, asks, lines.tolist(), strict=True)]
+
+
+def told(line: list[float], top: int) -> TokenLogprobs:
+    """Make log-probabilities of the ids and values that `sample.logprobs` gives for a row, one behind the other."""
+    first, *rest = _entries_of(line)
+    return TokenLogprobs(first[1], tuple(_ranked(rest)[:top]))
 
 
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:

@@ -1,0 +1,77 @@
+"""The way between the host and a device: one copy up for all that a step needs, one blocking read for all that comes of it.
+
+Owns the pinned buffers, and the counting of what crosses. Invariant: nothing else in this package waits for a device while it decodes; a
+pinned buffer is not written again before its copy was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNED = 16  # bytes: where an array may begin
+BUFFERS = 4  # that copies may be under way from at once
+
+
+class Transfer:
+    """Copies between the host and one device; on a CPU nothing has to be copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copies = self.reads = 0
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._there: list[Tensor] = []
+        self._next = 0
+
+    def up(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """Bring arrays to the device, all in one copy that nobody waits for."""
+        self.copies += bool(arrays)
+        if self.device.type == "cpu":
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        starts, end = _laid_out(arrays)
+        held, there = self._buffer(end)
+        whole = held.numpy()
+        for array, start in zip(arrays.values(), starts, strict=True):
+            whole[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        there[:end].copy_(held[:end], non_blocking=True)
+        self._pinned[self._next][1].record()
+        self._next = (self._next + 1) % BUFFERS
+        return {name: _view(there, start, array) for (name, array), start in zip(arrays.items(), starts, strict=True)}
+
+    def down(self, found: Tensor) -> np.ndarray:
+        """Wait for the device, and read."""
+        self.reads += 1
+        numbers: np.ndarray = found.cpu().numpy()
+        return numbers
+
+    def _buffer(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return a pinned buffer whose last copy was made, and its counterpart on the device, both of at least this size."""
+        if not self._pinned or self._pinned[0][0].numel() < size:
+            torch.cuda.synchronize(self.device)  # only as buffers grow
+            size = max(1 << (size - 1).bit_length(), 1 << 16)
+            self._pinned = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), _event()) for _ in range(BUFFERS)]
+            self._there = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
+        held, copied = self._pinned[self._next]
+        copied.synchronize()
+        return held, self._there[self._next]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _laid_out(arrays: Mapping[str, np.ndarray]) -> tuple[list[int], int]:
+    """Return where each array begins in one buffer, and the end of the last."""
+    starts, end = [], 0
+    for array in arrays.values():
+        starts.append(end)
+        end = -(-(end + array.nbytes) // ALIGNED) * ALIGNED
+    return starts, end
+
+
+def _view(buffer: Tensor, start: int, array: np.ndarray) -> Tensor:
+    dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+    return buffer[start : start + array.nbytes].view(dtype).view(array.shape)
