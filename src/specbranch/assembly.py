@@ -55,6 +55,7 @@ class ModelChoice:
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
     shorten: bool = False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
+    cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -65,6 +66,8 @@ class ModelChoice:
             raise unknown("dtype", str(self.dtype), DTYPES)
         if self.context_length is not None and (not isinstance(self.context_length, int) or self.context_length < 2):
             raise BadParameter(f"context_length is {self.context_length!r}; expected a whole number ≥ 2, or nothing.")
+        if self.cache_tokens is not None and (not isinstance(self.cache_tokens, int) or self.cache_tokens < 1):
+            raise BadParameter(f"cache_tokens is {self.cache_tokens!r}; expected a whole number ≥ 1, or nothing.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +126,15 @@ def load_runner(choice: ModelChoice, beside: Runner | None = None) -> TorchRunne
         from specbranch.distill.load import load_draft
 
         target = fetched(replace(choice, name=choice.shares))
-        return load_draft(
-            choice.name, target, beside=beside, context_length=choice.context_length, device=device, dtype=dtype, tail=choice.tail
-        )
+        asked: dict[str, Any] = {"context_length": choice.context_length, "device": device, "dtype": dtype, "tail": choice.tail}
+        return load_draft(choice.name, target, beside=beside, cache_tokens=choice.cache_tokens, **asked)
     source = fetched(choice)
-    asked: dict[str, Any] = {"context_length": choice.context_length, "device": device, "dtype": dtype}
-    asked |= {"shorten": choice.shorten, "tail": choice.tail}
+    asked = {"context_length": choice.context_length, "device": device, "dtype": dtype, "shorten": choice.shorten, "tail": choice.tail}
     if choice.runner in ("auto", "native"):
         from specbranch.models.native import load_native
 
         try:
-            return load_native(source, **asked)
+            return load_native(source, cache_tokens=choice.cache_tokens, **asked)
         except UnsupportedArchitecture as reason:
             if choice.runner == "native":
                 raise

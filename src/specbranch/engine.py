@@ -59,6 +59,7 @@ class LLM:
         draft_device: str | None = None,
         dtype: str | None = None,
         context_length: int | None = None,
+        cache_tokens: int | None = None,
         max_batch: int = 1,
         clock: str | None = None,
         force_profile: bool = False,
@@ -71,6 +72,7 @@ class LLM:
         Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real and time is modelled:
         all seconds in the statistics are those the profile charges. A profile measured with another pair is refused, unless forced.
         `predictor`: a folder that `specbranch train-predictor` wrote, for policy "paper"; the pairs known by name have one of their own.
+        `cache_tokens`: places in each model's cache for all requests together; nothing: what there is room for.
         What is learned of a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
         cache folder, unless `keep_experience` is false.
         """
@@ -79,7 +81,7 @@ class LLM:
         self._overlap = executor == "process" or (profile is not None and profile.overlap)
         self._take_method(_config(speculative, method), named is not None)
         self.max_batch = _batch_size(max_batch)
-        choice = ModelChoice(self.target, runner, device, dtype, context_length)
+        choice = ModelChoice(self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens)
         drafting = replace(choice, name=named, device=draft_device or device, shorten=True) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)

@@ -11,18 +11,17 @@ import torch
 from small_tokenizers import byte_level, save
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.distill import openings, row_decoder, writer
+from specbranch.distill import openings, writer
 from specbranch.distill.material import Material
 from specbranch.distill.openings import LEAST_TEXT, Script
-from specbranch.distill.row_decoder import RowDecoder
 from specbranch.distill.writer import Desk, Target, Written, write
 from specbranch.distill.writer_settings import LEAST_QUESTION, WriterSettings
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.decoder import Decoder
-from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import Located
-from specbranch.models.files.weights import Weights, read_weights
+from specbranch.models.files.weights import read_weights
 from specbranch.models.native import NativeRunner, open_model
+from specbranch.models.texts import Texts
 from specbranch.text.tokenizer import Tokenizer
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
@@ -235,14 +234,14 @@ def test_writing_stops_when_the_time_is_over(target: Target, tokenizer: Tokenize
 def test_rows_that_do_not_fit_are_halved_and_told(
     target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = writer.RowDecoder
+    real = writer.Texts
 
-    def small(arch: Architecture, weights: Weights, rows: int, length: int) -> object:
+    def small(decoder: Decoder, rows: int, length: int) -> object:
         if rows > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(arch, weights, rows, length)
+        return real(decoder, rows, length)
 
-    monkeypatch.setattr(writer, "RowDecoder", small)
+    monkeypatch.setattr(writer, "Texts", small)
     material = write(target, tokenizer, settings(rows=16))
     assert material.about["settings"]["rows"] == 4
     assert "16 rows of 120 tokens do not fit in memory; trying 8." in caplog.text
@@ -252,7 +251,7 @@ def test_memory_for_no_row_at_all_is_said(target: Target, tokenizer: Tokenizer, 
     def none(*given: object) -> object:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
-    monkeypatch.setattr(writer, "RowDecoder", none)
+    monkeypatch.setattr(writer, "Texts", none)
     with pytest.raises(ModelError, match="no memory for even one row"):
         write(target, tokenizer, settings(rows=2))
 
@@ -331,7 +330,7 @@ def test_impossible_settings_are_refused(given: dict[str, object], sentence: str
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_a_restarted_row_scores_as_a_new_sequence_in_every_family(kind: str, tmp_path: Path) -> None:
     target = load(saved(tiny(kind), tmp_path), ends=())
-    rows = RowDecoder(target.arch, target.weights, 2, 24)
+    rows = Texts(Decoder(target.arch, target.weights, 24), 2, 24)
     long, short = some_tokens(20), some_tokens(8, seed=2)
     expected = {"long": logits_of(target, long), "short": logits_of(target, short)}
     for at, token in enumerate(long):
@@ -339,14 +338,6 @@ def test_a_restarted_row_scores_as_a_new_sequence_in_every_family(kind: str, tmp
         found = rows.scores(torch.tensor([token, (long[:12] + short)[at]]), torch.tensor([at, place]))
         torch.testing.assert_close(found[0], expected["long"][at], rtol=0, atol=1e-9)
         torch.testing.assert_close(found[1], expected["long" if at < 12 else "short"][place], rtol=0, atol=1e-9)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_attention_over_filled_places_is_used_on_a_gpu(pair: tuple[str, str]) -> None:
-    target = load(pair[0], "cuda", torch.bfloat16)
-    rows = RowDecoder(target.arch, target.weights, 64, 100)
-    assert rows._attend is row_decoder.attend_filled
 
 
 @pytest.mark.gpu

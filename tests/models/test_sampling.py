@@ -64,7 +64,7 @@ def _never() -> Sequence[int]:
 
 def shape(logits: Tensor, spots: Sequence[Spot]) -> Tensor:
     width = logits.shape[-1]
-    arrays = sheet_of(spots, width, finder(None, width), [False] * len(spots))
+    arrays = sheet_of(spots, width, finder(None, width))
     return sample.shape(logits, {name: torch.from_numpy(array) for name, array in arrays.items()})
 
 

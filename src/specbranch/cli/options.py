@@ -56,6 +56,9 @@ TARGET = (
     _model("--dtype", metavar="TYPE", help="float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16]."),
     _model("--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."),
     _model("--context-length", type=int, metavar="N", help="Tokens that prompt and answer may have together."),
+    _model(
+        "--cache-tokens", type=int, metavar="N", help="Places in a model's cache for all requests together [what there is room for]."
+    ),
 )
 DRAFT = (
     _draft("--draft", metavar="MODEL", help="Draft model, with the target's vocabulary, or the name of a pair for its draft."),
@@ -177,6 +180,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
         "dtype",
         "runner",
         "context_length",
+        "cache_tokens",
         "executor",
         "clock",
         "force_profile",

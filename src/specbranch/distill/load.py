@@ -23,7 +23,8 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, Matrix, ReducedHead, Weights, read_weights
-from specbranch.models.native import NativeRunner, open_model
+from specbranch.models.native import NativeRunner, native_runner, open_model
+from specbranch.models.room import pool_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def load_draft(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     tail: int = TAIL,
+    cache_tokens: int | None = None,
 ) -> NativeRunner:
     """Load a draft; what it shares is taken from the target that runs `beside` it, or read from the target's file."""
     place = torch.device(device)
@@ -64,7 +66,8 @@ def load_draft(
     shared = Shared.of(beside, place, precision) or _read_shared(target_arch, source, place, precision)
     context = arch.choose_context(context_length, shorten=True)
     weights = _Builder(arch, draft, place, precision).weights(shared)
-    return NativeRunner(Decoder(arch, weights, context + tail), context, tail)
+    pages = pool_pages(arch, precision, place, context + tail, cache_tokens, weights=0)
+    return native_runner(Decoder(arch, weights, context + tail), context, tail, pages)
 
 
 def _read_shared(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype) -> Shared:

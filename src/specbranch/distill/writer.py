@@ -21,11 +21,12 @@ from torch import Tensor
 
 from specbranch.distill.material import Material
 from specbranch.distill.openings import Script
-from specbranch.distill.row_decoder import RowDecoder
 from specbranch.distill.writer_settings import WriterSettings
 from specbranch.errors import ModelError
+from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import Weights
+from specbranch.models.texts import Texts
 from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")
@@ -112,7 +113,7 @@ class Desk:
     def __init__(self, target: Target, script: Script, settings: WriterSettings) -> None:
         self.settings, self.rows = settings, settings.rows
         self.device = target.weights.norm.device
-        self.model = RowDecoder(target.arch, target.weights, self.rows, settings.length)
+        self.model = Texts(Decoder(target.arch, target.weights, settings.length), self.rows, settings.length)
         self._generator = torch.Generator(self.device).manual_seed(settings.seed)
         self._script = _DeviceScript(script, target.arch.vocabulary, self.device)
         self._temperature = torch.tensor([0.0, settings.temperature], device=self.device).repeat(-(-self.rows // 2))[: self.rows]

@@ -5,13 +5,16 @@ Owns how lanes fork and grow. Invariant under the ratio rule: what a lane keeps 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Sparse
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
+from specbranch.errors import CacheFull
 from specbranch.exec.grower import Done, grow
 from specbranch.exec.worker import Worker, chain_after
 
@@ -87,10 +90,12 @@ class Drafter(Worker):
         asks: list[Ask] = []
         lines: dict[int, list[int]] = {}
         for session, order in orders.items():
-            if not self._out_of_reach(session, order, order.plan.length):
-                feed, lines[session] = self._aligned(session, order)
-                work.append(feed)
-                asks += _asks(session, order, lines[session])
+            with suppress(CacheFull):  # a text there is no memory for goes on without a draft
+                if not self._out_of_reach(session, order, order.plan.length):
+                    feed, line = self._aligned(session, order)
+                    work.append(feed)
+                    lines[session] = line
+                    asks += _asks(session, order, line)
         answers = iter(self.propose(work, asks))
         for session, line in lines.items():  # all but the pending tokens join the prefix, so that the next order can build on them
             self.runner.keep(session, line[1:], len(line) - 1 - orders[session].pending)
@@ -100,6 +105,7 @@ class Drafter(Worker):
         """Return what is to be fed of an order's context, and the nodes of its line once that is done, ROOT first."""
         end, rest = self.align(session, order.on, order.pending)
         tail = len(self.slots(session).tokens)
+        self.runner.demand(session, len(rest))
         line = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
         return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), line
 
@@ -142,7 +148,9 @@ class Drafter(Worker):
             room[lane.session] -= 1
             if room[lane.session] >= 0:
                 fitting.append(lane)
-        return fitting
+        counts = Counter(lane.session for lane in fitting)
+        full = {session for session, count in counts.items() if not self.fits(session, count)}
+        return [lane for lane in fitting if lane.session not in full]
 
     def _grow(self, lanes: list[Lane]) -> None:
         """Feed each lane's last token and take the next one, or stop before it."""

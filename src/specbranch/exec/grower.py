@@ -6,13 +6,15 @@ node of it that is marked as read has its place in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from specbranch.core.orders import Grow
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Sapling, Tree
+from specbranch.errors import CacheFull
 from specbranch.exec.worker import Worker, chain_after
 
 Done = Callable[[], bool]
@@ -52,8 +54,9 @@ class _Plot:
         """Choose what to read in the next step."""
         frontier = self.sapling.frontier(self.growth)[: self.worker.slots(self.session).room]
         width = self.growth.pace(self.spent, [self.sapling.thirst(n) for n in frontier])
-        if width:
-            self.spent += self.growth.seconds(self.spent, width)
+        if not width or not self.worker.fits(self.session, width):
+            return []
+        self.spent += self.growth.seconds(self.spent, width)
         return sorted(frontier[:width])
 
     def feed(self, numbers: list[int]) -> Feed:
@@ -75,7 +78,7 @@ class _Plot:
 
 def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
     """Carry out the orders; `done` ends those that have the target's time to themselves."""
-    plots = [_Plot(worker, session, order) for session, order in orders.items()]
+    plots = list(_plots(worker, orders))
     _open(worker, plots)
     while steps := _steps(plots, done):
         work = [plot.feed(numbers) for plot, numbers in steps]
@@ -83,6 +86,15 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
         for (plot, n), proposal in zip(ends, worker.propose(work, [plot.ask(plot.places[n]) for plot, n in ends]), strict=True):
             plot.sprout(n, proposal)
     return {plot.session: plot.sapling.tree() for plot in plots}
+
+
+def _plots(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_Plot]:
+    """Make ready what can be held; a text there is no memory for goes on without a draft."""
+    for session, order in orders.items():
+        with suppress(CacheFull):
+            plot = _Plot(worker, session, order)
+            worker.runner.demand(session, len(plot.rest))
+            yield plot
 
 
 def _open(worker: Worker, plots: list[_Plot]) -> None:

@@ -17,6 +17,7 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
+from specbranch.errors import CacheFull
 
 AT_ONCE = 16  # unread tokens an order's own forward reads besides what it asks for; more are read before it
 STRIDE = 32  # tokens of a text that are read again in one step: as deep as a tail is exact on every device
@@ -107,6 +108,14 @@ class Worker:
         work = [item for item in work if item.tokens]
         self._count(work)
         return self.runner.propose(work, asks)
+
+    def fits(self, session: int, count: int) -> bool:
+        """Whether there is memory for so many more nodes of a session."""
+        try:
+            self.runner.demand(session, count)
+        except CacheFull:
+            return False
+        return True
 
     def slots(self, session: int) -> Slots:
         """The places of a session's sequence."""

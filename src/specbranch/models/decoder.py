@@ -34,8 +34,8 @@ class Held(Protocol):
 class Lines:
     """What rows of the tail see: the first `shared` positions in common, then each its own line, place by place in the pool."""
 
-    shared: Tensor  # [rows]
     most_shared: int
+    shared: Tensor  # [rows]
     own: Tensor  # [rows, longest line]
     counts: Tensor  # [rows], of each line
 

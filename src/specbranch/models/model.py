@@ -17,6 +17,7 @@ from specbranch.core.runner import Feed, Trial, Verdicts
 from specbranch.models.noise import shared_noise
 from specbranch.models.rows import TensorRow
 from specbranch.models.sampling import TorchSampler
+from specbranch.models.transfer import Transfer
 
 Network = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few numbers a row
 
@@ -24,8 +25,11 @@ Network = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few
 class TorchRunner(RowRunner[TensorRow]):
     """A Runner whose rows are tensors."""
 
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__(TorchSampler(vocabulary, shared_noise()))
+    sampler: TorchSampler
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.transfer = Transfer(device)
+        super().__init__(TorchSampler(vocabulary, shared_noise(), self.transfer))
         self._tapped = 0  # layers whose hidden states the rows of the next forward carry
         self._probe: tuple[int, Network] | None = None
 
@@ -41,7 +45,7 @@ class TorchRunner(RowRunner[TensorRow]):
 
     def limit(self, vocabulary: int) -> None:
         """Never say a token from this id on, as one that is unknown to the other model."""
-        self.sampler = TorchSampler(vocabulary, shared_noise())
+        self.sampler = TorchSampler(vocabulary, shared_noise(), self.transfer)
 
     def probe(self, layers: int, network: Network | None) -> None:
         """Have verdicts carry what a network makes of the last layers' hidden states, and of the input embedding of the verdict's token."""
@@ -65,9 +69,12 @@ class TorchRunner(RowRunner[TensorRow]):
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Read new nodes, and judge when the verdicts are called for."""
-        wanted = self._probe[0] if self._probe and any(self._requests[item.seq].foretold for item in work) else 0
-        with self._tapping(wanted):
+        with self._tapping(self._wanted(work)):
             return super().verify(work, trials)
+
+    def _wanted(self, work: Sequence[Feed]) -> int:
+        """How many layers' hidden states a verification is asked for."""
+        return self._probe[0] if self._probe and any(self._requests[item.seq].foretold for item in work) else 0
 
     @contextmanager
     def _tapping(self, layers: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
-from specbranch.models.kv import PAGE, Memory, Pool, Table
+from specbranch.models.kv import PAGE, Copy, Memory, Pool, Table
 from specbranch.models.model import TorchRunner
+from specbranch.models.room import pool_pages
 from specbranch.models.rows import TensorRow
+from specbranch.models.sheet import Arrays
 
 log = logging.getLogger("specbranch")
 
@@ -50,15 +52,15 @@ class NativeRunner(TorchRunner):
     """A Runner over the native decoder. Rows are `TensorRow`s, in float32 or better."""
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
-        """`pages`: of the pool; nothing: as many as MOST_SEQUENCES of them at their longest would fill, if there is memory for it."""
-        super().__init__(decoder.arch.vocabulary)
+        """`pages`: of the pool; nothing: what there is room for (see `room`)."""
+        super().__init__(decoder.arch.vocabulary, decoder.norm.device)
         self.decoder = decoder
         self.architecture = decoder.arch
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
-        self.pool = Pool(pages or -(-(context_length + tail) // PAGE) * 32)
-        self.memory = Memory(decoder.arch, self.pool.pages, self.device, self.dtype)
+        self.pool = Pool(pages or pool_pages(decoder.arch, self.dtype, self.device, context_length + tail, weights=0))
+        self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, self.dtype)  # the last one is for padding
         self._fused = self._trusted(fuse(decoder, self.memory))
         self._held: dict[int, Held] = {}
 
@@ -136,8 +138,7 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         moves = held.slots.keep(nodes, commit)
         if moves:
-            sources, targets = (torch.from_numpy(held.table.flat(places)).to(self.device) for places in np.array(moves).T)
-            self.memory.move(sources, targets)
+            self._move(held.table.flat(np.array(moves).T))
         held.table.shrink(len(held.slots))
 
     def _rewind(self, seq: int, length: int) -> None:
@@ -149,11 +150,19 @@ class NativeRunner(TorchRunner):
     def _close(self, seq: int) -> None:
         self._held.pop(seq).table.shrink(0)
 
+    def _move(self, moves: np.ndarray) -> None:
+        """Copy places of the pool, those of the first row to those of the second."""
+        self.memory.move(*self.transfer.up({"moves": moves})["moves"])
+
     def _reach(self, held: Held, places: int) -> None:
         """Have pages for so many places, those that are still to be written nobody else's."""
         written = len(held.table.pages) * PAGE
         held.table.reach(places)
-        self.memory.copy(held.table.own(min(len(held.slots), written), min(places, written)))
+        if copies := held.table.own(min(len(held.slots), written), min(places, written)):
+            self._copy(copies)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        self.memory.copy(copies)
 
     def _grow(self, feed: Feed) -> Rows:
         self._check_ids(feed.tokens)
@@ -214,22 +223,31 @@ class NativeRunner(TorchRunner):
 
     def _step(self, work: Sequence[Rows], chunk: bool = False) -> Step:
         """Bring rows to the device."""
-        parts = tuple(self._part(rows, chunk) for rows in work)
-        return Step(self._sent(tokens_of(work)), self._sent(positions_of(work)), parts)
+        own = [_chunk_arrays(rows) if chunk else _line_arrays(rows) for rows in work]
+        arrays = {f"{name} {number}": array for number, part in enumerate(own) for name, array in part.items()}
+        sent = self.transfer.up({"tokens": tokens_of(work), "positions": positions_of(work), **arrays})
+        parts = [_part(rows, {name: sent[f"{name} {number}"] for name in own[number]}, chunk) for number, rows in enumerate(work)]
+        return Step(sent["tokens"], sent["positions"], tuple(parts))
 
-    def _part(self, rows: Rows, chunk: bool) -> Part:
-        places, end = self._sent(rows.places()), rows.start + len(rows.tokens)
-        if chunk:
-            return Part(rows.table.pages, places, end, None)
-        shared = np.array([shared_end(position, rows.prefix) for position in rows.positions])
-        lines = [rows.table.flat(rows.line(row, start)) for row, start in enumerate(shared)]
-        own, counts = np.zeros((len(lines), max(map(len, lines))), dtype=np.int64), np.array([len(line) for line in lines])
-        for held, line in zip(own, lines, strict=True):
-            held[: len(line)], held[len(line) :] = line, line[0]
-        return Part(rows.table.pages, places, end, Lines(self._sent(shared), int(shared.max()), self._sent(own), self._sent(counts)))
 
-    def _sent(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
+def _chunk_arrays(rows: Rows) -> Arrays:
+    return {"places": rows.places()}
+
+
+def _line_arrays(rows: Rows) -> Arrays:
+    """Where each row is written, how many positions it reads in common, the places of its own line, and how many those are."""
+    shared = np.array([shared_end(position, rows.prefix) for position in rows.positions])
+    lines = [rows.table.flat(rows.line(row, start)) for row, start in enumerate(shared)]
+    own, counts = np.zeros((len(lines), max(map(len, lines))), dtype=np.int64), np.array([len(line) for line in lines])
+    for held, line in zip(own, lines, strict=True):
+        held[: len(line)], held[len(line) :] = line, line[0]
+    return {"places": rows.places(), "shared": shared, "own": own, "counts": counts}
+
+
+def _part(rows: Rows, sent: Mapping[str, Tensor], chunk: bool) -> Part:
+    most_shared = shared_end(max(rows.positions), rows.prefix)
+    lines = None if chunk else Lines(most_shared, sent["shared"], sent["own"], sent["counts"])
+    return Part(rows.table.pages, sent["places"], rows.start + len(rows.tokens), lines)
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:
@@ -244,15 +262,28 @@ def load_native(
     dtype: str | torch.dtype | None = None,
     tail: int = TAIL,
     shorten: bool = False,
+    cache_tokens: int | None = None,
 ) -> NativeRunner:
-    """Load a model folder, a GGUF file or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere."""
+    """Load a model folder, a GGUF file or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere.
+
+    `cache_tokens`: places for all sequences together; nothing: what there is room for.
+    """
     located = model if isinstance(model, Located) else locate(str(model))
     place = torch.device(device or "cpu")
     precision = _dtype(dtype, place)
     arch, source = open_model(located)
     context = arch.choose_context(context_length, shorten=shorten)
-    weights = read_weights(arch, source, place, precision)
-    return NativeRunner(Decoder(arch, weights, context + tail), context, tail)
+    pages = pool_pages(arch, precision, place, context + tail, cache_tokens)
+    return native_runner(Decoder(arch, read_weights(arch, source, place, precision), context + tail), context, tail, pages)
+
+
+def native_runner(decoder: Decoder, context_length: int, tail: int, pages: int | None = None) -> NativeRunner:
+    """Make the runner that suits the decoder's device."""
+    if decoder.norm.device.type == "cpu":
+        return NativeRunner(decoder, context_length, tail, pages)
+    from specbranch.models.gpu.runner import GpuRunner
+
+    return GpuRunner(decoder, context_length, tail, pages)
 
 
 def open_model(located: Located) -> tuple[Architecture, TensorSource]:

@@ -47,10 +47,17 @@ class TorchSampler:
         """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
         if not rows:
             return []
-        logits = self._logits(rows)
-        scores = self._scores(logits, spots, self._sent(self._asked(spots, logits.shape[-1], None, _noisy(spots))), None)[1]
-        chosen: list[int] = self._transfer.down(sample.pick(scores)).tolist()
+        chosen: list[int] = self._transfer.down(sample.pick(self.scores(rows, spots, self._sent(self.picking(spots)))[1])).tolist()
         return chosen
+
+    def picking(self, spots: Sequence[Spot]) -> Arrays:
+        """Return what has to be on the device for `scores`."""
+        return self._asked(spots, self.vocabulary, None)
+
+    def scores(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asked: Asked) -> tuple[Tensor, Tensor]:
+        """Return logits over the vocabulary, and what is preferred among them: shaped, by the match rule with the noise of their places."""
+        logits = self._logits(rows)
+        return logits, self._scores(logits, spots, asked, None)[1]
 
     def propose(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
         """Return candidates for each row: by the shared noise, or under the ratio rule by the draft's own law.
@@ -64,8 +71,7 @@ class TorchSampler:
 
     def proposing(self, spots: Sequence[Spot], asks: Sequence[Ask], columns: Columns | None) -> Arrays:
         """Return what has to be on the device for `candidates`."""
-        noisy = [not (spot.request.greedy or spot.request.by_ratio) for spot in spots]
-        arrays = self._asked(spots, self._width(columns), columns, noisy)
+        arrays = self._asked(spots, self._width(columns), columns)
         by_entropy = [ask.measure == "entropy" for ask in asks]
         return {**arrays, "by_entropy": np.array(by_entropy, dtype=np.float32)} if any(by_entropy) else arrays
 
@@ -82,16 +88,14 @@ class TorchSampler:
     def law(self, row: TensorRow, spot: Spot) -> TensorLaw:
         """Return the shaped distribution at a row."""
         logits = self._logits([row])
-        shaped = sample.shape(logits, self._sent(self._asked([spot], logits.shape[-1], None, [False])))
+        shaped = sample.shape(logits, self._sent(self._asked([spot], logits.shape[-1], None)))
         if spot.request.greedy:
             return TensorLaw(torch.zeros_like(shaped[0], dtype=torch.int64).index_fill_(0, argmax(shaped), 1))
         return TensorLaw(sample.units(shaped)[0])
 
     def margin(self, row: TensorRow, spot: Spot, first: int, second: int) -> float:
         """Return by how many logits `first` is preferred to `second`, noise and shaping included."""
-        logits = self._logits([row])
-        asked = self._sent(self._asked([spot], logits.shape[-1], None, _noisy([spot])))
-        scores = self._scores(logits, [spot], asked, None)[1][0]
+        scores = self.scores([row], [spot], self._sent(self.picking([spot])))[1][0]
         return float(scores[first] - scores[second]) * (spot.request.params.temperature or 1.0)
 
     def logprobs(self, row: TensorRow, token: int, top: int) -> TokenLogprobs:
@@ -107,8 +111,8 @@ class TorchSampler:
         """How many columns there are to choose from."""
         return self.vocabulary if columns is None else columns.below(self.vocabulary)
 
-    def _asked(self, spots: Sequence[Spot], width: int, columns: Columns | None, noisy: Sequence[bool]) -> Arrays:
-        return sheet_of(spots, width, finder(columns, width), noisy)
+    def _asked(self, spots: Sequence[Spot], width: int, columns: Columns | None) -> Arrays:
+        return sheet_of(spots, width, finder(columns, width))
 
     def _sent(self, arrays: Arrays) -> Asked:
         return self._transfer.up(arrays)
@@ -124,8 +128,9 @@ class TorchSampler:
         width = shaped.shape[-1]
         if shaped.device.type != "cpu":
             return sample.noise_of(asked, self._noise.ids(width, shaped.device) if columns is None else columns.ids[:width])
-        noisy = next(spot for spot in spots if not spot.request.greedy)
-        places = places_of([noisy if spot.request.greedy else spot for spot in spots])  # what a greedy row gets is not added to it
+        silent = [spot.request.greedy or spot.request.by_ratio for spot in spots]  # what such a row gets is not added to it
+        noisy = spots[silent.index(False)]
+        places = places_of([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
         rows = self._noise.rows(places, width) if columns is None else [row[:width] for row in self._noise.rows_of(places, columns)]
         return rows[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(rows)
 
@@ -148,10 +153,6 @@ class TensorLaw:
         """Return norm((p − q)+); where nothing remains, p itself (only rounding leads there)."""
         ids = torch.tensor([q.ids], device=self.units.device)
         return TensorLaw(sample.residual(self.units[None], ids, torch.tensor([q.probs], dtype=torch.float64, device=self.units.device))[0])
-
-
-def _noisy(spots: Sequence[Spot]) -> list[bool]:
-    return [not spot.request.greedy for spot in spots]
 
 
 def proposed(spots: Sequence[Spot], asks: Sequence[Ask], lines: np.ndarray) -> list[Proposal]:

@@ -23,15 +23,13 @@ EVERYTHING = 2.0  # a top_p that cuts nothing, not even what rounds to probabili
 Arrays = dict[str, np.ndarray]  # by name
 
 
-def sheet_of(spots: Sequence[Spot], width: int, find: Find, noisy: Sequence[bool]) -> Arrays:
-    """Write down what is asked of rows of `width` columns; `noisy` are those whose logits get the noise of their position.
-
-    What nothing is asked of is left out; an edit is rows, columns and numbers.
-    """
+def sheet_of(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
+    """Write down what is asked of rows of `width` columns; what nothing is asked of is left out. An edit is rows, columns, numbers."""
     arrays = {**_edits(spots, find), **_allowed(spots, width, find), **_cuts(spots, width)}
     temperatures = [1.0 if spot.request.greedy else max(spot.request.params.temperature, COLDEST) for spot in spots]
     if any(temperature != 1.0 for temperature in temperatures):
         arrays["temperature"] = np.array(temperatures, dtype=np.float32)
+    noisy = [not (spot.request.greedy or spot.request.by_ratio) for spot in spots]  # by the ratio rule tokens are drawn, or not perturbed
     if any(noisy):
         arrays["noise"] = np.array([keys(*place) for place in places_of(spots)], dtype=np.int64)
         if not all(noisy):

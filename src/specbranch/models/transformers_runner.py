@@ -115,7 +115,7 @@ class TransformersRunner(TorchRunner):
         self._seen: set[int] = set()  # numbers of layers that were seen to be there
         self._skips_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._vocabulary = _probe(self, name)
-        super().__init__(self._vocabulary)
+        super().__init__(self._vocabulary, model.device)
 
     @property
     def vocabulary(self) -> int:

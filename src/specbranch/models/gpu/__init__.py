@@ -1,1 +1,1 @@
-"""Steps on GPUs: graphs over the plain decoder."""
+"""Steps on a GPU: packing, attention by positions, the forward and its CUDA graphs."""

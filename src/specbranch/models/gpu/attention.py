@@ -1,0 +1,120 @@
+"""Attention over pages by positions: each row reads what it shares through its group's table, the rest through its own line.
+
+Owns two ways to the same numbers: Triton kernels, and plain operations on any device, which the kernels are compared with. Invariant:
+with the kernels a row's bits depend on its queries and on the keys it sees, in the order of positions, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from specbranch.models.batch import Rows
+from specbranch.models.gpu.layout import GROUP_ROWS, OWN, Views, pack, power_of_two, views
+from specbranch.models.kv import PAGE, Pool, Table
+
+log = logging.getLogger("specbranch")
+
+Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
+
+BLOCK = 128  # shared positions of a program; half as many in float32, whose tiles would not fit
+LINE = 32  # places of an own line at a time
+TILE = 64  # queries of a program, rows and heads taken together
+CHUNK = 16  # blocks that are joined at a time
+WARPS, JOIN_WARPS = 4, 2
+STAGES = 2
+
+
+def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Attend:
+    """Return the kernels where they work for this shape, else the plain way."""
+    return attend_by_kernels if triton_works(device, dtype, heads, kv_heads, head_dim) else attend_plainly
+
+
+def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
+    """Attend with queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim]; returns [rows, heads·head_dim].
+
+    Gathers what each row sees: as much memory as all rows' caches together.
+    """
+    rows, heads, head_dim = queries.shape
+    places, seen = _seen_places(step)
+    k, v = (side[places // PAGE, :, places % PAGE].transpose(1, 2) for side in (keys, values))  # [rows, kv_heads, places, head_dim]
+    exact = torch.promote_types(queries.dtype, torch.float32)
+    q = queries.view(rows, keys.shape[1], -1, head_dim).to(exact) / math.sqrt(head_dim)
+    scores = torch.matmul(q, k.to(exact).transpose(-1, -2)).masked_fill(~seen[:, None, None], -torch.inf)
+    out = torch.matmul(scores.softmax(-1), v.to(exact))
+    return out.to(queries.dtype).reshape(rows, heads * head_dim)
+
+
+def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
+    """Do the same with Triton: one launch for partial results of own lines and shared blocks, one that joins them."""
+    from specbranch.models.gpu import attention_kernels as kernels
+
+    rows, heads, head_dim = queries.shape
+    kv_heads, share = keys.shape[1], heads // keys.shape[1]
+    padded, block = power_of_two(share), BLOCK // max(keys.element_size() // 2, 1)
+    tile_rows = min(GROUP_ROWS, max(TILE // padded, 1))
+    groups, pages = step.tables.shape
+    slots = 1 + pages * PAGE // block
+    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block}
+    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": LINE, "OWN": OWN}
+    tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
+    # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
+    sums = queries.new_empty(rows, heads, slots, head_dim, dtype=torch.float32)
+    tops, totals = sums.new_empty(2, rows, heads, slots)
+    out = queries.new_empty(rows, heads * head_dim)
+    scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
+    programs = rows + groups * tiling["TILES"] * (slots - 1)
+    sections = (step.shared, step.own_count, step.groups, step.tables, step.own)
+    kernels.partial_results[(kv_heads, programs)](
+        queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, pages, slots, **shape, **tiling,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    kernels.join[(rows, heads)](sums, tops, totals, step.shared, out, slots, **shape, CHUNK=CHUNK, num_warps=JOIN_WARPS)
+    return out
+
+
+@cache
+def triton_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether the kernels give what the plain way gives, tried once for each shape; says so where a GPU must do without."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    try:
+        error = _largest_error(device, dtype, heads, kv_heads, head_dim)
+    except Exception as reason:  # whatever a compiler may raise
+        log.warning("Attention runs in plain operations, which is slow: Triton does not work here (%s: %s).", type(reason).__name__, reason)
+        return False
+    if error < (1e-4 if dtype is torch.float32 else 2e-2):
+        return True
+    log.warning("Attention runs in plain operations, which is slow: Triton's results are off by %.2g.", error)
+    return False
+
+
+@torch.inference_mode()
+def _largest_error(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float:
+    """Compare the two ways on a chain of some rows over two pages."""
+    pool = Pool(2)
+    rows = Rows(Table(pool, pool.take(2)), [0] * 3, 300, 300, [0b1, 0b11, 0b111])
+    packed, bucket = pack([rows], 2 * PAGE)
+    step = views(torch.from_numpy(packed).to(device), bucket)
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(bucket.rows, heads, head_dim, generator=random).to(device, dtype)
+    k, v = torch.randn(2, 3, kv_heads, PAGE, head_dim, generator=random).to(device, dtype)
+    return float((attend_by_kernels(q, k, v, step).float() - attend_plainly(q, k, v, step).float()).abs().max())
+
+
+def _seen_places(step: Views) -> tuple[Tensor, Tensor]:
+    """The flat places that each row may see, its own line first, and which of them it does [rows, places]."""
+    device = step.tables.device
+    first, count = step.groups.unbind(1)
+    row = torch.arange(len(step.slots), device=device)
+    group = ((row >= first[:, None]) & (row < (first + count)[:, None])).int().argmax(0)  # 0 where in none
+    position = torch.arange(step.tables.shape[1] * PAGE, device=device)
+    through_table = step.tables[group][:, position // PAGE] * PAGE + position % PAGE
+    seen = torch.cat((torch.arange(OWN, device=device) < step.own_count[:, None], position < step.shared[:, None]), 1)
+    # What is not seen may never have been written, or not exist: the row itself stands in for it.
+    return torch.where(seen, torch.cat((step.own, through_table), 1), step.slots[:, None]), seen

@@ -1,0 +1,124 @@
+"""The Triton kernels of attention by positions: partial results of own lines and of shared blocks, and their joining.
+
+Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from how many
+positions it shares; not from the rows beside it, from the number of programs launched, or from where in the pool anything lies. Needs
+Triton, so nobody imports it but `attention`, when it is asked to.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# What Triton compiles has no Python types but constexpr.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale, page_stride, slots,
+              HEADS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+              LINE: tl.constexpr):  # fmt: skip
+    """Attend to a row's own line, LINE places at a time, with the heads that share a key head."""
+    g = tl.arange(0, TILE)
+    d = tl.arange(0, WIDTH)
+    at = row * HEADS + head * SHARE + g
+    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=(g < SHARE)[:, None] & (d < DIM)[None, :], other=0.0)
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    for begin in range(0, count, LINE):
+        j = begin + tl.arange(0, LINE)
+        place = tl.load(own + j, mask=j < count, other=0)
+        place = (place // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM + (place % PAGE) * DIM
+        live = (j < count)[:, None] & (d < DIM)[None, :]
+        k = tl.load(keys + place[:, None] + d[None, :], mask=live, other=0.0)
+        v = tl.load(values + place[:, None] + d[None, :], mask=live, other=0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((j < count)[None, :], scores, float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new[:, None])
+        fade = tl.exp2(top - new)
+        total = total * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = new
+    into = at.to(tl.int64) * slots
+    tl.store(tops + into, top, mask=g < SHARE)
+    tl.store(totals + into, total, mask=g < SHARE)
+    tl.store(sums + into[:, None] * DIM + d[None, :], acc, mask=(g < SHARE)[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, most, head, scale, page_stride, slots,
+                  TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared positions end."""
+    j = start + tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)
+    place = page.to(tl.int64) * page_stride + head * PAGE * DIM + (j % PAGE)[:, None] * DIM + d[None, :]
+    written = (j < most)[:, None] & (d < DIM)[None, :]  # what no row of the tile shares may be anything, NaN too
+    k = tl.load(keys + place, mask=written, other=0.0)
+    v = tl.load(values + place, mask=written, other=0.0)
+    kept = live[:, None] & (d < DIM)[None, :]
+    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=kept, other=0.0)
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(j[None, :] < end[:, None], scores, float("-inf"))
+    top = tl.max(scores, 1)
+    p = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    into = at.to(tl.int64) * slots + 1 + start // BLOCK
+    tl.store(tops + into, top, mask=live)
+    tl.store(totals + into, tl.sum(p, 1), mask=live)
+    tl.store(sums + into[:, None] * DIM + d[None, :], acc, mask=kept)
+
+
+# Rows and pages are no reason to compile another kernel, not even where they are 1.
+@triton.jit(do_not_specialize=["rows", "pages", "slots"])
+def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
+                    HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
+                    TILES: tl.constexpr, OWN_TILE: tl.constexpr):  # fmt: skip
+    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    if program < rows:
+        _own_line(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head, scale, page_stride,
+                  slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
+    else:
+        tile = (program - rows) // (slots - 1)
+        start = (program - rows) % (slots - 1) * BLOCK
+        group = tile // TILES
+        m = tl.arange(0, TILE_ROWS * PADDED)
+        within = tile % TILES * TILE_ROWS + m // PADDED
+        live = (within < tl.load(groups + 2 * group + 1)) & (m % PADDED < SHARE)
+        row = tl.load(groups + 2 * group) + within
+        end = tl.load(shared + row, mask=live, other=0)
+        most = tl.max(end, 0)
+        if start < most:
+            page = tl.load(tables + group * pages + start // PAGE)
+            at = row * HEADS + head * SHARE + m % PADDED
+            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, most, head, scale, page_stride, slots,
+                          TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots"])
+def join(sums, tops, totals, shared, out, slots,
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Join the results of one row and head: the own line, then as many blocks as the row shares, CHUNK at a time."""
+    row = tl.program_id(0)
+    at = row * HEADS + tl.program_id(1)
+    first = at.to(tl.int64) * slots
+    d = tl.arange(0, WIDTH)
+    top = tl.load(tops + first)
+    total = tl.load(totals + first)
+    acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0)
+    blocks = tl.cdiv(tl.load(shared + row), BLOCK)
+    for begin in range(0, blocks, CHUNK):
+        b = begin + tl.arange(0, CHUNK)
+        tops_here = tl.load(tops + first + 1 + b, mask=b < blocks, other=float("-inf"))
+        totals_here = tl.load(totals + first + 1 + b, mask=b < blocks, other=0.0)
+        here = (first + 1 + b)[:, None] * DIM + d[None, :]
+        sums_here = tl.load(sums + here, mask=(b < blocks)[:, None] & (d < DIM)[None, :], other=0.0)
+        new = tl.maximum(top, tl.max(tops_here, 0))
+        fade = tl.exp2(top - new)
+        weight = tl.exp2(tops_here - new)
+        total = total * fade + tl.sum(weight * totals_here, 0)
+        acc = acc * fade + tl.sum(weight[:, None] * sums_here, 0)
+        top = new
+    tl.store(out + at * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)

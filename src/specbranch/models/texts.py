@@ -1,0 +1,56 @@
+"""Many texts at once, a token of each in a step: what a target needs that writes a thousand conversations side by side.
+
+Owns their pages, which never change hands: a row has as many as its longest text, one after the other in the pool. Invariants: a row reads
+its own text, up to the token it is given, and nothing else; on a GPU shapes never change and nothing waits, so that a step can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbranch.models.batch import GROUP, Rows, dealt
+from specbranch.models.cpu.fused_step import STEP_ROWS, fuse
+from specbranch.models.decoder import Decoder
+from specbranch.models.gpu.layout import OWN, Views
+from specbranch.models.gpu.step import GpuStep
+from specbranch.models.kv import PAGE, Memory, Pool, Table
+
+
+class Texts:
+    """The texts of some rows, each up to `length` tokens; a text is begun anew by giving its row a token at position 0."""
+
+    def __init__(self, decoder: Decoder, rows: int, length: int) -> None:
+        self.decoder, self._pages = decoder, -(-length // PAGE)
+        device, pool = decoder.norm.device, Pool(rows * self._pages)
+        self.memory = Memory(decoder.arch, pool.pages + 1, device, decoder.norm.dtype)
+        self._tables = [Table(pool, range(row * self._pages, (row + 1) * self._pages)) for row in range(rows)]
+        self._fused = fuse(decoder, self.memory)
+        self._step = GpuStep(decoder, self.memory) if self._fused is None else None
+        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+
+    def scores(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Read a token of each row at its position [rows]; returns logits [rows, vocabulary] in float32 or better."""
+        if self._step is None:
+            return self._compiled(tokens, positions)
+        logits, _ = self._step.forward(self._views(tokens, positions))
+        return logits.float() if logits.dtype.itemsize < 4 else logits
+
+    def _compiled(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        assert self._fused is not None
+        texts = zip(self._tables, tokens.tolist(), positions.tolist(), strict=True)
+        work = [Rows(table, (token,), position, position, (1,)) for table, token, position in texts]
+        return torch.cat([self._fused.logits(step) for step in dealt(work, STEP_ROWS)])
+
+    def _views(self, tokens: Tensor, positions: Tensor) -> Views:
+        """Describe the step on the device itself: a row's text lies in one piece."""
+        at, rows = positions.int(), self._rows
+        begin = rows * (self._pages * PAGE)
+        shared = (at // GROUP - 1).clamp_(min=0) * GROUP
+        # Asking for the longest line would make a GPU wait; a CPU gains by it.
+        longest = int((at - shared).max()) + 1 if rows.device.type == "cpu" else OWN
+        own = begin[:, None] + shared[:, None] + torch.arange(longest, dtype=torch.int32, device=rows.device)
+        own.clamp_(max=self.memory.data.shape[0] * PAGE - 1)  # what lies beyond a row's count is not read
+        tables = rows[:, None] * self._pages + torch.arange(self._pages, dtype=torch.int32, device=rows.device)
+        groups = torch.stack((rows, torch.ones_like(rows)), dim=1)
+        return Views(tokens.int(), at, begin + at, shared, at - shared + 1, groups, tables, own)

@@ -1,0 +1,140 @@
+"""Judging on a device: every row's decision at once, then the walk, and one line of numbers a row to be read.
+
+Owns the arrays that trials become and what is made of the lines. The rows of a trial are its root's and then those of its nodes. Decisions
+need not wait for each other, as each follows from its own row and from variates of its own position; so the outcome is that of
+`core.verify`, which decides row by row on the way down. Invariant: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbranch.core import noise
+from specbranch.core.orders import Sparse
+from specbranch.core.request import Spot
+from specbranch.core.runner import Judged, Trial
+from specbranch.core.slots import ROOT
+from specbranch.models import sample
+from specbranch.models.sample import Asked
+from specbranch.models.sampling import told
+from specbranch.models.sheet import Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A candidate that was drawn: its token, the law it was drawn from, and the index of its node, nothing for a head."""
+
+    token: int
+    q: Sparse
+    index: int | None
+
+
+def judging(trials: Sequence[Trial], spots: Sequence[Spot]) -> Arrays:
+    """Return what has to be on the device to judge trials, besides what is asked of their rows; a spot a row."""
+    nodes = [(trial, index) for trial in trials for index in range(ROOT, len(trial.nodes))]
+    firsts = [row + 1 for row, (_, index) in enumerate(nodes) if index == ROOT]  # of each trial's first node
+    above = [index if index == ROOT else trial.order.parent(index) for trial, index in nodes]
+    parents = [first + up for first, up in zip(np.repeat(firsts, [len(trial.nodes) + 1 for trial in trials]).tolist(), above, strict=True)]
+    arrays: Arrays = {
+        "parent": np.array(parents),
+        "said": np.array([-1 if index == ROOT else trial.order.tokens[index] for trial, index in nodes]),
+        "eligible": np.array([index == ROOT or _is_first(trial, index) for trial, index in nodes]),
+        "ancestors": _ancestors(parents),
+    }
+    return arrays | _by_ratio(nodes, spots) if any(spot.request.by_ratio for spot in spots) else arrays
+
+
+def _is_first(trial: Trial, index: int) -> bool:
+    """Whether no sibling before a node that was not drawn carries the same token."""
+    order, drawn = trial.order, trial.order.q or (None,) * len(trial.order.tokens)
+    siblings = [n for n in range(index) if order.parent(n) == order.parent(index) and drawn[n] is None]
+    return all(order.tokens[n] != order.tokens[index] for n in siblings)
+
+
+def _ancestors(parents: Sequence[int]) -> np.ndarray:
+    """Who comes before whom on the way from a root, each row itself included [rows, rows]."""
+    found = np.eye(len(parents), dtype=np.bool_)
+    for row, parent in enumerate(parents):
+        found[row] |= found[parent]
+    return found
+
+
+def _by_ratio(nodes: Sequence[tuple[Trial, int]], spots: Sequence[Spot]) -> Arrays:
+    """The drawn candidates behind each row, one after the other, and the variates that decide; rows of the match rule have none."""
+    tried = [_tried(trial, index) if spot.request.by_ratio else [] for (trial, index), spot in zip(nodes, spots, strict=True)]
+    shape, entries = (len(nodes), max(map(len, tried))), max((len(one.q.ids) for some in tried for one in some), default=1)
+    arrays: Arrays = {
+        "by_ratio": np.array([spot.request.by_ratio for spot in spots]),
+        "tried": np.full(shape, -1),
+        "tried_q": np.zeros(shape),
+        "accept": np.zeros(shape),
+        "q_ids": np.zeros((*shape, entries), dtype=np.int64),
+        "q_probs": np.zeros((*shape, entries)),
+        "last": np.zeros(len(nodes)),
+        "attempt": np.full(len(nodes), -1),
+    }
+    for row, ((_, index), spot, some) in enumerate(zip(nodes, spots, tried, strict=True)):
+        place = spot.request.seed, spot.request.sample, spot.position
+        arrays["last"][row] = noise.uniform(*place, "residual" if some else "own")
+        for attempt, one in enumerate(some):
+            arrays["tried"][row, attempt], arrays["tried_q"][row, attempt] = one.token, one.q.prob(one.token)
+            arrays["accept"][row, attempt] = noise.uniform(*place, "accept", attempt)
+            arrays["q_ids"][row, attempt, : len(one.q.ids)], arrays["q_probs"][row, attempt, : len(one.q.ids)] = one.q.ids, one.q.probs
+            if one.index is not None:
+                arrays["attempt"][row + one.index - index] = attempt
+    return arrays
+
+
+def _tried(trial: Trial, parent: int) -> list[Tried]:
+    order, head = trial.order, trial.head
+    children = [n for n in range(parent + 1, len(order.tokens)) if order.parent(n) == parent]
+    found = [Tried(order.tokens[n], q, n) for n in children if order.q and (q := order.q[n]) is not None]
+    return [*found, Tried(head.token, head.q, None)] if head is not None and head.node == parent else found
+
+
+def decided(scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    """Return each row's token [rows], and which rows the target comes to [rows]; by the match rule scores have their noise."""
+    tokens = sample.pick(scores)
+    if "tried" not in asked:
+        chosen = asked["eligible"] & (tokens[asked["parent"]] == asked["said"])
+    else:
+        took, drawn = sample.decide(sample.units(scores), asked)
+        tokens, above = torch.where(asked["by_ratio"], drawn, tokens), took[asked["parent"]]
+        carried = asked["eligible"] & (above < 0) & (tokens[asked["parent"]] == asked["said"])
+        chosen = torch.where(asked["attempt"] >= 0, above == asked["attempt"], carried)
+    return tokens, sample.walk(chosen | (asked["said"] < 0), asked["ancestors"])
+
+
+def lines(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said: Tensor | None) -> Tensor:
+    """Lay out what is read of each row [rows, numbers]: token, whether it is reached, log-probabilities, what a probe says."""
+    parts = [tokens.double()[:, None], reached.double()[:, None]]
+    if top is not None:
+        ids, logs = sample.logprobs(logits, tokens, top)
+        parts += [ids.double(), logs]
+    return torch.cat([*parts, said.double()] if said is not None else parts, dim=-1)
+
+
+def judged(trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int) -> list[Judged]:
+    """Make verdicts of the lines that were read; the last `width` numbers of each are a probe's."""
+    counts = [len(trial.nodes) + 1 for trial in trials]
+    return [_judged(trial, own.tolist(), top, width) for trial, own in zip(trials, np.split(found, np.cumsum(counts)[:-1]), strict=True)]
+
+
+def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int) -> Judged:
+    path = tuple(index for index, line in enumerate(found[1:]) if line[1])
+    ends = [found[0], *(found[index + 1] for index in path)]
+    logprobs = None
+    if trial.logprobs is not None and top is not None:
+        logprobs = tuple(told(_cut(line[2 : len(line) - width], trial.logprobs), trial.logprobs) for line in ends)
+    said = tuple(ends[-1][len(ends[-1]) - width :]) if trial.foretold and width else None
+    return Judged(path, int(ends[-1][0]), logprobs, said)
+
+
+def _cut(line: list[float], top: int) -> list[float]:
+    """Leave the token's own number where nothing more is told of its place; another trial may have asked for more."""
+    return line if top else [line[0], line[len(line) // 2]]
