@@ -113,8 +113,10 @@ def _seen_places(step: Views) -> tuple[Tensor, Tensor]:
     first, count = step.groups.unbind(1)
     row = torch.arange(len(step.slots), device=device)
     group = ((row >= first[:, None]) & (row < (first + count)[:, None])).int().argmax(0)  # 0 where in none
-    position = torch.arange(step.tables.shape[1] * PAGE, device=device)
+    # Asking how much is shared would make a GPU wait; a CPU gains by it.
+    longest = int(step.shared.max()) if device.type == "cpu" else step.tables.shape[1] * PAGE
+    position = torch.arange(longest, device=device)
     through_table = step.tables[group][:, position // PAGE] * PAGE + position % PAGE
-    seen = torch.cat((torch.arange(OWN, device=device) < step.own_count[:, None], position < step.shared[:, None]), 1)
+    seen = torch.cat((torch.arange(step.own.shape[1], device=device) < step.own_count[:, None], position < step.shared[:, None]), 1)
     # What is not seen may never have been written, or not exist: the row itself stands in for it.
     return torch.where(seen, torch.cat((step.own, through_table), 1), step.slots[:, None]), seen
