@@ -19,7 +19,7 @@ from specbranch.core.trace import Trace
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import ToyLaw, ToyRunner, ToySampler
+from specbranch.sim.toys import ToyLaw, ToyRunner
 
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
 TITLES = {"autoregressive": "Plain decoding", "speculative": "Serial speculative decoding", "pearl": "PEARL", "specbranch": "SpecBranch"}
@@ -28,8 +28,8 @@ TOKENS = 24
 
 def record(method: str) -> list[Round]:
     """Decode one request; returns what both models did, round by round."""
-    draft = MeteredDrafter(ToyRunner(ToyLaw(drift=0.12)), ToySampler())
-    loop = Loop(VirtualClock(Verifier(ToyRunner(ToyLaw()), ToySampler()), draft, PROFILE), Trace())
+    draft = MeteredDrafter(ToyRunner(ToyLaw(drift=0.12)))
+    loop = Loop(VirtualClock(Verifier(ToyRunner(ToyLaw())), draft, PROFILE), Trace())
     prompt = [4, 0, 1]
     session = Session(0, prompt, Request(SamplingParams(max_tokens=TOKENS), 0, len(prompt)), 500)
     policy: PolicyName | None = "confidence" if method == "specbranch" else None  # the paper's two stages, which a reader can follow

@@ -74,7 +74,7 @@ def agreements(target: LLM, pair: str, texts: Mapping[str, list[Text]]) -> dict[
     """Let a pair's draft read the answers of each suite."""
     choice = beside(ModelChoice(str(draft_folder(pair)), shorten=True), TARGET)
     drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice), target.target_runner)
-    return {suite: compare(drafter.runner, drafter.sampler, tracked(lines, f"{pair}: {suite}")) for suite, lines in texts.items()}
+    return {suite: compare(drafter.runner, tracked(lines, f"{pair}: {suite}")) for suite, lines in texts.items()}
 
 
 def over_prompts(found: Mapping[str, Agreement], texts: Mapping[str, list[Text]], figure: str) -> float:

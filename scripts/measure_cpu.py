@@ -131,9 +131,10 @@ def rows_in_a_step(llm: Any, prompt: list[int]) -> dict[int, float]:
     """Milliseconds of one forward over 1 to 16 rows of one sequence, median."""
     from specbranch.core.runner import Feed
     from specbranch.core.slots import ROOT
+    from specbranch.distill.agreement import GREEDY
 
     runner = llm._verifier.runner
-    runner.open(-1)
+    runner.open(-1, GREEDY)
     runner.extend(-1, prompt)
     times: dict[int, list[float]] = {rows: [] for rows in (1, 2, 4, 8, 16)}
     for _ in range(15):

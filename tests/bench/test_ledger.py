@@ -17,7 +17,7 @@ from specbranch.config import SpeculativeConfig
 from specbranch.core.stats import Stats
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
-from specbranch.sim.toys import ToyRunner, ToySampler
+from specbranch.sim.toys import ToyRunner
 from toybench import PROFILE, Case, Ending, law, plainly
 
 CASES = [Case((seed, 3, 1), temperature, seed, Ending("length", 40)) for seed, temperature in ((1, 0.0), (2, 0.9))]
@@ -36,7 +36,7 @@ FAR = CostProfile(
 @pytest.fixture
 def draft(tmp_path: Path) -> Iterator[Draft]:
     memory = Memory(tmp_path / "memory.sqlite")
-    yield Draft("toy", memory, ToyRunner(law(0.3)), ToySampler())
+    yield Draft("toy", memory, ToyRunner(law(0.3)))
     memory.close()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +23,6 @@ from specbranch.exec.messages import Recipe
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
-from specbranch.sim.toys import ToySampler
 from toybench import SlowRunner, drafter_recipe, law
 
 BRIEF = Effort(
@@ -40,8 +40,8 @@ class Words:
 
 
 def toys(target_seconds: float = 0.004, draft_seconds: float = 0.001, executor: Any = "serial") -> Workers:
-    verifier = Verifier(SlowRunner(law(), target_seconds), ToySampler())
-    drafter = Drafter(SlowRunner(law(0.2), draft_seconds), ToySampler())
+    verifier = Verifier(SlowRunner(law(), target_seconds))
+    drafter = Drafter(SlowRunner(law(0.2), draft_seconds))
     words: Any = Words()
     return Workers("toys", words, verifier, drafter, drafter_recipe(0.2, seconds=draft_seconds), "t", "d", executor)
 
@@ -68,6 +68,25 @@ def test_a_profile_says_where_it_comes_from(measured: CostProfile, tmp_path: Pat
     assert measured.hardware and measured.context == measured.provenance["contexts"][0]
     measured.save(tmp_path / "toys.json")
     assert load_profile(tmp_path / "toys.json") == measured
+
+
+class Lazy:
+    """A model that is waited for when its verdicts are called for."""
+
+    def verify(self, work: object, trials: object) -> Callable[[], list[object]]:
+        return lambda: time.sleep(0.01) or []
+
+    def slots(self, seq: int) -> None:
+        time.sleep(0.1)
+
+
+def test_waiting_for_verdicts_is_the_models_time_and_bookkeeping_is_not() -> None:
+    watch, worker = measure._Watch(), Drafter(runner := cast(Any, Lazy()))
+    with watch.on(worker):
+        assert worker.runner.verify((), ())() == []
+        worker.slots(0)
+        assert 0.01 <= watch.seconds < 0.1
+    assert worker.runner is runner
 
 
 def test_medians_count_the_first_turns_do_not_and_the_order_changes() -> None:

@@ -19,6 +19,7 @@ from specbranch.bench.suites import Prompt
 from specbranch.cli.main import run
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
+from specbranch.distill import agreement
 from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.load import load_draft
 from specbranch.errors import BadParameter
@@ -119,8 +120,8 @@ def test_a_distilled_assistant_says_what_the_draft_says_in_our_engine(
 ) -> None:
     folder, tokens = tiny_draft if kind == "whole" else reduced, (5, 80, 3, 200, 7)
     ours = load_draft(folder, pair[0], device="cpu", dtype=torch.float64)
-    ours.open(0)
-    expected = collate(ours.feed([Feed(0, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0])
+    ours.open(0, agreement.GREEDY)
+    expected = collate(ours.score([Feed(0, tokens, tuple(range(ROOT, len(tokens) - 1)))])[0])
     with torch.inference_mode():
         found = assistant_of(outside.target, read_draft(folder))(torch.tensor([tokens])).logits[0]
     assert torch.equal(found == -torch.inf, expected == -torch.inf)

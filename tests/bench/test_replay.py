@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from specbranch.bench.replay import NONE, WIDTH, Entry, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
-from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Feed
+from specbranch.core.orders import Context, TokenLogprobs, Verify
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Ask, Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
-from specbranch.sim.toys import ToyRunner, ToySampler
+from specbranch.sim.toys import Logits, ToyRunner, ToySampler
 from tiers import tiered
 from toybench import PROFILE, VOCABULARY, Case, Ending, Moody, decode, law, plainly, virtual_clock
 
@@ -44,7 +45,7 @@ class Heard:
 
     def of(self, record: Record) -> RecordedForecaster:
         text, start = record.text, len(record.task.prompt)
-        said = [Moody().signal(law().logits_of(text[:at]), text[at]) for at in range(start, len(text))]
+        said = [Moody().signal((*law().logits_of(text[:at]), text[at]), at) for at in range(start, len(text))]
         return RecordedForecaster(start, said)
 
 
@@ -53,11 +54,11 @@ class CountingRunner(ToyRunner):
 
     fed = forwards = widest = 0
 
-    def feed(self, work: list[Feed]) -> list[list[tuple[float, ...]]]:  # type: ignore[override]
+    def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         self.forwards += 1
         self.widest = max(self.widest, sum(len(item.tokens) for item in work))
         self.fed += sum(len(item.tokens) for item in work)
-        return super().feed(work)
+        return super()._score(work)
 
 
 def record_of(case: Case) -> Record:
@@ -69,7 +70,7 @@ def record_of(case: Case) -> Record:
 @pytest.fixture
 def draft(tmp_path: Path) -> Iterator[Draft]:
     memory = Memory(tmp_path / "memory.sqlite")
-    yield Draft("toy", memory, CountingRunner(law(DRIFT)), ToySampler())
+    yield Draft("toy", memory, CountingRunner(law(DRIFT)))
     memory.close()
 
 
@@ -120,29 +121,69 @@ def test_another_draft_seed_or_temperature_remembers_apart(draft: Draft) -> None
     assert draft.memory.misses > before
 
 
-def test_a_node_off_the_record_picks_nothing_even_where_it_meets_the_record_again() -> None:
+def test_a_node_off_the_record_says_nothing_even_where_it_meets_the_record_again() -> None:
     record = Record(Task((1, 2), CASES[0].params, 0, ()), (3, 4, 5), ())
     runner = RecordedRunner(record, VOCABULARY, 100)
-    runner.open(0)
+    runner.open(0, record.task.request)
     runner.extend(0, (1, 2))
-    marks = runner.feed([Feed(0, (3, 9, 5, 4, 5, 6), (ROOT, 0, 1, 0, 3, 4))])[0]
-    assert marks == [3, NONE, NONE, 4, 5, NONE]
+    work = [Feed(0, (3, 9, 5, 4, 5, 6), (ROOT, 0, 1, 0, 3, 4))]
+    found = runner.verify(work, [Trial(0, Verify(Context(0, ())), node, ()) for node in range(6)])()
+    assert [one.token for one in found] == [4, NONE, NONE, 5, NONE, NONE]
+    whole = Verify(Context(3, ()), (9, 5, 4, 5, 6), (ROOT, 0, ROOT, 2, 3))
+    assert runner.verify([], [Trial(0, whole, 0, (1, 2, 3, 4, 5))])()[0].path == (2, 3)
 
 
-def test_reading_ahead_back_and_beside_gives_the_rows_of_a_fresh_draft() -> None:
+def test_what_was_fed_can_be_asked_about_and_what_was_read_as_a_prompt_cannot() -> None:
+    record = record_of(CASES[0])
+    runner = RecordedRunner(record, VOCABULARY, 100)
+    runner.open(0, record.task.request)
+    known = [runner.knows(0, ROOT)]
+    for move in (
+        lambda: runner.extend(0, record.text[:2]),
+        lambda: runner.feed([Feed(0, record.text[2:4], (ROOT, 0))]),
+        lambda: runner.keep(0, (0, 1), 1),
+        lambda: runner.keep(0, (), 0),
+        lambda: runner.extend(0, record.text[3:4]),
+        lambda: runner.feed([Feed(0, record.text[4:5], (ROOT,))]),
+        lambda: runner.keep(0, (0,), 1),
+        lambda: runner.rewind(0, 3),
+    ):
+        move()
+        known.append(runner.knows(0, ROOT))
+    assert known == [False, False, False, True, True, False, False, True, False]
+
+
+def test_a_recorded_target_tells_the_log_probabilities_of_its_record() -> None:
+    rows = tuple(((token, -0.1), (0, -3.0)) for token in (3, 4, 5))
+    record = Record(Task((1, 2), CASES[0].params, 0, ()), (3, 4, 5), rows)
+    runner = RecordedRunner(record, VOCABULARY, 100)
+    runner.open(0, record.task.request)
+    runner.extend(0, (1,))
+    trial = Trial(0, Verify(Context(2, ()), (3, 0)), 0, (1, 2), logprobs=1)
+    (found,) = runner.verify([Feed(0, (2, 3, 0), (ROOT, 0, 1))], [trial])()
+    assert (found.path, found.token) == ((0,), 4)
+    assert found.logprobs == (TokenLogprobs(-0.1, ((3, -0.1),)), TokenLogprobs(-0.1, ((4, -0.1),)))
+
+
+def test_a_replay_by_the_ratio_rule_is_a_sentence() -> None:
+    runner = RecordedRunner(record_of(CASES[0]), VOCABULARY, 100)
+    with pytest.raises(BadParameter, match="replays the match rule only"):
+        runner.open(0, Request(replace(CASES[0].params, temperature=0.9), 0, 3, rule="ratio"))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=lambda case: str(case.temperature))
+def test_reading_ahead_back_and_beside_gives_the_proposals_of_a_fresh_draft(case: Case) -> None:
     text = [1, 3, 0, 2, 5, 4, 1, 1, 0, 3, 2, 2, 5]
-    reader = Reader(ToyRunner(law(DRIFT)), ToySampler(), text)
+    reader = Reader(ToyRunner(law(DRIFT)), Record(Task((1,), case.params, case.seed, ()), tuple(text[1:]), ()))
     asked = [[1, 3, 0], [1, 3, 0, 2, 5, 0, 0], [1, 3, 0, 2, 5, 0, 4], text[:9], [1], [1, 3, 9 % 6, 1], text, [*text, 4, 4]]
-    request = CASES[0].session().request
     for _ in range(2):
         for group in (asked[:1], asked[1:3], asked[3:4], asked[4:6], asked[6:]):
-            found = reader.read([Spot(request, len(tokens), lambda t=tokens: t) for tokens in group])  # type: ignore[misc]
-            assert found == [fresh(tokens) for tokens in group]
+            assert reader.read(group) == [fresh(tokens, case) for tokens in group]
 
 
-def fresh(tokens: list[int]) -> Entry:
-    row, spot = law(DRIFT).logits_of(tokens), Spot(CASES[0].session().request, len(tokens), lambda: tokens)
-    top, bound = (ToySampler().propose([row], [spot], [Ask(WIDTH, measure=kind)])[0] for kind in ("top", "entropy"))  # type: ignore[arg-type]
+def fresh(tokens: list[int], case: Case) -> Entry:
+    row, spot = law(DRIFT).logits_of(tokens), Spot(case.session().request, len(tokens), lambda: tokens)
+    top, bound = (ToySampler().propose([row], [spot], [Ask(0, 0, WIDTH, measure=kind)])[0] for kind in ("top", "entropy"))  # type: ignore[arg-type]
     return Entry(top.tokens, top.confidence, bound.confidence, top.odds)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ import torch
 from specbranch import LLM
 from specbranch.assembly import ModelChoice as Choice
 from specbranch.assembly import load_runner
-from specbranch.core.runner import Feed
+from specbranch.core.orders import Context, Verify
+from specbranch.core.runner import Feed, Trial
 from specbranch.core.slots import ROOT
-from specbranch.hrad.forecast import Forecast, features, tap
+from specbranch.distill.agreement import GREEDY
+from specbranch.hrad.collect import states_along
+from specbranch.hrad.forecast import Forecast, features, reached
 from specbranch.hrad.network import Network
 from specbranch.hrad.predictor import Predictor, PredictorError
 from tiers import tiered
@@ -37,38 +41,45 @@ def folder(pair: tuple[str, str], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("runner", ["native", "transformers"])
-def test_rows_carry_the_hidden_states_that_transformers_gives(kind: str, runner: str, tmp_path: Path) -> None:
+def test_the_hidden_states_shown_are_those_that_transformers_gives(kind: str, runner: str, tmp_path: Path) -> None:
     path = str(saved(tiny(kind), tmp_path))
     tokens = some_tokens(12)
     with torch.no_grad():
         states = tiny(kind)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     expected = torch.cat(states[-LAYERS:], dim=-1)[0]
-    loaded = load_runner(Choice(path, runner=runner, device="cpu", context_length=64))  # type: ignore[arg-type]
-    tapped = tap(loaded, LAYERS)
-    loaded.open(0)
+    loaded = reached(load_runner(Choice(path, runner=runner, device="cpu", context_length=64)))  # type: ignore[arg-type]
+    loaded.open(0, GREEDY)
     loaded.extend(0, tokens[:4])
-    rows = loaded.feed([Feed(0, tuple(tokens[4:]), tuple(range(ROOT, 7)))])[0]
-    found = features(rows, [9] * len(rows), tapped)
+    found = features(loaded.show([Feed(0, tuple(tokens[4:]), tuple(range(ROOT, 7)))], LAYERS), [9] * 8, loaded)
     assert found.shape == (8, (LAYERS + 1) * 48)
     assert torch.allclose(found[:, :-48], expected[4:], rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
-    assert torch.equal(found[:, -48:], tapped.embedded((9,)).expand(8, -1))
+    assert torch.equal(found[:, -48:], loaded.embedded((9,)).expand(8, -1))
 
 
 def test_many_rows_and_few_show_the_same_states(tmp_path: Path) -> None:
     """Few rows go through the compiled step, many do not."""
-    loaded = load_runner(Choice(str(saved(tiny("llama"), tmp_path)), device="cpu", context_length=128))
-    tapped = tap(loaded, 3)
+    loaded = reached(load_runner(Choice(str(saved(tiny("llama"), tmp_path)), device="cpu", context_length=128)))
     tokens = some_tokens(30)
-    shown = []
-    for seq, most in enumerate((30, 5)):
-        loaded.open(seq)
-        rows = []
-        for start in range(0, 30, most):
-            part = tokens[start : start + most]
-            rows += loaded.feed([Feed(seq, tuple(part), tuple(range(ROOT, len(part) - 1)))])[0]
-            loaded.keep(seq, range(len(part)), len(part))
-        shown.append(features(rows, tokens, tapped))
-    assert torch.allclose(*shown, rtol=1e-3, atol=1e-4)
+    many, few = (states_along(loaded, tokens[:1], tokens[1:], 3, most) for most in (30, 5))
+    assert many.shape == (29, 3 * 48)
+    assert torch.allclose(many, few, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("runner", ["native", "transformers"])
+def test_a_verdict_says_what_the_network_makes_of_the_states_behind_its_token(runner: str, folder: Path, pair: tuple[str, str]) -> None:
+    loaded = reached(load_runner(Choice(pair[0], runner=runner, device="cpu", context_length=64)))  # type: ignore[arg-type]
+    forecast = Forecast(Predictor.load(folder), loaded)
+    loaded.open(0, replace(GREEDY, foretold=True))
+    order, nodes = Verify(Context(3, ()), (7, 8)), (3, 4)
+    work = [Feed(0, (1, 5, 9, 7, 8), (ROOT, 0, 1, 2, 3))]
+    trials = [Trial(0, order, 2, nodes, foretold=foretold) for foretold in (True, False)]
+    found, untold = loaded.verify(work, trials)()
+    text = (1, 5, 9, *(order.tokens[n] for n in found.path), found.token)
+    expected = forecast.along(states_along(loaded, text[:1], text[1:], LAYERS, 16), text[1:])[-1]
+    assert untold.said is None and found.said is not None and expected is not None
+    signal = forecast.signal(found.said, 3 + len(found.path))
+    assert signal is not None
+    assert torch.allclose(torch.tensor(signal.chances), torch.tensor(expected.chances), atol=1e-3)
 
 
 def test_what_is_saved_is_read_again(folder: Path, tmp_path: Path) -> None:
@@ -152,15 +163,12 @@ def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
 def test_features_that_are_not_finite_say_nothing_and_that_is_told_once(
     folder: Path, pair: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = load_runner(Choice(pair[0], device="cpu", context_length=64))
-    forecast = Forecast(Predictor.load(folder), runner)
-    runner.open(0)
-    forecast.attend(True)
-    row = runner.feed([Feed(0, (1,), (ROOT,))])[0][0]
-    assert forecast.signal(row, 3) is not None
-    broken = replace(row, states=torch.full_like(row.states, float("nan")))
+    forecast = Forecast(Predictor.load(folder), load_runner(Choice(pair[0], device="cpu", context_length=64)))
+    sound = torch.zeros(2, LAYERS * 32)
+    assert None not in forecast.along(sound, [3, 4]) and forecast.signal(None, 7) is None
+    assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert forecast.signal(broken, 3) is None and forecast.signal(broken, 4) is None
+        assert forecast.along(sound * float("nan"), [3, 4]) == [None, None] and forecast.signal((float("nan"),) * LONGEST, 7) is None
     assert sum("not finite" in record.message for record in caplog.records) == 1
 
 
@@ -197,7 +205,21 @@ def test_with_signals_the_text_is_that_of_plain_decoding(executor: str, temperat
     assert found.stats["rollback"] != without.stats["rollback"], "signals made no difference"
 
 
-def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pays_for_none(folder: Path, pair: tuple[str, str]) -> None:
+def layers_shown(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that tells of each forward from now on of how many layers it shows hidden states."""
+    shown, score = list[int](), runner._score
+
+    def noted(work: Sequence[Feed]) -> object:
+        shown.append(runner._tapped)
+        return score(work)
+
+    monkeypatch.setattr(runner, "_score", noted)
+    return shown
+
+
+def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pays_for_none(
+    folder: Path, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = {"max_tokens": 40, "ignore_eos": True}
     config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1}
     with LLM(*pair, speculative=config, device="cpu", dtype="float64", predictor=str(folder)) as llm:
@@ -206,8 +228,11 @@ def test_a_stream_keeps_its_signals_while_another_method_decodes_and_that_one_pa
         first = next(stream)
         plain = llm.using("autoregressive").generate("A branch is a guess", params)
         *_, last = [first, *stream]
+        shown = layers_shown(llm.target_runner, monkeypatch)
         llm.using("autoregressive").generate("A branch is a guess", params)
-        assert llm.target_runner._tapped == 0, "plain decoding pays for hidden states"  # type: ignore[attr-defined]
+        assert set(shown) == {0}, "plain decoding pays for hidden states"
+        llm.generate("A branch is a guess", params)
+        assert set(shown) == {0, LAYERS}
     assert last.output is not None and plain.token_ids == last.output.token_ids == alone.token_ids
     assert last.output.stats["rollback"] == alone.stats["rollback"]
 

@@ -22,7 +22,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.ranked import ranked_pair
-from specbranch.sim.toys import ToyRunner, ToySampler
+from specbranch.sim.toys import ToyRunner
 
 MethodName = Literal["speculative", "pearl", "specbranch"]
 TOKENS = 1000
@@ -95,7 +95,7 @@ def predict(case: Case) -> float:
 def charge(case: Case, tokens: int = TOKENS, seed: int = 0) -> float:
     """Return draft steps a token of the real method on the virtual clock."""
     target, draft = (ToyRunner(law, context_length=tokens + 128) for law in ranked_pair(case.rates, seed))
-    clock = VirtualClock(Verifier(target, ToySampler()), MeteredDrafter(draft, ToySampler()), plain_ratio(case.c))
+    clock = VirtualClock(Verifier(target), MeteredDrafter(draft), plain_ratio(case.c))
     loop = Loop(clock)
     request = Request(SamplingParams(max_tokens=tokens), seed, len(PROMPT))
     session = Session(0, PROMPT, request, tokens + 64)

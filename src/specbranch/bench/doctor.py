@@ -266,7 +266,7 @@ def _pair(patient: Patient, report: Report, progress: Progress) -> Iterator[Find
     progress("The target answers", 1, 5)
     texts = [Text(tuple(prompt), _answer(workers, prompt)) for prompt in workers.prompts()]
     progress("The draft reads along", 2, 5)
-    yield agreement(compare(workers.drafter.runner, workers.drafter.sampler, texts))
+    yield agreement(compare(workers.drafter.runner, texts))
     progress("Timing both", 3, 5)
     profile = measure(workers, QUICK)
     yield costs(profile)
@@ -293,7 +293,7 @@ def predict(workers: Workers, texts: Sequence[Any], profile: CostProfile) -> lis
     tried = dict.fromkeys(_settings(), Tried())
     with tempfile.TemporaryDirectory() as folder:
         memory = Memory(Path(folder) / "memory.sqlite")
-        draft = Draft("draft", memory, workers.drafter.runner, workers.drafter.sampler)
+        draft = Draft("draft", memory, workers.drafter.runner)
         try:
             for record in records:
                 tried = _played(Player(record, draft), tried, profile)

@@ -16,9 +16,9 @@ import numpy as np
 
 from specbranch.bench.record import Record
 from specbranch.core.orders import Signal
-from specbranch.core.runner import Row, Runner
-from specbranch.hrad.collect import read
-from specbranch.hrad.forecast import Forecast
+from specbranch.core.runner import Runner
+from specbranch.hrad.collect import states_along
+from specbranch.hrad.forecast import Forecast, reached
 from specbranch.hrad.predictor import Predictor
 
 ROWS = 64  # tokens read in one forward
@@ -30,7 +30,7 @@ class Forecasts:
     def __init__(self, predictor: Predictor, target: Runner, folder: Path, model: str) -> None:
         """`model` tells the target from others, for the names of files."""
         self.predictor = predictor
-        self._forecast, self._target = Forecast(predictor, target), target
+        self._forecast, self._target = Forecast(predictor, target), reached(target)
         self._folder, self._model = folder / predictor.digest, model
         self.longest = predictor.about.longest
         self._held: dict[str, list[Signal | None]] = {}
@@ -51,13 +51,8 @@ class Forecasts:
         return None
 
     def _read(self, record: Record, key: str) -> list[Signal | None]:
-        prompt, tokens = record.task.prompt, record.tokens
-        self._forecast.attend(True)
-        try:
-            rows = read(self._target, prompt[:-1], (prompt[-1], *tokens[:-1]), ROWS)
-            signals = [self._forecast.signal(row, token) for row, token in zip(rows, tokens, strict=True)]
-        finally:
-            self._forecast.attend(False)
+        states = states_along(self._target, record.task.prompt, record.tokens, self.predictor.about.layers, ROWS)
+        signals = self._forecast.along(states, record.tokens)
         if all(signal is not None for signal in signals):
             self._keep(key, np.array([signal.chances for signal in signals if signal is not None], dtype=np.float32))
         return signals
@@ -71,15 +66,12 @@ class Forecasts:
 
 
 class RecordedForecaster:
-    """A `core.runner.Forecaster` over a record: a row is how many tokens of it were followed."""
+    """A `core.runner.Forecaster` over a record, which knows what was said at each of its tokens."""
 
     def __init__(self, start: int, signals: Sequence[Signal | None]) -> None:
         self._start, self._signals = start, signals
 
-    def attend(self, wanted: bool) -> None:
-        """All was read before."""
-
-    def signal(self, row: Row, token: int) -> Signal | None:
-        """What was said where this row led to the record's next token."""
-        at = int(row) - self._start
+    def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
+        """What was said where the target came to the record's token at this position."""
+        at = position - self._start
         return self._signals[at] if 0 <= at < len(self._signals) else None

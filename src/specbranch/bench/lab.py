@@ -144,7 +144,7 @@ class Lab:
         known = identity(name)
         self.identity |= {"draft": name, "draft_identity": known}
         memory = Memory(place / "drafts" / f"{known}.sqlite")
-        return Draft(f"{known} {self.identity['target_identity']}", memory, worker.runner, worker.sampler)
+        return Draft(f"{known} {self.identity['target_identity']}", memory, worker.runner)
 
     def _foretelling(self, given: str | None, draft: str | None, place: Path) -> Forecasts | None:
         """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as everywhere."""

@@ -11,8 +11,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -24,11 +24,13 @@ from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import find_method
-from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Ask, Feed, Row
+from specbranch.core.orders import Context, Verify
+from specbranch.core.request import Request
+from specbranch.core.runner import Ask, Feed, Trial
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trace import Trace
+from specbranch.distill.agreement import GREEDY
 from specbranch.errors import BadParameter
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
@@ -39,7 +41,6 @@ SHORT, LONG, PROMPT = 64, 1024, 256  # tokens
 WARM_UP = 2
 HOST_METHODS = ("autoregressive", "speculative", "specbranch")
 CHECKED = ("autoregressive", "speculative", "adaptive", "specbranch")
-GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 NEAR, FAR = "", " far"  # of a probe: after the short context, after the long one
 Progress = Callable[[str, int, int], None]  # what is done, steps done, of how many
 
@@ -108,12 +109,10 @@ class Held:
     worker: Worker
     seq: int
     text: Sequence[int]
-    spots: list[Spot] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        self.worker.runner.open(self.seq)
+        self.worker.runner.open(self.seq, GREEDY)
         self.worker.runner.extend(self.seq, self.text)
-        self.spots = [Spot(GREEDY, len(self.text) + 1 + at, tuple) for at in range(MOST_ROWS)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,16 +130,17 @@ class Held:
         self.worker.runner.keep(self.seq, (), 0)
         tokens = tuple(self.text[: len(parents)])
         start = time.perf_counter()
-        self._choose(self.worker.runner.feed([Feed(self.seq, tokens, parents)])[0])
+        self._choose(Feed(self.seq, tokens, parents))
         return time.perf_counter() - start
 
-    def _choose(self, rows: Sequence[Row]) -> None:
-        """Turn rows into tokens, which also waits for a device that is still at work."""
-        spots = self.spots[: len(rows)]
-        if isinstance(self.worker, Verifier):
-            self.worker.sampler.pick(rows, spots)
+    def _choose(self, feed: Feed) -> None:
+        """Read nodes and choose a token after each, which also waits for a device that is still at work."""
+        runner, nodes = self.worker.runner, range(len(feed.tokens))
+        if isinstance(self.worker, Verifier):  # the first one ends the context, the others are judged
+            order = Verify(Context(len(self.text) + 1, ()), feed.tokens[1:])
+            runner.verify([feed], [Trial(self.seq, order, 0, tuple(nodes[1:]))])()
         else:
-            self.worker.sampler.propose(rows, spots, [Ask()] * len(rows))
+            runner.propose([feed], [Ask(self.seq, node) for node in nodes])
 
 
 def measure(workers: Workers, effort: Effort | None = None, progress: Progress = silent) -> CostProfile:
@@ -242,49 +242,44 @@ def _rests(workers: Workers, executor: Executor, method: str, tokens: int) -> It
 
 
 class _Watch:
-    """Adds up the seconds spent in a worker's model and sampler."""
+    """Adds up the seconds spent in a worker's model."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def on(self, worker: Worker) -> _Watched:
-        return _Watched(self, worker)
+    @contextmanager
+    def on(self, worker: Worker) -> Iterator[None]:
+        """Put a timer before a worker's model, for a while."""
+        runner: Any = worker.runner
+        worker.runner = _Timer(runner, self)
+        try:
+            yield
+        finally:
+            worker.runner = runner
 
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Time a function, and what it returns if that is one: verdicts wait for the model."""
 
-class _Watched:
-    """Puts a timer before a worker's model and sampler, for a while."""
-
-    def __init__(self, watch: _Watch, worker: Worker) -> None:
-        self._watch, self._worker = watch, worker
-
-    def __enter__(self) -> None:
-        self._held = self._worker.runner, self._worker.sampler
-        self._worker.runner = _Timer(self._held[0], self._watch, ("feed", "extend"))
-        self._worker.sampler = _Timer(self._held[1], self._watch, ("pick", "propose"))
-
-    def __exit__(self, *_: object) -> None:
-        self._worker.runner, self._worker.sampler = self._held
-
-
-class _Timer:
-    """Passes everything on, and times some of it."""
-
-    def __init__(self, inner: Any, watch: _Watch, names: tuple[str, ...]) -> None:
-        self._inner, self._watch, self._names = inner, watch, names
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return self._timed(found) if name in self._names else found
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             start = time.perf_counter()
             try:
-                return function(*arguments)
+                found = function(*arguments)
             finally:
-                self._watch.seconds += time.perf_counter() - start
+                self.seconds += time.perf_counter() - start
+            return self.timed(found) if callable(found) else found
 
         return call
+
+
+class _Timer:
+    """Passes everything on, and times what the model does."""
+
+    def __init__(self, runner: Any, watch: _Watch) -> None:
+        self._runner, self._watch = runner, watch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._runner, name)
+        return self._watch.timed(found) if name in ("feed", "extend", "propose", "verify") else found
 
 
 class _Steps:

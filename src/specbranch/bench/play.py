@@ -11,12 +11,12 @@ from specbranch.bench.forecasts import Forecasts
 from specbranch.bench.foresight import read_ahead
 from specbranch.bench.reader import Reader
 from specbranch.bench.record import Record
-from specbranch.bench.replay import Knowing, MemoRunner, Memory, MemoSampler, RecordedRunner, RecordedSampler
+from specbranch.bench.replay import Knowing, MemoRunner, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import find_method
-from specbranch.core.runner import Runner, Sampler
+from specbranch.core.runner import Runner
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats
 from specbranch.core.trace import Trace
@@ -36,15 +36,14 @@ class Draft:
     identity: str
     memory: Memory
     runner: Runner
-    sampler: Sampler
 
     def reader(self, record: Record) -> Reader:
         """Return the model, ready to read a record's text."""
-        return Reader(self.runner, self.sampler, record.text)
+        return Reader(self.runner, record)
 
-    def worker(self, record: Record, reader: Reader) -> MeteredDrafter:
-        """Return a draft worker that remembers."""
-        return MeteredDrafter(self._remembering(record), MemoSampler(self.memory, reader))
+    def worker(self, record: Record, reader: Reader, knows: bool = False) -> MeteredDrafter:
+        """Return a draft worker that remembers; one that `knows` is sure of what is right, and of nothing else."""
+        return MeteredDrafter(self._remembering(Knowing if knows else MemoRunner, record, reader))
 
     def read_ahead(self, record: Record, reader: Reader) -> None:
         """Have the model read what methods will ask of it on a record, unless it did before."""
@@ -52,11 +51,11 @@ class Draft:
         out_of_reach = len(text) >= runner.context_length or max(text) >= runner.vocabulary
         if out_of_reach or self.memory.has_read(self.identity, record):
             return
-        read_ahead(record, self._remembering(record), MemoSampler(self.memory, reader))
+        read_ahead(record, self._remembering(MemoRunner, record, reader))
         self.memory.note_read(self.identity, record)
 
-    def _remembering(self, record: Record) -> MemoRunner:
-        return MemoRunner(self.identity, record.task, self.runner.vocabulary, self.runner.context_length)
+    def _remembering(self, kind: type[MemoRunner], record: Record, reader: Reader) -> MemoRunner:
+        return kind(self.identity, record, self.memory, reader, self.runner.vocabulary, self.runner.context_length)
 
 
 class Player:
@@ -97,12 +96,10 @@ class Player:
             self._reader.close()
 
     def _executor(self, profile: CostProfile, knows: bool = False) -> VirtualClock:
-        """Put the workers together; a draft that `knows` is sure of what is right, and of nothing else."""
+        """Put the workers together."""
         capacity = len(self.record.text) + 256  # room for what is drafted beyond the end
-        target = Verifier(RecordedRunner(self.record, 1 << 31, capacity), RecordedSampler(self.record))
-        draft = self.draft.worker(self.record, self._reader) if self.draft and self._reader else None
-        if draft is not None and knows:
-            draft.sampler = Knowing(draft.sampler, self.record)
+        target = Verifier(RecordedRunner(self.record, 1 << 31, capacity))
+        draft = self.draft.worker(self.record, self._reader, knows) if self.draft and self._reader else None
         return VirtualClock(target, draft, profile)
 
     def _session(self, foretold: bool) -> Session:

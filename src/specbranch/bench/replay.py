@@ -1,7 +1,7 @@
 """Decoding without the target, and mostly without the draft: a Runner over a record, and a Runner whose proposals are remembered.
 
 Owns both. They take the models' places under the unchanged workers, so orders, verdicts, stops and counts are the real ones. Invariants:
-what is picked after a prefix of the record is the record's next token, and after anything else no token at all; a remembered proposal is
+what is said after a prefix of the record is the record's next token, and after anything else no token at all; a remembered proposal is
 the one the draft made after those very tokens.
 """
 
@@ -16,15 +16,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from specbranch.bench.record import Record, Task
+from specbranch.bench.record import Record
 from specbranch.core.orders import TokenLogprobs
-from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Feed, Law, Proposal, Row, Sampler
+from specbranch.core.request import Request
+from specbranch.core.runner import Ask, Feed, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
+from specbranch.core.verify import accept_match
 from specbranch.errors import BadParameter
 
-NONE = -1  # no token: what a target picks where its record says nothing
-WIDTH = 12  # candidates remembered of a row
+NONE = -1  # no token: what a target says where its record says nothing
+WIDTH = 12  # candidates remembered of a place
 AT_HAND = 300_000  # proposals kept in memory: about 200 MB
 TABLE, READ = "proposals_2", "read_2"
 
@@ -32,39 +33,64 @@ Mark = TypeVar("Mark")
 
 
 class Places(Generic[Mark]):
-    """The sequences of a runner that has no model: Slots, and a mark for each node, made from its parent's."""
+    """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is told below it."""
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length
         self._slots: dict[int, Slots] = {}
-        self._marks: dict[int, dict[int, Mark]] = {}  # by node, ROOT included
+        self._ends: dict[int, Mark] = {}  # after the prefix
+        self._marks: dict[int, dict[int, Mark]] = {}  # of the nodes that may be asked about, ROOT where it was one of them
 
-    def open(self, seq: int) -> None:
+    def open(self, seq: int, request: Request) -> None:
         """Make room for a new, empty sequence."""
-        self._slots[seq] = Slots(self.context_length)
-        self._marks[seq] = {ROOT: self._start()}
+        if request.by_ratio:
+            raise _unknown()
+        self._slots[seq], self._ends[seq], self._marks[seq] = Slots(self.context_length), self._start(), {}
 
     def slots(self, seq: int) -> Slots:
         """The sequence's places."""
         return self._slots[seq]
 
+    def demand(self, seq: int, count: int) -> None:
+        """Make sure that so many more nodes fit."""
+        self._slots[seq].demand(count)
+
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Append to the prefix."""
-        slots, mark = self._slots[seq], self._marks[seq][ROOT]
-        for offset, token in enumerate(tokens):
-            mark = self._after(mark, token, len(slots.prefix) + offset)
-        slots.extend(tokens)
-        self._marks[seq][ROOT] = mark
+        for position, token in zip(self._slots[seq].extend(tokens), tokens, strict=True):
+            self._ends[seq] = self._after(self._ends[seq], token, position)
+            self._marks[seq].clear()
 
-    def feed(self, work: Sequence[Feed]) -> list[list[Row]]:
-        """Add nodes; a node's row is its mark."""
-        return [self._grow(item) for item in work]
+    def feed(self, work: Sequence[Feed]) -> None:
+        """Add nodes, with their marks."""
+        for seq, tokens, parents in work:
+            slots, marks = self._slots[seq], self._marks[seq]
+            for node, token, parent in zip(slots.grow(tokens, parents), tokens, parents, strict=True):
+                above = self._ends[seq] if parent == ROOT else marks[parent]
+                marks[node] = self._after(above, token, slots.position(node))
+
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        """Refuse, unless this is a draft."""
+        raise _unknown()
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        """Refuse, unless this is a target."""
+        raise _unknown()
+
+    def knows(self, seq: int, node: int) -> bool:
+        """Whether a node was fed, not read as part of a prompt."""
+        return node in self._marks[seq]
+
+    def margin(self, seq: int, node: int, first: int, second: int) -> float:
+        """Refuse: there are no logits."""
+        raise _unknown()
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail."""
         marks, line = self._marks[seq], [ROOT, *nodes]
         self._slots[seq].keep(nodes, commit)
-        self._marks[seq] = {at - commit - 1: marks[node] for at, node in enumerate(line) if at >= commit}
+        self._ends[seq] = marks[line[commit]] if commit else self._ends[seq]
+        self._marks[seq] = {at - commit - 1: marks[node] for at, node in enumerate(line) if at >= commit and node in marks}
 
     def rewind(self, seq: int, length: int) -> None:
         """Forget all but the first tokens."""
@@ -72,18 +98,11 @@ class Places(Generic[Mark]):
         slots.truncate(length)
         for position, token in enumerate(slots.prefix):
             mark = self._after(mark, token, position)
-        self._marks[seq] = {ROOT: mark}
+        self._ends[seq], self._marks[seq] = mark, {}
 
     def close(self, seq: int) -> None:
         """Forget the sequence."""
-        del self._slots[seq], self._marks[seq]
-
-    def _grow(self, item: Feed) -> list[Row]:
-        slots, marks = self._slots[item.seq], self._marks[item.seq]
-        nodes = slots.grow(item.tokens, item.parents)
-        for node, token, parent in zip(nodes, item.tokens, item.parents, strict=True):
-            marks[node] = self._after(marks[parent], token, slots.position(node))
-        return [marks[node] for node in nodes]
+        del self._slots[seq], self._ends[seq], self._marks[seq]
 
     def _start(self) -> Mark:
         """Return the mark before any token."""
@@ -99,7 +118,26 @@ class RecordedRunner(Places[int]):
 
     def __init__(self, record: Record, vocabulary: int, context_length: int) -> None:
         super().__init__(vocabulary, context_length)
-        self._text = record.text
+        self._record, self._text = record, record.text
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        """Add nodes, and judge by the record."""
+        self.feed(work)
+        judged = [self._judged(trial) for trial in trials]
+        return lambda: judged
+
+    def _judged(self, trial: Trial) -> Judged:
+        marks = [self._marks[trial.seq][trial.node(n)] for n in range(ROOT, len(trial.nodes))]
+        path, token = accept_match(trial.order, [self._text[mark] if 0 <= mark < len(self._text) else NONE for mark in marks])
+        if trial.logprobs is None:
+            return Judged(path, token)
+        tokens = (*(trial.order.tokens[n] for n in path), token)
+        followed = [marks[n + 1] for n in (ROOT, *path)]
+        return Judged(path, token, tuple(self._logprobs(*one, trial.logprobs) for one in zip(followed, tokens, strict=True)))
+
+    def _logprobs(self, mark: int, token: int, top: int) -> TokenLogprobs:
+        entries = self._record.rows[mark - len(self._record.task.prompt)]
+        return TokenLogprobs(dict(entries).get(token, float("-inf")), entries[:top])
 
     def _start(self) -> int:
         return 0
@@ -107,38 +145,6 @@ class RecordedRunner(Places[int]):
     def _after(self, mark: int, token: int, position: int) -> int:
         follows = mark == position < len(self._text) and self._text[position] == token
         return position + 1 if follows else NONE
-
-
-class _Silent:
-    """The questions that neither a record nor a memory can answer."""
-
-    def law(self, row: Row, spot: Spot) -> Law:
-        """Refuse: there is no whole distribution."""
-        raise _unknown()
-
-    def margin(self, row: Row, spot: Spot, first: int, second: int) -> float:
-        """Refuse, likewise."""
-        raise _unknown()
-
-
-class RecordedSampler(_Silent):
-    """Picks what the record says."""
-
-    def __init__(self, record: Record) -> None:
-        self._record, self._text = record, record.text
-
-    def pick(self, rows: Sequence[Row], spots: Sequence[Spot]) -> list[int]:
-        """Return the record's next token at each row."""
-        return [self._text[row] if 0 <= row < len(self._text) else NONE for row in rows]
-
-    def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
-        """Return what was recorded."""
-        entries = self._record.rows[row - len(self._record.task.prompt)]
-        return TokenLogprobs(dict(entries).get(token, float("-inf")), entries[:top])
-
-    def propose(self, rows: Sequence[Row], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
-        """Refuse: a recorded target does not draft."""
-        raise _unknown()
 
 
 def _unknown() -> BadParameter:
@@ -233,20 +239,6 @@ class Memory:
         self._file.close()
 
 
-class MemoRunner(Places[bytes]):
-    """A draft that reads nothing. A mark is a digest of draft, sampling and all tokens up to a node."""
-
-    def __init__(self, draft: str, task: Task, vocabulary: int, context_length: int) -> None:
-        super().__init__(vocabulary, context_length)
-        self._first = _digest(f"{draft} {task.sampling}".encode())
-
-    def _start(self) -> bytes:
-        return self._first
-
-    def _after(self, mark: bytes, token: int, position: int) -> bytes:
-        return _digest(mark + token.to_bytes(4, "little"))
-
-
 def _reading(draft: str, record: Record) -> bytes:
     return _digest(f"{draft} {record.task.sampling} {len(record.task.prompt)} {record.text}".encode())
 
@@ -258,53 +250,48 @@ def _digest(data: bytes) -> bytes:
 class Reads(Protocol):
     """Something that can read what was never read before."""
 
-    def read(self, spots: Sequence[Spot]) -> list[Entry]:
-        """Return the draft's proposals at some spots."""
+    def read(self, sequences: Sequence[Sequence[int]]) -> list[Entry]:
+        """Return the draft's proposals after some sequences of tokens."""
         ...
 
 
-class MemoSampler(_Silent):
-    """Proposes what is remembered, and has the draft read what is not."""
+class MemoRunner(Places[bytes]):
+    """A draft that proposes what is remembered, and has the model read what is not. A mark is a digest of draft, sampling and all tokens
+    up to a node."""
 
-    def __init__(self, memory: Memory, reader: Reads) -> None:
-        self._memory, self._reader = memory, reader
+    def __init__(self, draft: str, record: Record, memory: Memory, reader: Reads, vocabulary: int, context_length: int) -> None:
+        super().__init__(vocabulary, context_length)
+        self._text, self._memory, self._reader = record.text, memory, reader
+        self._first = _digest(f"{draft} {record.task.sampling}".encode())
 
-    def propose(self, rows: Sequence[Row], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
-        """Return candidates for each row."""
-        missing = {row: spot for row, spot in zip(rows, spots, strict=True) if self._memory.find(row) is None}
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        """Add nodes, and return candidates for each place."""
+        self.feed(work)
+        keys = [self._marks[ask.seq][ask.node] for ask in asks]
+        missing = {key: self._before(ask) for key, ask in zip(keys, asks, strict=True) if self._memory.find(key) is None}
         if missing:
             self._memory.add(dict(zip(missing, self._reader.read(list(missing.values())), strict=True)))
-        entries = [self._memory.find(row) for row in rows]
+        entries = [self._memory.find(key) for key in keys]
         return [entry.proposal(ask) for entry, ask in zip(entries, asks, strict=True) if entry is not None]
 
-    def pick(self, rows: Sequence[Row], spots: Sequence[Spot]) -> list[int]:
-        """Refuse: a draft does not judge."""
-        raise _unknown()
+    def _before(self, ask: Ask) -> list[int]:
+        return self._slots[ask.seq].sequence(ask.node)
 
-    def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
-        """Refuse, likewise."""
-        raise _unknown()
+    def _start(self) -> bytes:
+        return self._first
+
+    def _after(self, mark: bytes, token: int, position: int) -> bytes:
+        return _digest(mark + token.to_bytes(4, "little"))
 
 
-class Knowing(_Silent):
-    """A draft's sampler that proposes what the draft proposes, and knows what is right: sure of that, and of nothing else."""
+class Knowing(MemoRunner):
+    """A draft that proposes what the draft proposes, and knows what is right: sure of that, and of nothing else."""
 
-    def __init__(self, sampler: Sampler, record: Record) -> None:
-        self._sampler, self._text = sampler, record.text
-
-    def propose(self, rows: Sequence[Row], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Return the draft's candidates with the truth in place of its confidence."""
-        made = self._sampler.propose(rows, spots, asks)
-        return [replace(one, confidence=float(self._right(one, spot))) for one, spot in zip(made, spots, strict=True)]
+        made = super().propose(work, asks)
+        return [replace(one, confidence=float(self._right(one, ask))) for one, ask in zip(made, asks, strict=True)]
 
-    def pick(self, rows: Sequence[Row], spots: Sequence[Spot]) -> list[int]:
-        """A draft picks nothing."""
-        raise _unknown()
-
-    def logprobs(self, row: Row, token: int, top: int) -> TokenLogprobs:
-        """Nor does it tell of the target."""
-        raise _unknown()
-
-    def _right(self, proposal: Proposal, spot: Spot) -> bool:
-        at = spot.position
-        return at < len(self._text) and proposal.tokens[0] == self._text[at] and tuple(spot.history()) == self._text[:at]
+    def _right(self, proposal: Proposal, ask: Ask) -> bool:
+        follows = (*self._before(ask), proposal.tokens[0])
+        return follows == self._text[: len(follows)]

@@ -70,7 +70,7 @@ class Workers:
 
     def modelled(self, profile: CostProfile) -> VirtualClock:
         """Return a clock that charges by a profile what the same models do."""
-        return VirtualClock(self.verifier, MeteredDrafter(self.drafter.runner, self.drafter.sampler), profile)
+        return VirtualClock(self.verifier, MeteredDrafter(self.drafter.runner), profile)
 
 
 def load_workers(target: ModelChoice, draft: ModelChoice, pair: str, executor: ExecutorName = "serial") -> Workers:

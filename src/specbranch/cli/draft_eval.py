@@ -42,9 +42,9 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
     with load_llm({**given, "draft": None, "method": "autoregressive"}) as target:
         drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice), target.target_runner)
         texts = _answers(target, asked, max_tokens, raw)
-        found = compare(drafter.runner, drafter.sampler, texts)
+        found = compare(drafter.runner, texts)
         before = texts[0].prompt[: drafter.runner.context_length - 1]
-        ratio = target.step_seconds(before) / step_seconds(drafter.runner, before, sampler=drafter.sampler)
+        ratio = target.step_seconds(before) / step_seconds(drafter.runner, before)
     click.echo(json.dumps(_record(found, ratio, len(texts))) if as_json else _table(found, ratio, len(texts)))
 
 

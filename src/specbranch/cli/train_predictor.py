@@ -179,7 +179,7 @@ class Job:
         given, (choice, draft) = self.given, self._choices()
         drafter = make_drafter(draft, common_vocabulary(load_tokenizer(choice), draft), target)
         reading = {"layers": given["layers"], "longest": given["longest"], "rows": ROWS, "seed": given["seed"]}
-        return Collector(target, drafter.runner, drafter.sampler, **reading)
+        return Collector(target, drafter.runner, **reading)
 
     def trained(self, rounds: Rounds, bars: Bars) -> Predictor:
         """Train, calibrate and judge."""

@@ -5,17 +5,17 @@ Owns the reading. Works on any Runner whose hidden states can be reached; needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Feed, Row, Runner, Sampler
+from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
-from specbranch.distill.agreement import GREEDY
-from specbranch.hrad.forecast import features, tap
+from specbranch.distill.agreement import read
+from specbranch.hrad.forecast import Transparent, features, reached
 from specbranch.hrad.rounds import Rounds, Start, walk
 
 MOST = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more
@@ -42,11 +42,10 @@ class Said:
 class Collector:
     """A target and a draft that read texts together."""
 
-    def __init__(self, target: Runner, draft: Runner, sampler: Sampler, *, layers: int, longest: int, rows: int, seed: int = 0) -> None:
+    def __init__(self, target: Runner, draft: Runner, *, layers: int, longest: int, rows: int, seed: int = 0) -> None:
         """`rows`: tokens read in one forward, no more than a cache's tail holds."""
-        self.target, self.draft, self.sampler = target, draft, sampler
+        self.target, self.draft = reached(target), draft
         self.layers, self.longest, self.rows = layers, longest, rows
-        self._tapped = tap(target, layers)
         self._lengths = torch.Generator().manual_seed(seed)
 
     def fits(self, text: Text) -> bool:
@@ -55,13 +54,12 @@ class Collector:
         ids = (*text.prompt, *text.answer)
         return len(text.answer) > 1 and len(ids) <= most and max(ids) < known
 
-    @torch.inference_mode()
-    def shown(self, text: Text) -> list[Row]:
-        """Have the target read a text; returns the row that led to each token of the answer, with hidden states."""
-        return list(read(self.target, text.prompt[:-1], (text.prompt[-1], *text.answer[:-1]), self.rows))
+    def shown(self, text: Text) -> Tensor:
+        """Have the target read a text; returns the hidden states that led to each token of the answer [tokens, layers·hidden]."""
+        return states_along(self.target, text.prompt, text.answer, self.layers, self.rows)
 
     @torch.inference_mode()
-    def rounds(self, text: Text, number: int, shown: Sequence[Row] | None = None) -> Rounds:
+    def rounds(self, text: Text, number: int, shown: Tensor | None = None) -> Rounds:
         """Read off the rounds of a text, for one draft length that is drawn for it: what a round begins behind depends on the length.
 
         `shown` is what the target showed of it, if that was asked before.
@@ -74,33 +72,32 @@ class Collector:
             torch.tensor([_upto(values, start, self.longest) for start in starts]) for values in (said.confidence, said.entropy)
         )
         same = torch.full_like(taken, number), torch.full_like(taken, text.task)
-        return Rounds(self._features(text, starts, shown or self.shown(text)), taken, left, before, confidence, entropy, *same)
+        shown = self.shown(text) if shown is None else shown
+        return Rounds(self._features(text, starts, shown), taken, left, before, confidence, entropy, *same)
 
     def _said(self, text: Text) -> Said:
-        rows = list(read(self.draft, text.prompt, text.answer[:-1], self.rows))
-        spots = [Spot(GREEDY, len(text.prompt) + at + 1, tuple) for at in range(len(rows))]
-        top, entropy = (self.sampler.propose(rows, spots, [ask] * len(rows)) for ask in (Ask(), Ask(measure="entropy")))
-        agreed = [one.tokens[0] == token for one, token in zip(top, text.answer[1:], strict=True)]
+        said = list(chain.from_iterable(read(self.draft, text.prompt, text.answer[:-1], self._proposals, self.rows)))
+        agreed = [top.tokens[0] == token for (top, _), token in zip(said, text.answer[1:], strict=True)]
         # the first token is the target's own
-        return Said([True, *agreed], [1.0, *(one.confidence for one in top)], [1.0, *(one.confidence for one in entropy)])
+        return Said([True, *agreed], [1.0, *(top.confidence for top, _ in said)], [1.0, *(bound.confidence for _, bound in said)])
 
-    def _features(self, text: Text, starts: Sequence[Start], rows: Sequence[Row]) -> Tensor:
-        """What the network reads at each start: at the row before its token, which led to it."""
+    def _proposals(self, feed: Feed) -> list[tuple[Proposal, Proposal]]:
+        """Have the draft read some tokens; returns what it proposes after each, by both measures of its confidence."""
+        nodes = range(len(feed.tokens))
+        top = self.draft.propose([feed], [Ask(ROOT, node) for node in nodes])
+        return list(zip(top, self.draft.propose([], [Ask(ROOT, node, measure="entropy") for node in nodes]), strict=True))
+
+    def _features(self, text: Text, starts: Sequence[Start], shown: Tensor) -> Tensor:
+        """What the network reads at each start: what led to its token."""
         at = [start.at for start in starts]
-        return features([rows[n] for n in at], [text.answer[n] for n in at], self._tapped).clamp(-MOST, MOST).to(torch.float16)
+        return features(shown[at], [text.answer[n] for n in at], self.target).clamp(-MOST, MOST).to(torch.float16)
 
 
-def read(runner: Runner, before: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[Row]:
-    """Yield the row after each of some tokens, read behind others; one sequence of the runner is used, and closed."""
-    runner.open(ROOT)
-    try:
-        runner.extend(ROOT, before)
-        for start in range(0, len(tokens), most):
-            part = tuple(tokens[start : start + most])
-            yield from runner.feed([Feed(ROOT, part, tuple(range(ROOT, len(part) - 1)))])[0]
-            runner.keep(ROOT, range(len(part)), len(part))
-    finally:
-        runner.close(ROOT)
+@torch.inference_mode()
+def states_along(target: Transparent, prompt: Sequence[int], answer: Sequence[int], layers: int, most: int) -> Tensor:
+    """Have a target read a text, `most` tokens at a time; returns the hidden states that led to each token of the answer."""
+    behind = (prompt[-1], *answer[:-1])
+    return torch.cat(list(read(target, prompt[:-1], behind, lambda feed: target.show([feed], layers), most)))
 
 
 def _upto(values: Sequence[float], start: Start, longest: int) -> list[float]:

@@ -1,33 +1,36 @@
-"""The predictor at work beside a target: from the row that led to a token to the chances of the next draft.
+"""The predictor at work beside a target: from what the target showed where it chose a token to the chances of the next draft.
 
-Owns the step from rows to features. Invariant: no pass of the target is made for it; what it needs was computed with the row. Whatever is
-wrong with it, decoding goes on without it, and that is said once.
+Owns the step from hidden states to features. Invariant: no pass of the target is made for it; what it needs was computed with the verdict.
+Whatever is wrong with it, decoding goes on without it, and that is said once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from specbranch.core.orders import Signal
-from specbranch.core.runner import Row
+from specbranch.core.runner import Feed, Runner
 from specbranch.hrad.predictor import Predictor, PredictorError
-from specbranch.models.rows import TensorRow
 
 log = logging.getLogger("specbranch")
 ON = "Decoding goes on by the draft's confidence alone."
 
 
 @runtime_checkable
-class Tapped(Protocol):
-    """A Runner whose rows can carry hidden states."""
+class Transparent(Runner, Protocol):
+    """A Runner whose hidden states can be reached."""
 
-    def tap(self, layers: int) -> None:
-        """Let rows carry the hidden states of the last layers from now on; of 0 layers, none."""
+    def probe(self, layers: int, network: Callable[[Tensor], Tensor] | None) -> None:
+        """Have verdicts carry what a network makes of `features` at the row that led to their token [1, width], where that is asked for."""
+        ...
+
+    def show(self, work: Sequence[Feed], layers: int) -> Tensor:
+        """Read new nodes; returns the hidden states of the last layers at each [nodes, layers·hidden]."""
         ...
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
@@ -35,41 +38,33 @@ class Tapped(Protocol):
         ...
 
 
-def tap(runner: object, layers: int) -> Tapped:
-    """Have a runner's rows carry hidden states, or say that it cannot."""
-    if not isinstance(runner, Tapped):
+def reached(runner: object) -> Transparent:
+    """Return a runner whose hidden states can be reached, or say that they cannot."""
+    if not isinstance(runner, Transparent):
         raise PredictorError(f"The hidden states of {type(runner).__name__} cannot be reached, so no predictor can be used with it.")
-    runner.tap(layers)
     return runner
 
 
-def features(rows: Sequence[TensorRow], tokens: Sequence[int], runner: Tapped) -> Tensor:
-    """What the network reads: the hidden states at each row, and the embedding of the token it led to [rows, width]."""
-    states = [row.states[row.index] for row in rows if row.states is not None]
-    if len(states) != len(rows):
-        raise ValueError("a row carries no hidden states; tap the runner before it is made")
-    return torch.cat((torch.stack(states), runner.embedded(tokens)), dim=-1)
+def features(states: Tensor, tokens: Sequence[int], runner: Transparent) -> Tensor:
+    """What the network reads: hidden states, each with the embedding of the token they led to [rows, width]."""
+    return torch.cat((states, runner.embedded(tokens)), dim=-1)
 
 
 class Forecast:
-    """A `core.runner.Forecaster` for a target whose rows carry hidden states."""
+    """A `core.runner.Forecaster` for a target whose hidden states can be reached: its probe from now on."""
 
     def __init__(self, predictor: Predictor, runner: object) -> None:
-        self._runner = tap(runner, predictor.about.layers)
-        sample = self._runner.embedded((0,))
-        if sample.shape[-1] != predictor.about.hidden:
+        self._runner = reached(runner)
+        about, sample = predictor.about, self._runner.embedded((0,))
+        if sample.shape[-1] != about.hidden:
             raise PredictorError(
-                f"The predictor reads hidden states of {predictor.about.hidden} numbers, this target's have {sample.shape[-1]}. "
+                f"The predictor reads hidden states of {about.hidden} numbers, this target's have {sample.shape[-1]}. "
                 "Train one for this pair with `specbranch train-predictor`."
             )
-        self.longest = predictor.about.longest
-        self._layers, self._network = predictor.about.layers, predictor.network.to(sample.device)
+        self.longest = about.longest
+        self._network = predictor.network.to(sample.device)
         self._told: set[str] = set()
-        self.attend(False)
-
-    def attend(self, wanted: bool) -> None:
-        """Have the rows of the next forward carry hidden states, or spare them that."""
-        self._runner.tap(self._layers if wanted else 0)
+        self._runner.probe(about.layers, self._steps)
 
     def reaches(self, length: int) -> bool:
         """Whether drafts of so many tokens are foretold; if not, that is said once."""
@@ -80,17 +75,24 @@ class Forecast:
             self._say(f"{told} with --longest {length}.")
         return length <= self.longest
 
-    @torch.inference_mode()
-    def signal(self, row: Row, token: int) -> Signal | None:
-        """What becomes of a draft behind a token that came of this row; nothing if that cannot be told."""
-        if row.states is None:
-            return None  # made before anybody asked
-        seen = torch.cat((row.states[row.index], self._runner.embedded((token,))[0]))
-        found = Signal.of(self._network.steps(seen[None])[0].tolist())
+    def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
+        """What becomes of a draft, by what the network said at the verdict before it; nothing if that cannot be told."""
+        if said is None:
+            return None
+        found = Signal.of(said)
         if found.sound:
             return found
         self._say("The target's hidden states hold numbers that are not finite, so H-RAD says nothing there.")
         return None
+
+    def along(self, states: Tensor, tokens: Sequence[int]) -> list[Signal | None]:
+        """What becomes of a draft behind each of some tokens, by the hidden states that led to them."""
+        said = self._steps(features(states, tokens, self._runner)).tolist()
+        return [self.signal(tuple(line), at) for at, line in enumerate(said)]
+
+    @torch.inference_mode()
+    def _steps(self, seen: Tensor) -> Tensor:
+        return self._network.steps(seen)
 
     def _say(self, words: str) -> None:
         """Say something, once."""
