@@ -10,16 +10,14 @@ from functools import cache
 import pytest
 
 from specbranch.bench.record import Record, Task
-from specbranch.bench.replay import RecordedRunner, RecordedSampler
+from specbranch.bench.replay import RecordedRunner
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.orders import TokenLogprobs
 from specbranch.core.planner import Planner
-from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Law, Proposal
+from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Sapling
@@ -76,19 +74,21 @@ class Scripted:
 
     def executor(self, profile: CostProfile) -> VirtualClock:
         """Both models on a virtual clock."""
-        record, room = self.record, len(self.tokens) + 300
-        target = Verifier(RecordedRunner(record, 1 << 31, room), RecordedSampler(record))
-        return VirtualClock(target, MeteredDrafter(RecordedRunner(record, 1 << 31, room), ScriptedSampler(self)), profile)
+        target = Verifier(RecordedRunner(self.record, 1 << 31, len(self.tokens) + 300))
+        return VirtualClock(target, MeteredDrafter(ScriptedRunner(self)), profile)
 
 
-class ScriptedSampler:
+class ScriptedRunner(RecordedRunner):
     """Says what the script has it say; off the text it is wrong and less sure."""
 
     def __init__(self, script: Scripted) -> None:
+        super().__init__(script.record, 1 << 31, len(script.tokens) + 300)
         self._script = script
 
-    def propose(self, rows: Sequence[int], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
-        return [self._proposal(row >= 0, spot.position - len(PROMPT), ask) for row, spot, ask in zip(rows, spots, asks, strict=True)]
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        self.feed(work)
+        marks, lengths = self._marks[0], [len(self.slots(0).sequence(ask.node)) for ask in asks]
+        return [self._proposal(marks[ask.node] >= 0, at - len(PROMPT), ask) for ask, at in zip(asks, lengths, strict=True)]
 
     def _proposal(self, on_text: bool, at: int, ask: Ask) -> Proposal:
         script, choices = self._script, [WRONG + rank for rank in range(ask.width)]
@@ -97,18 +97,6 @@ class ScriptedSampler:
             choices[script.rank[at]] = script.tokens[at]
         sure = (script.sure[at] if inside else 0.5) * (1.0 if on_text else ASTRAY)
         return Proposal(tuple(choices), sure if ask.measure == "top" else sure**2)
-
-    def pick(self, rows: Sequence[int], spots: Sequence[Spot]) -> list[int]:
-        raise NotImplementedError
-
-    def law(self, row: int, spot: Spot) -> Law:
-        raise NotImplementedError
-
-    def margin(self, row: int, spot: Spot, first: int, second: int) -> float:
-        raise NotImplementedError
-
-    def logprobs(self, row: int, token: int, top: int) -> TokenLogprobs:
-        raise NotImplementedError
 
 
 def fresh(count: int, start: int = 100) -> list[int]:
