@@ -94,6 +94,8 @@ class Table:
     def own(self, start: int, stop: int) -> list[Copy]:
         """Make the places from `start` to `stop` one's own to write to; returns which pages have to be copied."""
         shared = [at for at in range(start // PAGE, -(-stop // PAGE)) if self.pool.is_shared(self.pages[at])]
+        if not shared:
+            return []
         fresh = self.pool.take(len(shared))
         copies = [(self.pages[at], new) for at, new in zip(shared, fresh, strict=True)]
         for at, new in zip(shared, fresh, strict=True):

@@ -14,7 +14,7 @@ from specbranch.errors import ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.kv import PAGE, page_bytes
 
-MOST_SEQUENCES = 64  # at their longest: no pool is larger unless that is asked for
+MOST_SEQUENCES = {"cpu": 64, "cuda": 8}  # at their longest: no pool is larger unless that is asked for
 SHARE = 0.25  # of the memory that weights leave, for a pool that is larger than one sequence needs
 GIGABYTE = 1e9
 
@@ -55,7 +55,7 @@ def pool_pages(
     needed = weights + (least * page if device.type != "cpu" else 0)
     if needed > free:
         raise ModelError(_too_large(arch, dtype, device, (weights, least * page, free), (free - weights) // page * PAGE))
-    return least if cache_tokens is not None else max(one, min(one * MOST_SEQUENCES, int((free - weights) * SHARE) // page))
+    return least if cache_tokens is not None else max(one, min(one * MOST_SEQUENCES[device.type], int((free - weights) * SHARE) // page))
 
 
 def _too_large(arch: Architecture, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], tokens: int) -> str:
