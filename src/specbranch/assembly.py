@@ -79,6 +79,7 @@ class Parts:
     executor: Executor
     runner: RunnerName
     dtype: str
+    captures: bool  # whether steps of a new size have something to set up
 
 
 def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, clock: CostProfile | None = None) -> Parts:
@@ -94,7 +95,8 @@ def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorN
     shared = None if draft is None else common_vocabulary(tokenizer, draft)
     verifier = make_verifier(target)
     kind, dtype = _described(verifier.runner)
-    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared, clock), kind, dtype)
+    captures = any(torch_device(choice) == "cuda" for choice in (target, draft) if choice is not None)
+    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared, clock), kind, dtype, captures)
 
 
 def beside(draft: ModelChoice, target: str) -> ModelChoice:
@@ -280,6 +282,11 @@ def chosen_device(name: str | None) -> str:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"Device {name!r} was asked for, but torch sees no GPU here. Use --device cpu, or install a CUDA build of torch.")
     return name
+
+
+def torch_device(choice: ModelChoice) -> str:
+    """Return the kind of device a model runs on."""
+    return chosen_device(choice.device).partition(":")[0]
 
 
 def _described(runner: Runner) -> tuple[RunnerName, str]:

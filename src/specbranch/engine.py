@@ -211,7 +211,7 @@ class LLM:
         """Time the pair if the method plans by costs and too little is known of them."""
         costs = self._experiences.learned
         if self._method.plans(self.config) and costs is not None and not rehearsed(costs, self._has_draft) and not self._loop.closed:
-            rehearse(self._loop.executor, costs, self.vocabulary, self._has_draft, REHEARSAL)
+            rehearse(self._loop.executor, costs, self.vocabulary, self._has_draft, REHEARSAL, set_up=self._parts.captures)
 
     def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:
         self.method, self.config = best_fit(config, has_draft)

@@ -51,6 +51,8 @@ def load_transformers(
     config = _loaded(AutoConfig, source, options, name)
     length = _checked_length(config, context_length, str(name), shorten)
     options["dtype"] = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if device.type != "cpu" and ACCELERATE.is_installed:
+        options["device_map"] = str(device)  # tensors go straight there
     model = _loaded(AutoModelForCausalLM, source, options, name)
     return TransformersRunner(model.to(device), length, tail=tail, name=str(name))
 

@@ -1,0 +1,144 @@
+"""Whether a model fits, and what its sequences hold of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.request import Request
+from specbranch.core.session import Session
+from specbranch.errors import CacheFull, ModelError
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.models import room
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.kv import PAGE, page_bytes
+from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.room import pool_pages, weight_bytes
+from tiny_models import GREEDY, saved, some_tokens, tiny
+from toybench import PROFILE, Timeless, run_out
+
+GPU = torch.device("cuda")  # is only named here
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def large(folder: Path) -> Architecture:
+    """The shape of an 8B model."""
+    arch = load_native(folder).architecture
+    sizes = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "vocabulary": 128256}
+    return replace(arch, name="large", tied=False, **sizes)
+
+
+def test_weights_are_counted_as_they_are_loaded(folder: Path) -> None:
+    runner = load_native(folder)
+    matrices = [runner.decoder.embedding]
+    for layer in runner.decoder.layers:
+        matrices += [getattr(layer, name).weight for name in ("qkv", "out", "gate_up", "down")]
+    assert weight_bytes(runner.architecture, torch.float32) == sum(matrix.nbytes for matrix in matrices)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "dtype", "places", "told"),
+    [
+        (
+            17.0,
+            torch.bfloat16,
+            131072,
+            r"16\.1 GB in bfloat16, a cache of one context 17\.2 GB; 17\.0 GB are .*16\.2 GB too few.*at most 7168",
+        ),
+        (20.0, torch.float32, 4096, r"32\.1 GB in float32.*--dtype bfloat16"),
+        (10.0, torch.bfloat16, 4096, r"6\.6 GB too few\. Free memory there, or choose a smaller model"),
+    ],
+)
+def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
+    gigabytes: float, dtype: torch.dtype, places: int, told: str, large: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
+    with pytest.raises(ModelError, match=told):
+        pool_pages(large, dtype, GPU, places)
+
+
+def test_the_setting_that_is_named_does_fit(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(17e9))
+    assert pool_pages(large, torch.bfloat16, GPU, 7168) >= 28
+    assert pool_pages(large, torch.bfloat16, GPU, 131072, cache_tokens=7168) == 28
+
+
+def test_a_pool_is_bounded_by_memory_and_by_sequences(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(100e9))
+    page = page_bytes(large, torch.bfloat16)
+    assert pool_pages(large, torch.bfloat16, GPU, 1000) == 4 * room.MOST_SEQUENCES["cuda"]
+    assert 512 <= pool_pages(large, torch.bfloat16, GPU, 131072) <= room.SHARE * 84e9 / page
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(40e9))
+    assert pool_pages(large, torch.bfloat16, GPU, 131072) == 512, "one context, however little that leaves"
+
+
+def test_weights_alone_must_fit_on_a_cpu(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(20e9))
+    assert pool_pages(large, torch.bfloat16, torch.device("cpu"), 131072) == 131072 // PAGE
+    with pytest.raises(ModelError, match=r"does not fit on cpu: its weights take 32\.1 GB in float32; 20\.0 GB are free"):
+        pool_pages(large, torch.float32, torch.device("cpu"), 4096)
+
+
+def test_sequences_hold_what_they_use_and_not_whole_contexts(folder: Path) -> None:
+    runner = load_native(folder, context_length=1000)
+    for seq in range(32):
+        runner.open(seq, GREEDY)
+        runner.extend(seq, some_tokens(100))
+    assert runner.pool.pages - runner.pool.free == 32
+    for seq in range(32):
+        runner.close(seq)
+    runner.check()
+    assert runner.pool.free == runner.pool.pages
+
+
+def decoded(target: NativeRunner, draft: NativeRunner, prompts: list[list[int]], method: str) -> list[Session]:
+    loop = Loop(Serial(Verifier(target), Drafter(draft)))
+    config = SpeculativeConfig(method=method, num_speculative_tokens=4)
+    sessions = [
+        Session(number, prompt, Request(SamplingParams(max_tokens=60), 0, len(prompt)), 900) for number, prompt in enumerate(prompts)
+    ]
+    for session in sessions:
+        loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)))
+    run_out(loop)
+    target.check()
+    draft.check()
+    assert target.pool.free == target.pool.pages
+    return sessions
+
+
+@pytest.mark.parametrize("method", ["speculative", "pearl", "tree", "specbranch"])
+def test_a_full_pool_ends_a_request_with_a_sentence_and_none_of_the_others(method: str, folder: Path) -> None:
+    prompts = [some_tokens(150, seed=seed) for seed in range(4)]
+    plenty = load_native(folder, context_length=1000)
+    expected = [session.output for session in decoded(plenty, load_native(folder, context_length=1000), prompts, "autoregressive")]
+    tight = load_native(folder, context_length=1000, cache_tokens=3 * PAGE)
+    sessions = decoded(tight, load_native(folder, context_length=1000), prompts, method)
+    failed = [session for session in sessions if session.error is not None]
+    assert len(failed) == 1 and isinstance(failed[0].error, CacheFull) and "cache_tokens" in str(failed[0].error)
+    assert all(session.output == expected[session.number] for session in sessions if session.error is None)
+
+
+@pytest.mark.parametrize("method", ["speculative", "pearl", "tree", "specbranch"])
+def test_a_draft_without_memory_for_a_text_leaves_it_to_the_target(method: str, folder: Path) -> None:
+    prompts = [some_tokens(150, seed=seed) for seed in range(4)]
+    target = load_native(folder, context_length=1000)
+    expected = [session.output for session in decoded(target, load_native(folder, context_length=1000), prompts, "autoregressive")]
+    drafted = []
+    for pages in (100, 2):
+        sessions = decoded(target, load_native(folder, context_length=1000, cache_tokens=pages * PAGE), prompts, method)
+        assert [session.output for session in sessions] == expected
+        drafted.append(sum(session.stats.drafted for session in sessions))
+    assert 0 < drafted[1] < drafted[0]
