@@ -14,24 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shapes import DTYPE, SHAPES, Shaped
 from torch import Tensor
 
 from specbranch.models.batch import Rows
-from specbranch.models.decoder import Decoder
-from specbranch.models.files.architecture import Architecture, Rope
-from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.gpu import attention
 from specbranch.models.gpu.layout import Views, pack, views
 from specbranch.models.gpu.step import GpuStep, Graphs
-from specbranch.models.kv import PAGE, Memory, Pool, Table
+from specbranch.models.room import weight_bytes
 
-DTYPE = torch.bfloat16
-SHAPES = {  # hidden, layers, heads, kv heads, head dim, intermediate, vocabulary
-    "7b": (4096, 32, 32, 32, 128, 11008, 32000),
-    "8b": (4096, 32, 32, 8, 128, 14336, 128256),
-    "1b": (2048, 16, 32, 8, 64, 8192, 128256),
-    "tiny": (64, 2, 4, 2, 16, 128, 500),
-}
 BARS = {"7b": 4.7, "8b": 5.2}  # milliseconds for one row
 ROWS_BAR = 1.25  # times one row, for 16
 WORKS = {"1 row": (1, 1), "16 rows": (16, 1), "4 sequences": (1, 4)}
@@ -61,17 +53,15 @@ def main() -> None:
 
 def measure(name: str, given: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
     """Time the steps of one shape, with attention and without."""
-    arch, device = architecture(name), torch.device(given.device)
-    pool = Pool(6 * (given.context // PAGE + 2))  # six sequences in all
-    decoder = Decoder(arch, random_weights(arch, device), given.context + PAGE)
-    memory = Memory(arch, pool.pages + 1, device, DTYPE)
-    memory.data.normal_()
+    device = torch.device(given.device)
+    model = Shaped(name, device, given.context, sequences=6)
+    arch = model.arch
     chosen = attention.choose_attend(device, DTYPE, arch.heads, arch.kv_heads, arch.head_dim)
-    works = {label: work(pool, given.context, *size) for label, size in WORKS.items()}
+    works = {label: model.rows(*size) for label, size in WORKS.items()}
     timed = {}
     for attend in (chosen, without_attention):
-        graphs = Graphs(GpuStep(decoder, memory, attend), pool.pages)
-        timed[attend] = {label: time_step(graphs, pool, rows, given.replays) for label, rows in works.items()}
+        graphs = Graphs(GpuStep(model.decoder, model.memory, attend), model.pool.pages)
+        timed[attend] = {label: time_step(graphs, model.spare, rows, given.replays) for label, rows in works.items()}
     return [
         {"shape": name, "work": label, "kernels": chosen is attention.attend_by_kernels}
         | {**timed[chosen][label], "no_attention_ms": timed[without_attention][label]["ms"]}
@@ -80,9 +70,8 @@ def measure(name: str, given: argparse.Namespace, peak: float) -> list[dict[str,
     ]
 
 
-def time_step(graphs: Graphs, pool: Pool, rows: list[Rows], replays: int) -> dict[str, float]:
+def time_step(graphs: Graphs, spare: int, rows: list[Rows], replays: int) -> dict[str, float]:
     """Time packing and replays; the first run captures."""
-    spare = pool.pages * PAGE
     packed, bucket = pack(rows, spare)
     begun = time.perf_counter()
     logits = graphs.run(packed, bucket)
@@ -97,8 +86,7 @@ def time_step(graphs: Graphs, pool: Pool, rows: list[Rows], replays: int) -> dic
 
 def shares(arch: Architecture, context: int, sequences: int, ms: float, peak: float) -> dict[str, float]:
     """What has to be read, and how near the step comes to reading it at the memory's own pace."""
-    per_layer = arch.hidden * (2 * arch.heads + 2 * arch.kv_heads) * arch.head_dim + 3 * arch.hidden * arch.intermediate
-    weights = (arch.layers * per_layer + arch.hidden * arch.vocabulary) * DTYPE.itemsize
+    weights = weight_bytes(arch, DTYPE) - arch.vocabulary * arch.hidden * DTYPE.itemsize  # a row of the embedding is nothing
     cache = 2 * sequences * context * arch.layers * arch.kv_heads * arch.head_dim * DTYPE.itemsize
     floor = (weights + cache) / peak / 1e9
     return {"floor_ms": floor, "share": floor / ms}
@@ -106,30 +94,27 @@ def shares(arch: Architecture, context: int, sequences: int, ms: float, peak: fl
 
 def tune(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Time attention alone, microseconds a layer, under several settings: many layers one after the other in a graph."""
-    arch, device = architecture(name), torch.device(given.device)
-    pool = Pool(given.context // PAGE + 2)
-    memory = Memory(arch, pool.pages + 1, device, DTYPE)
-    memory.data.normal_()
+    model = Shaped(name, torch.device(given.device), given.context, sequences=2)
     found = []
     for block, line, warps, stages in SETTINGS:
         attention.BLOCK, attention.LINE, attention.WARPS, attention.STAGES = block, line, warps, stages
-        one, many = (attention_alone(arch, memory, pool, given, rows) for rows in (1, 16))
+        one, many = (attention_alone(model, given, rows) for rows in (1, 16))
         found.append({"shape": name, "block": block, "line": line, "warps": warps, "stages": stages, "one": one, "many": many})
     return found
 
 
-def attention_alone(arch: Architecture, memory: Memory, pool: Pool, given: argparse.Namespace, rows: int) -> float:
+def attention_alone(model: Shaped, given: argparse.Namespace, rows: int) -> float:
     """Microseconds of one layer's attention; NaN where these settings do not run."""
-    device = memory.data.device
-    some = work(pool, given.context, rows, 1)
-    packed, bucket = pack(some, pool.pages * PAGE)
-    pool.drop(some[0].table.pages)
+    arch, device = model.arch, model.memory.data.device
+    some = model.rows(rows)
+    packed, bucket = pack(some, model.spare)
+    some[0].table.shrink(0)
     step = views(torch.from_numpy(packed).to(device), bucket)
     q = torch.randn(bucket.rows, arch.heads, arch.head_dim, device=device, dtype=DTYPE)
 
     def all_layers() -> None:
         for layer in range(arch.layers):
-            attention.attend_by_kernels(q, *memory.layer(layer), step)
+            attention.attend_by_kernels(q, *model.memory.layer(layer), step)
 
     try:
         all_layers()
@@ -146,43 +131,6 @@ def attention_alone(arch: Architecture, memory: Memory, pool: Pool, given: argpa
 def without_attention(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
     """Let queries through, to see what attention costs."""
     return queries.flatten(1)
-
-
-def work(pool: Pool, context: int, rows: int, sequences: int) -> list[Rows]:
-    """Chains of rows behind a prefix, one a sequence."""
-    found = []
-    for _ in range(sequences):
-        table = Table(pool)
-        table.reach(context + rows)
-        found.append(Rows(table, list(range(1, rows + 1)), context, context, [(2 << row) - 1 for row in range(rows)]))
-    return found
-
-
-def architecture(name: str) -> Architecture:
-    """Return a Llama of one of the shapes."""
-    hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary = SHAPES[name]
-    return Architecture(
-        name=name, family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        intermediate=intermediate, vocabulary=vocabulary, rms_eps=1e-5, rope=Rope(), qkv_bias=False, out_bias=False, mlp_bias=False,
-        qk_norm=False, tied=False, context_length=1 << 20, window=None, eos_ids=(), bos_id=None,
-    )  # fmt: skip
-
-
-def random_weights(arch: Architecture, device: torch.device) -> Weights:
-    """Make weights on the device."""
-
-    def random(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device, dtype=DTYPE).normal_(std=shape[-1] ** -0.5)
-
-    def layer() -> LayerWeights:
-        wide, ones = arch.heads * arch.head_dim, torch.ones(arch.hidden, device=device, dtype=DTYPE)
-        qkv = Matrix(random(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden))
-        gate_up, down = Matrix(random(2 * arch.intermediate, arch.hidden)), Matrix(random(arch.hidden, arch.intermediate))
-        return LayerWeights(ones, qkv, None, None, Matrix(random(arch.hidden, wide)), ones, gate_up, down)
-
-    layers = tuple(layer() for _ in range(arch.layers))
-    norm = torch.ones(arch.hidden, device=device, dtype=DTYPE)
-    return Weights(random(arch.vocabulary, arch.hidden), layers, norm, random(arch.vocabulary, arch.hidden))
 
 
 def bandwidth(device: str) -> float:

@@ -1,4 +1,4 @@
-"""Measure the shipped H200 profiles on a GPU: Llama shapes with random weights, bfloat16, CUDA graphs, 1k of context.
+"""Measure profiles like the shipped ones on a GPU: Llama shapes with random weights, bfloat16, CUDA graphs, 1k of context.
 
 For each pair: a target forward by its rows, a draft step by its width, then both at once on two streams: what a draft step adds to the
 target, and what the target adds to a draft step. Writes one profile a pair into --out and prints a table; last line: JSON. Weights are
@@ -11,12 +11,15 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from shapes import Shaped
+
+from specbranch.models.batch import Rows
+from specbranch.models.gpu.layout import pack, views
+from specbranch.models.gpu.step import GpuStep
 
 ROWS = (1, 4, 8, 16, 32)
 WIDTHS = (1, 4, 8, 16)
@@ -26,121 +29,29 @@ TIMES = 30
 Replay = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama-like model."""
-
-    hidden: int
-    layers: int
-    heads: int
-    key_heads: int
-    inner: int
-    vocabulary: int
-
-    @property
-    def head(self) -> int:
-        """Numbers of one head."""
-        return self.hidden // self.heads
-
-
-SHAPES = {
-    "68m": Shape(768, 2, 12, 12, 3072, 32000),
-    "1b": Shape(2048, 16, 32, 8, 8192, 128256),
-    "1.3b": Shape(2048, 24, 16, 16, 5504, 32256),
-    "7b": Shape(4096, 32, 32, 32, 11008, 32000),
-    "8b": Shape(4096, 32, 32, 8, 14336, 128256),
-    "13b": Shape(5120, 40, 40, 40, 13824, 32000),
-    "33b": Shape(7168, 62, 56, 8, 19200, 32256),
-}
 PAIRS = {"h200-68m-7b": ("68m", "7b"), "h200-68m-13b": ("68m", "13b"), "h200-1b-8b": ("1b", "8b"), "h200-1.3b-33b": ("1.3b", "33b")}
 
 
 class Model:
-    """Weights and cache of a shape; `step(rows)` returns a captured forward over so many rows, with the choice of a token for each."""
+    """A shape at work; `step` returns a captured forward over some rows, with the choice of a token for each."""
 
-    def __init__(self, shape: Shape, context: int) -> None:
-        self.shape, self.context = shape, context
-        made = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16).mul_(0.02)  # noqa: E731
-        keys = shape.key_heads * shape.head
-        self.embedding = made(shape.vocabulary, shape.hidden)
-        self.top = made(shape.vocabulary, shape.hidden)
-        self.layers = [
-            (
-                made(shape.hidden + 2 * keys, shape.hidden),
-                made(shape.hidden, shape.hidden),
-                made(2 * shape.inner, shape.hidden),
-                made(shape.hidden, shape.inner),
-                made(1, shape.key_heads, context + 64, shape.head),
-                made(1, shape.key_heads, context + 64, shape.head),
-            )
-            for _ in range(shape.layers)
-        ]
+    def __init__(self, name: str, context: int) -> None:
+        self.shaped = Shaped(name, torch.device("cuda"), context, sequences=len(ROWS) + len(WIDTHS))
+        self._step = GpuStep(self.shaped.decoder, self.shaped.memory)
 
-    def step(self, rows: int) -> Replay:
-        """Capture a forward over `rows` tokens behind the context."""
-        tokens = torch.randint(0, self.shape.vocabulary, (rows,), device="cuda")
-        place = torch.arange(self.context, self.context + rows, device="cuda")
-        mask = torch.arange(self.context + 64, device="cuda")[None, :] <= place[:, None]
+    def step(self, rows: list[Rows]) -> Replay:
+        """Capture a forward."""
+        packed, bucket = pack(rows, self.shaped.spare)
+        step = views(torch.from_numpy(packed).cuda(), bucket)
 
         def once() -> None:
-            tokens.copy_(self._forward(tokens, place, mask))  # the next step reads what this one chose
+            step.tokens.copy_(self._step.forward(step)[0].argmax(-1))  # the next step reads what this one chose
 
         return captured(once)
 
-    def _forward(self, tokens: Tensor, place: Tensor, mask: Tensor) -> Tensor:
-        shape, hidden = self.shape, self.embedding[tokens]
-        turn = torch.outer(place.float(), 10000.0 ** (-torch.arange(0, shape.head, 2, device="cuda") / shape.head))
-        cos, sin = turn.cos().bfloat16().repeat(1, 2)[:, None], turn.sin().bfloat16().repeat(1, 2)[:, None]
-        for weights in self.layers:
-            hidden = layer(shape, hidden, place, mask, cos, sin, *weights)
-        return chosen(hidden, self.top)
-
-
-def layer(
-    shape: Shape,
-    hidden: Tensor,
-    place: Tensor,
-    mask: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """One layer over the rows."""
-    rows = hidden.shape[0]
-    split = (normed(hidden) @ qkv.T).split([shape.hidden, *[shape.key_heads * shape.head] * 2], -1)
-    q, k, v = (x.view(rows, -1, shape.head) for x in split)
-    keys[0].index_copy_(1, place, turned(k, cos, sin).transpose(0, 1))
-    values[0].index_copy_(1, place, v.transpose(0, 1))
-    grouped = turned(q, cos, sin).transpose(0, 1)[None]
-    seen = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, mask, enable_gqa=shape.heads != shape.key_heads)
-    hidden = hidden + seen[0].transpose(0, 1).reshape(rows, -1) @ out.T
-    gate, up = (normed(hidden) @ gate_up.T).chunk(2, -1)
-    return hidden + (torch.nn.functional.silu(gate) * up) @ down.T
-
-
-def chosen(hidden: Tensor, top: Tensor) -> Tensor:
-    """The likeliest token of each row."""
-    return (normed(hidden) @ top.T).argmax(-1)
-
-
-def normed(hidden: Tensor) -> Tensor:
-    """The root mean square norm."""
-    return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate by place."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
 
 def captured(work: Replay) -> Replay:
-    """Compile, then capture."""
+    """Warm up, then capture."""
     with torch.inference_mode():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -187,9 +98,9 @@ def together(target: Replay, draft: Replay, steps: int, streams: tuple[torch.cud
 
 def measured(name: str, context: int) -> dict[str, Any]:
     """Measure one pair."""
-    draft, target = (Model(SHAPES[shape], context) for shape in PAIRS[name])
-    forward = {rows: target.step(rows) for rows in ROWS}
-    step = {rows: draft.step(rows) for rows in WIDTHS}
+    draft, target = (Model(shape, context) for shape in PAIRS[name])
+    forward = {rows: target.step(target.shaped.rows(rows)) for rows in ROWS}
+    step = {width: draft.step(draft.shaped.lanes(width)) for width in WIDTHS}
     target_seconds = {rows: alone(replay) for rows, replay in forward.items()}
     draft_seconds = {rows: alone(replay) for rows, replay in step.items()}
     streams = torch.cuda.Stream(), torch.cuda.Stream()

@@ -1,0 +1,83 @@
+"""Llama shapes with random bfloat16 weights, made on the device they run on: what a model of that shape costs, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbranch.models.batch import Rows
+from specbranch.models.decoder import Decoder
+from specbranch.models.files.architecture import Architecture, Rope
+from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.kv import PAGE, Memory, Pool, Table
+
+DTYPE = torch.bfloat16
+SHAPES = {  # hidden, layers, heads, kv heads, head dim, intermediate, vocabulary
+    "68m": (768, 2, 12, 12, 64, 3072, 32000),
+    "1b": (2048, 16, 32, 8, 64, 8192, 128256),
+    "1.3b": (2048, 24, 16, 16, 128, 5504, 32256),
+    "7b": (4096, 32, 32, 32, 128, 11008, 32000),
+    "8b": (4096, 32, 32, 8, 128, 14336, 128256),
+    "13b": (5120, 40, 40, 40, 128, 13824, 32000),
+    "33b": (7168, 62, 56, 8, 128, 19200, 32256),
+    "tiny": (64, 2, 4, 2, 16, 128, 500),
+}
+
+
+class Shaped:
+    """A decoder of a shape, and a pool for some sequences of it, filled with anything."""
+
+    def __init__(self, name: str, device: torch.device, context: int, sequences: int) -> None:
+        self.arch, self.context = architecture(name), context
+        self.pool = Pool(sequences * (context // PAGE + 2))
+        self.decoder = Decoder(self.arch, random_weights(self.arch, device), context + PAGE)
+        self.memory = Memory(self.arch, self.pool.pages + 1, device, DTYPE)
+        self.memory.data.normal_()
+
+    @property
+    def spare(self) -> int:
+        """The place that padding is written to."""
+        return self.pool.pages * PAGE
+
+    def rows(self, count: int, sequences: int = 1) -> list[Rows]:
+        """Return chains of rows behind the context, one a sequence."""
+        found = []
+        for _ in range(sequences):
+            table = Table(self.pool)
+            table.reach(self.context + count)
+            seen = [(2 << row) - 1 for row in range(count)]
+            found.append(Rows(table, list(range(1, count + 1)), self.context, self.context, seen))
+        return found
+
+    def lanes(self, count: int) -> list[Rows]:
+        """Return rows of one sequence that follow its context side by side, as in a draft step."""
+        table = Table(self.pool)
+        table.reach(self.context + count)
+        return [Rows(table, list(range(1, count + 1)), self.context, self.context, [1 << row for row in range(count)])]
+
+
+def architecture(name: str) -> Architecture:
+    """Return a Llama of one of the shapes."""
+    hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary = SHAPES[name]
+    return Architecture(
+        name=name, family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        intermediate=intermediate, vocabulary=vocabulary, rms_eps=1e-5, rope=Rope(), qkv_bias=False, out_bias=False, mlp_bias=False,
+        qk_norm=False, tied=False, context_length=1 << 20, window=None, eos_ids=(), bos_id=None,
+    )  # fmt: skip
+
+
+def random_weights(arch: Architecture, device: torch.device) -> Weights:
+    """Make weights on the device."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device, dtype=DTYPE).normal_(std=shape[-1] ** -0.5)
+
+    def layer() -> LayerWeights:
+        wide, ones = arch.heads * arch.head_dim, torch.ones(arch.hidden, device=device, dtype=DTYPE)
+        qkv = Matrix(random(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden))
+        gate_up, down = Matrix(random(2 * arch.intermediate, arch.hidden)), Matrix(random(arch.hidden, arch.intermediate))
+        return LayerWeights(ones, qkv, None, None, Matrix(random(arch.hidden, wide)), ones, gate_up, down)
+
+    layers = tuple(layer() for _ in range(arch.layers))
+    norm = torch.ones(arch.hidden, device=device, dtype=DTYPE)
+    return Weights(random(arch.vocabulary, arch.hidden), layers, norm, random(arch.vocabulary, arch.hidden))
