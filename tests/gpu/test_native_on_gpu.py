@@ -90,7 +90,7 @@ def test_memory_is_flat_over_many_requests(tmp_path: Path) -> None:
     used: list[int] = []
     for number in range(120):
         runner.open(0, Request(SamplingParams(), number, 4))
-        runner.extend(0, some_tokens(20 + 3 * number, seed=number))
+        runner.extend(0, some_tokens(20 + 9 * (number % 40), seed=number))
         for _ in range(3):
             runner.propose([Feed(0, (1, 2), (ROOT, 0))], [Ask(0, 1)])
             runner.keep(0, (0, 1), 2)
