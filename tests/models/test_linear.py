@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from specbranch.models.cpu.kernels import Machine, Stored, load_kernel, outputs_
 from specbranch.models.cpu.linear import MOST_ROWS, STORED_AS, KernelLinear, PlainLinear, choose_linear
 from specbranch.models.cpu.machine_code import _clean_mappings, compile_text
 from specbranch.models.files.weights import Matrix
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_linear.py"
 
 SHAPES = [(576, 576), (960, 577), (1, 64), (7, 3), (5, 1), (130, 1000), (4099, 33)]  # outputs, inputs
 KINDS = ["torch", "onednn", "llvm"]
@@ -272,7 +275,7 @@ def test_inputs_that_the_kernel_is_not_made_for_go_to_torch_errors_included() ->
 @needs_kernel
 @pytest.mark.parametrize(("kind", "name"), [("torch", "PlainLinear"), ("onednn", "PackedLinear"), ("llvm", "KernelLinear")])
 def test_the_environment_forces_a_kind(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "onednn" and not linear._onednn_works():
+    if kind == "onednn" and not linear.onednn_works():
         pytest.skip("torch offers no oneDNN here")
     monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
     assert type(choose_linear(numbers(8, 6))).__name__ == name
@@ -375,7 +378,7 @@ Anonymous: 0 kB
 
 @pytest.mark.slow
 def test_the_benchmark_ends_with_json() -> None:
-    command = [sys.executable, "-m", "specbranch.models.cpu.linear", "--layers", "1", "--cycles", "1", "--threads", "1"]
+    command = [sys.executable, str(SCRIPT), "--layers", "1", "--cycles", "1", "--threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["kinds"]["torch"]) == {"1", "2", "3", "4", "6", "8", "16"}
