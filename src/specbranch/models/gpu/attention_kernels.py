@@ -75,8 +75,8 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
                     PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
                     TILES: tl.constexpr, OWN_TILE: tl.constexpr):  # fmt: skip
     """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
-    head = tl.program_id(0)
-    program = tl.program_id(1)
+    head = tl.program_id(1)  # of rows and blocks there may be more than a second axis has room for
+    program = tl.program_id(0)
     if program < rows:
         _own_line(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head, scale, page_stride,
                   slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
