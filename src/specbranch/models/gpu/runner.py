@@ -20,8 +20,9 @@ from specbranch.core.slots import ROOT, TAIL
 from specbranch.models import verdict
 from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
+from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import MOST_ROWS, pack
-from specbranch.models.gpu.step import GpuStep, Graphs
+from specbranch.models.gpu.step import Graphs
 from specbranch.models.kv import PAGE, Copy
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
@@ -36,7 +37,7 @@ class GpuRunner(NativeRunner):
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
         self._fused = None
-        self._graphs = Graphs(GpuStep(decoder, self.memory), -(-(context_length + tail) // PAGE))
+        self._graphs = Graphs(step_of(decoder, self.memory), -(-(context_length + tail) // PAGE))
         self._moves: list[np.ndarray] = []  # of places, still to be made
 
     @torch.inference_mode()
