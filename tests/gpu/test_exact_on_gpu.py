@@ -1,4 +1,4 @@
-"""A GPU's step by kernels: a row has the same bits alone, among others, behind siblings and in any slot, in half precision, all layers through."""
+"""A GPU's step by kernels: through all layers a row has the same bits alone, among others, behind siblings and in any slot."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm
 
 from specbranch.models.cpu.linear import Linear, PlainLinear
 from specbranch.models.decoder import Decoder
-from specbranch.models.gpu.attention import triton_works
+from specbranch.models.gpu.attention import begins_early, launch, triton_works
 from specbranch.models.gpu.layout import MOST_ROWS, Views, power_of_two
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.kv import PAGE, Memory
@@ -78,7 +78,8 @@ class KernelStep(GpuStep):
             self._cuts["qkv"] = Cut(arch.head_dim, self._cuts["qkv"].step)  # a norm is over a whole head
         wide = arch.heads * arch.head_dim
         self._stream, self._scaled = torch.zeros(2, MOST_ROWS, arch.hidden, device=device, dtype=dtype)
-        self._queries, self._seen = torch.zeros(2, MOST_ROWS, wide, device=device, dtype=dtype)
+        self._queries = torch.zeros(MOST_ROWS, wide, device=device, dtype=dtype)
+        self._early = begins_early(device)
         self._gated = torch.zeros(MOST_ROWS, arch.intermediate, device=device, dtype=dtype)
         self._squares = {name: torch.zeros(MOST_ROWS, self._norms(name), device=device) for name in ("out", "down")}
         tiles = {name: -(-arch.hidden // self._cuts[name].tile) * (MOST_ROWS // ROW_TILE) for name in ("out", "down")}
@@ -95,8 +96,7 @@ class KernelStep(GpuStep):
         for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:
                 seen.append(self._stream[:rows].clone())
-            self._attend_to(index, step, rows)
-            self._add("out", layer.out, self._seen, layer.mlp_norm, rows)
+            self._add("out", layer.out, self._attended(index, step, rows), layer.mlp_norm, rows)
             self._gate(layer.gate_up, rows)
             self._add("down", layer.down, self._gated, self._next_norms[index], rows)
         logits = self._score(rows)
@@ -113,10 +113,10 @@ class KernelStep(GpuStep):
         hidden, norm = self.decoder.arch.hidden, self.decoder.layers[0].attention_norm
         self._kernels.embed[(rows,)](
             step.tokens, self.decoder.embedding, norm, self._stream, self._scaled, self._squares["down"], hidden,
-            WIDTH=power_of_two(hidden), NORMS=self._norms("down"), num_warps=8,
+            WIDTH=power_of_two(hidden), NORMS=self._norms("down"), EARLY=self._early, num_warps=8, **launch(self._early),
         )  # fmt: skip
 
-    def _attend_to(self, index: int, step: Views, rows: int) -> None:
+    def _attended(self, index: int, step: Views, rows: int) -> Tensor:
         arch, layer, (keys, values) = self.decoder.arch, self.decoder.layers[index], self._sides[index]
         weight, bias = _weight(layer.qkv), _bias(layer.qkv)
         cut, norm = self._cuts["qkv"], layer.qk_norm
@@ -124,17 +124,17 @@ class KernelStep(GpuStep):
             self._scaled, weight, _or(bias, weight), self._squares["down"], _or(norm, weight), self.decoder.cos, self.decoder.sin,
             step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, rows, arch.hidden,
             HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=bias is not None, NORMED=norm is not None,
-            NORMS=self._norms("down"), **_how(cut, arch.hidden),
+            NORMS=self._norms("down"), **self._how(cut, arch.hidden),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
-        self._seen[:rows] = self.attend(queries, keys, values, step)
+        return self.attend(queries, keys, values, step)
 
     def _add(self, name: str, linear: Linear, x: Tensor, norm: Tensor, rows: int) -> None:
         weight, bias, cut = _weight(linear), _bias(linear), self._cuts[name]
         outs, ins = weight.shape
         self._kernels.added[(_row_tiles(rows), -(-outs // cut.tile), cut.parts)](
-            x, weight, _or(bias, weight), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, outs, ins,
-            BIASED=bias is not None, NORMS=self._norms(name), PARTS=cut.parts, **_how(cut, ins),
+            x, weight, _or(bias, weight), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, outs,
+            ins, BIASED=bias is not None, NORMS=self._norms(name), PARTS=cut.parts, **self._how(cut, ins),
         )  # fmt: skip
 
     def _gate(self, linear: Linear, rows: int) -> None:
@@ -142,8 +142,12 @@ class KernelStep(GpuStep):
         outs, ins = weight.shape[0] // 2, weight.shape[1]
         self._kernels.gated[(_row_tiles(rows), -(-outs // (cut.tile // 2)))](
             self._scaled, weight, _or(bias, weight), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, ins,
-            BIASED=bias is not None, NORMS=self._norms("out"), **_how(cut, ins),
+            BIASED=bias is not None, NORMS=self._norms("out"), **self._how(cut, ins),
         )  # fmt: skip
+
+    def _how(self, cut: Cut, length: int) -> dict[str, Any]:
+        shape = {"TILE": cut.tile, "STEP": cut.step, "SWAP": cut.swap, "EVEN": length % cut.step == 0, "EARLY": self._early}
+        return {**shape, "num_warps": cut.warps, "num_stages": cut.stages, **launch(self._early)}
 
     def _score(self, rows: int) -> Tensor:
         weight, cut = _weight(self.decoder.head), self._cuts["head"]
@@ -151,7 +155,7 @@ class KernelStep(GpuStep):
         out = self._scored[:rows]
         self._kernels.scored[(_row_tiles(rows), -(-outs // cut.tile))](
             self._scaled, weight, self._squares["down"], out, self.decoder.arch.rms_eps, rows, outs, ins,
-            NORMS=self._norms("down"), **_how(cut, ins),
+            NORMS=self._norms("down"), **self._how(cut, ins),
         )  # fmt: skip
         return out
 
@@ -168,11 +172,6 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
 def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
     """Return the step that suits a model: by kernels where they are made for it."""
     return KernelStep(decoder, memory) if kernels_fit(decoder, memory) else GpuStep(decoder, memory)
-
-
-def _how(cut: Cut, length: int) -> dict[str, Any]:
-    shape = {"TILE": cut.tile, "STEP": cut.step, "SWAP": cut.swap, "EVEN": length % cut.step == 0}
-    return {**shape, "num_warps": cut.warps, "num_stages": cut.stages}
 
 
 def _row_tiles(rows: int) -> int:

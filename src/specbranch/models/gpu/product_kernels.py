@@ -1,8 +1,10 @@
 """The Triton kernels of a decoding step's products, with what comes before and after each: norm, rotation, residual, gate.
 
 Owns the order of every sum. Invariant: rows are taken in tiles of 16, the numbers of a product in one order and in a fixed number of parts,
-so a row's bits depend neither on the rows beside it nor on how many there are. The stream of a layer is left as it is and, multiplied by the
-next norm's weights, as the next product reads it; each tile leaves the sum of its squares, and who reads on divides by their root.
+so a row's bits depend neither on the rows beside it nor on how many there are. The stream of a layer is left as it is and, multiplied by
+the next norm's weights, as the next product reads it; each tile leaves the sum of its squares, and who reads on divides by their root.
+Where kernels may begin early (EARLY), each waits for the one before it to end before it reads anything, and tells the next to come when it
+has read all it needs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -10,11 +12,12 @@ next norm's weights, as the next product reads it; each tile leaves the sum of i
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def _product(x, w, columns, there, first, rows, K, part, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-             SWAP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+             SWAP: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Multiply 16 rows of x by some rows of w, over one part of their length; returns [16, TILE]. `there`: which of w's rows exist."""
     steps = tl.cdiv(K, STEP)
     begin = steps * part // PARTS
@@ -34,6 +37,8 @@ def _product(x, w, columns, there, first, rows, K, part, TILE: tl.constexpr, STE
         acc = tl.dot(of_w, tl.trans(of_x), acc) if SWAP else tl.dot(of_x, tl.trans(of_w), acc)
         w_at += STEP
         x_at += STEP
+    if EARLY:
+        gdc_launch_dependents()
     return tl.trans(acc) if SWAP else acc
 
 
@@ -52,8 +57,11 @@ def _halves(acc, TILE: tl.constexpr):
 
 
 @triton.jit
-def embed(tokens, table, norm, stream, scaled, squares, H, WIDTH: tl.constexpr, NORMS: tl.constexpr):
+def embed(tokens, table, norm, stream, scaled, squares, H, WIDTH: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr):
     """Begin the stream of one row with its token."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     c = tl.arange(0, WIDTH)
     x = tl.load(table + tl.load(tokens + row).to(tl.int64) * H + c, mask=c < H, other=0.0)
@@ -68,8 +76,11 @@ def embed(tokens, table, norm, stream, scaled, squares, H, WIDTH: tl.constexpr, 
 @triton.jit(do_not_specialize=["rows"])
 def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps, rows, K,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-        NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+        NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+        EARLY: tl.constexpr):  # fmt: skip
     """Queries, keys and values of 16 rows, turned; keys and values go to their places. A tile has as much of each half of a head."""
+    if EARLY:
+        gdc_wait()
     first = tl.program_id(0) * 16
     tile = tl.program_id(1)
     head = tile * TILE // DIM
@@ -79,7 +90,9 @@ def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, key
     columns = head * DIM + begin + i % (TILE // 2) + i // (TILE // 2) * (DIM // 2)
     r = first + tl.arange(0, 16)
     live = (r < rows)[:, None]
-    acc = _product(x, w, columns, i < TILE, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN) * _root(squares, first, rows, K, eps, NORMS)
+    acc = _product(x, w, columns, i < TILE, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, EARLY) * _root(
+        squares, first, rows, K, eps, NORMS
+    )
     if BIASED:
         acc += tl.load(bias + columns).to(tl.float32)[None, :]
     a, b = _halves(acc, TILE)
@@ -107,8 +120,10 @@ def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, key
 @triton.jit(do_not_specialize=["rows"])
 def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
           BIASED: tl.constexpr, NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-          EVEN: tl.constexpr):  # fmt: skip
+          EVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order."""
+    if EARLY:
+        gdc_wait()
     first = tl.program_id(0) * 16
     tile = tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
@@ -119,7 +134,7 @@ def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
     before = tl.load(stream + at, mask=kept, other=0.0).to(tl.float32)
     by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
     part = tl.program_id(2)
-    acc = _product(x, w, columns, there, first, rows, K, part, TILE, STEP, PARTS, SWAP, EVEN)
+    acc = _product(x, w, columns, there, first, rows, K, part, TILE, STEP, PARTS, SWAP, EVEN, EARLY)
     done = True
     if PARTS > 1:
         number = tl.program_id(0) * tl.num_programs(1) + tile
@@ -145,13 +160,17 @@ def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
 @triton.jit(do_not_specialize=["rows"])
 def gated(x, w, bias, squares, out, eps, rows, N, K,
           BIASED: tl.constexpr, NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr,
-          EVEN: tl.constexpr):  # fmt: skip
+          EVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """silu(gate)·up of 16 rows; a tile has as many columns of each."""
+    if EARLY:
+        gdc_wait()
     first = tl.program_id(0) * 16
     i = tl.arange(0, TILE)
     within = tl.program_id(1) * (TILE // 2) + i % (TILE // 2)
     columns = within + i // (TILE // 2) * N
-    acc = _product(x, w, columns, within < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN) * _root(squares, first, rows, K, eps, NORMS)
+    acc = _product(x, w, columns, within < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, EARLY) * _root(
+        squares, first, rows, K, eps, NORMS
+    )
     if BIASED:
         acc += tl.load(bias + columns, mask=within < N, other=0.0).to(tl.float32)[None, :]
     gate, up = _halves(acc, TILE)
@@ -166,10 +185,15 @@ def gated(x, w, bias, squares, out, eps, rows, N, K,
 
 @triton.jit(do_not_specialize=["rows"])
 def scored(x, w, squares, out, eps, rows, N, K,
-           NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+           NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
     """Logits of 16 rows, in float32."""
+    if EARLY:
+        gdc_wait()
     first = tl.program_id(0) * 16
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    acc = _product(x, w, columns, columns < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN) * _root(squares, first, rows, K, eps, NORMS)
+    acc = _product(x, w, columns, columns < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, EARLY) * _root(
+        squares, first, rows, K, eps, NORMS
+    )
     r = first + tl.arange(0, 16)
     tl.store(out + r[:, None].to(tl.int64) * N + columns[None, :], acc, mask=(r < rows)[:, None] & (columns < N)[None, :])
