@@ -74,7 +74,7 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     early = begins_early(queries.device)
     programs = rows + groups * tiling["TILES"] * (slots - 1)
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own)
-    kernels.partial_results[(kv_heads, programs)](
+    kernels.partial_results[(programs, kv_heads)](
         queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, pages, slots, **shape, **tiling,
         EARLY=early, num_warps=WARPS, num_stages=STAGES, **launch(early),
     )  # fmt: skip

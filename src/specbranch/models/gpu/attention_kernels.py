@@ -79,8 +79,8 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
     if EARLY:  # see product_kernels
         gdc_wait()
         gdc_launch_dependents()
-    head = tl.program_id(0)
-    program = tl.program_id(1)
+    head = tl.program_id(1)  # of rows and blocks there may be more than a second axis has room for
+    program = tl.program_id(0)
     if program < rows:
         _own_line(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head, scale, page_stride,
                   slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
