@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,11 @@ from specbranch.core.orders import Context, Sparse, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Head, Judged, Proposal, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
+from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.kv import Pool, Table
 from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.transfer import BUFFERS, Transfer
 from test_identity_models import SHAPINGS, compare
 from tiny_models import planted, saved, some_tokens, tiny
 
@@ -229,3 +233,147 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+# --- what a device would show that a CPU hides ---
+
+
+class Ring(Transfer):
+    """Brings arrays up as to a GPU: into buffers that are used again, after BUFFERS copies."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.buffers = [np.full(1 << 20, 255, dtype=np.uint8) for _ in range(BUFFERS)]
+
+    def up(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        self.copies += bool(arrays)
+        buffer = self.buffers[self.copies % BUFFERS]
+        buffer.fill(255)
+        found, start = {}, 0
+        for name, array in arrays.items():
+            view = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            view[...] = array
+            found[name], start = torch.from_numpy(view), -(-(start + array.nbytes) // 16) * 16
+        return found
+
+
+def ringed(decoder: Any) -> GpuRunner:
+    runner = GpuRunner(decoder, 600)
+    runner.transfer = Ring()
+    runner.limit(VOCABULARY)
+    return runner
+
+
+@pytest.mark.parametrize("name", ["shaped", "ratio"])
+def test_answers_are_right_where_buffers_are_used_again(name: str, decoder: Any) -> None:
+    """More rows than five steps take, the last ones with larger tables."""
+    texts = [some_tokens(4, seed=seq) for seq in range(5)] + [some_tokens(500, seed=seq) for seq in range(5, 16)]
+    feeds = [Feed(seq, tuple(some_tokens(120 if seq < 5 else 6, seed=seq)), tuple(range(ROOT, 119 if seq < 5 else 5))) for seq in range(16)]
+    asks = [Ask(seq, len(feed.tokens) - 1, 3) for seq, feed in enumerate(feeds)]
+    answers = []
+    for runner in (NativeRunner(decoder, 600), ringed(decoder)):
+        for seq, text in enumerate(texts):
+            runner.open(seq, REQUESTS[name])
+            runner.extend(seq, text)
+        answers.append(runner.propose(feeds, asks))
+    assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+
+
+class Interrupted(Transfer):
+    """Is interrupted in a copy, once."""
+
+    left = -1
+
+    def up(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().up(arrays)
+
+
+def test_an_interrupt_loses_no_move(decoder: Any) -> None:
+    runner, plain = GpuRunner(decoder, 600), NativeRunner(decoder, 600)
+    runner.transfer = interrupted = Interrupted(torch.device("cpu"))
+    text, line = some_tokens(40), some_tokens(8, seed=3)
+    verifiers = [Verifier(one) for one in (runner, plain)]
+    verdicts = []
+    for verifier in verifiers:
+        verifier.open(0, Request(SamplingParams(), 0, len(text)))
+        first = verifier.score({0: Verify(Context(0, tuple(text)))}, {})[0]
+        said = verifier.judge(first, {})[0].token
+        # two wrong siblings before the right one: what is taken has to move
+        right = verifier.score({0: Verify(Context(40, (said,), [*text, said]), (line[0], line[1]), (ROOT, ROOT))}, {})[0]
+        after = verifier.judge(right, {})[0].token
+        again = [*text, said, after]
+        moved = verifier.score({0: Verify(Context(41, (after,), again), (line[2], line[3]), (ROOT, 0))}, {})[0]
+        verifier.judge(moved, {})
+        if verifier.runner is runner:
+            runner._move(0, runner._held[0].table.flat(np.array([[41], [40]])), 40)  # a move that waits
+            interrupted.left = 1
+            with pytest.raises(KeyboardInterrupt):
+                verifier.score({0: Verify(Context(42, (line[4],), [*again, line[4]]))}, {})
+        scored = verifier.score({0: Verify(Context(42, (line[4],), [*again, line[4]]), tuple(line[5:8]))}, {})[0]
+        verdicts.append(verifier.judge(scored, {})[0])
+        runner.check()
+    assert verdicts[0] == verdicts[1]
+    rows = [one.score([Feed(0, (7,), (ROOT,))])[0][0].logits for one in (runner, plain)]
+    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-11)
+
+
+def test_another_session_takes_no_signal_away(both: tuple[NativeRunner, GpuRunner]) -> None:
+    request, text = replace(REQUESTS["foretold"], foretold=True), some_tokens(20)
+    found = []
+    for runner in both:
+        runner.probe(2, network)
+        for seq in range(2):
+            runner.open(seq, replace(request, foretold=seq == 0))
+            runner.extend(seq, text[:-1])
+        runner.feed([Feed(1, (text[-1],), (ROOT,))])  # read before anybody asked
+        trials = [Trial(seq, Verify(Context(0, tuple(text))), 0, (), foretold=seq == 0) for seq in range(2)]
+        found.append([judged.said is not None for judged in runner.verify([Feed(0, (text[-1],), (ROOT,))], trials)()])
+    assert found == [[True, False], [True, False]]
+
+
+@pytest.mark.parametrize("how", ["extend", "feed"])
+def test_a_fork_leaves_what_it_shares_as_it_was(how: str, both: tuple[NativeRunner, GpuRunner]) -> None:
+    for runner in both:
+        text = some_tokens(100)
+        for seq in range(2):
+            runner.open(seq, REQUESTS["greedy"])
+        runner.extend(0, text)
+        held = runner._held[1]
+        held.slots.extend(text)
+        held.table.pages = runner._held[0].table.fork(100).pages
+        if how == "extend":
+            runner.extend(1, some_tokens(200, seed=5))
+        else:
+            runner.feed([Feed(1, tuple(some_tokens(100, seed=5)), tuple(range(ROOT, 99)))])
+        runner.check()
+        runner.open(2, REQUESTS["greedy"])
+        runner.extend(2, text)
+        rows = [runner.score([Feed(seq, (3, 4), (ROOT, 0))])[0][1].logits for seq in (0, 2)]
+        torch.testing.assert_close(*rows, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["plain", "graphs"])
+def test_a_call_that_fails_anywhere_leaves_pages_and_places_in_order(kind: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = (NativeRunner if kind == "plain" else GpuRunner)(decoder, 600)
+    runner.open(0, REQUESTS["greedy"])
+    runner.extend(0, some_tokens(250))
+    expected = runner.score([Feed(0, tuple(some_tokens(20)), tuple(range(ROOT, 19)))])[0][-1].logits
+    runner.keep(0, (), 0)
+    for name in ("take", "reach", *(("flat",) if kind == "plain" else ())):
+        owner = Pool if name == "take" else Table
+        real = getattr(owner, name)
+
+        def failing(self: Any, *given: Any, real: Any = real) -> Any:
+            real(self, *given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, failing)
+            runner.feed([Feed(0, tuple(some_tokens(20)), tuple(range(ROOT, 19)))])
+        runner.check()
+        assert not runner.slots(0).tokens
+    again = runner.score([Feed(0, tuple(some_tokens(20)), tuple(range(ROOT, 19)))])[0][-1].logits
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-11)

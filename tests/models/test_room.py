@@ -56,7 +56,7 @@ def test_weights_are_counted_as_they_are_loaded(folder: Path) -> None:
             17.0,
             torch.bfloat16,
             131072,
-            r"16\.1 GB in bfloat16, a cache of one context 17\.2 GB; 17\.0 GB are .*16\.2 GB too few.*at most 7168",
+            r"16\.1 GB in bfloat16, its cache 17\.2 GB; 17\.0 GB are .*16\.3 GB too few.*at most 7040",
         ),
         (20.0, torch.float32, 4096, r"32\.1 GB in float32.*--dtype bfloat16"),
         (10.0, torch.bfloat16, 4096, r"6\.6 GB too few\. Free memory there, or choose a smaller model"),
@@ -67,29 +67,29 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
 ) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
     with pytest.raises(ModelError, match=told):
-        pool_pages(large, dtype, GPU, places)
+        pool_pages(large, dtype, GPU, places, 128)
 
 
 def test_the_setting_that_is_named_does_fit(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(17e9))
-    assert pool_pages(large, torch.bfloat16, GPU, 7168) >= 28
-    assert pool_pages(large, torch.bfloat16, GPU, 131072, cache_tokens=7168) == 28
+    assert pool_pages(large, torch.bfloat16, GPU, 7040, 128) >= 28
+    assert pool_pages(large, torch.bfloat16, GPU, 131072, 128, cache_tokens=7168) == 28
 
 
 def test_a_pool_is_bounded_by_memory_and_by_sequences(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(100e9))
     page = page_bytes(large, torch.bfloat16)
-    assert pool_pages(large, torch.bfloat16, GPU, 1000) == 4 * room.MOST_SEQUENCES["cuda"]
-    assert 512 <= pool_pages(large, torch.bfloat16, GPU, 131072) <= room.SHARE * 84e9 / page
+    assert pool_pages(large, torch.bfloat16, GPU, 900, 100) == 4 * room.MOST_SEQUENCES["cuda"]
+    assert 512 <= pool_pages(large, torch.bfloat16, GPU, 130944, 128) <= room.SHARE * 84e9 / page
     monkeypatch.setattr(room, "free_bytes", lambda device: int(40e9))
-    assert pool_pages(large, torch.bfloat16, GPU, 131072) == 512, "one context, however little that leaves"
+    assert pool_pages(large, torch.bfloat16, GPU, 130944, 128) == 512, "one context, however little that leaves"
 
 
 def test_weights_alone_must_fit_on_a_cpu(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(20e9))
-    assert pool_pages(large, torch.bfloat16, torch.device("cpu"), 131072) == 131072 // PAGE
+    assert pool_pages(large, torch.bfloat16, torch.device("cpu"), 130944, 128) == 131072 // PAGE
     with pytest.raises(ModelError, match=r"does not fit on cpu: its weights take 32\.1 GB in float32; 20\.0 GB are free"):
-        pool_pages(large, torch.float32, torch.device("cpu"), 4096)
+        pool_pages(large, torch.float32, torch.device("cpu"), 4096, 128)
 
 
 def test_sequences_hold_what_they_use_and_not_whole_contexts(folder: Path) -> None:

@@ -66,7 +66,7 @@ def load_draft(
     shared = Shared.of(beside, place, precision) or _read_shared(target_arch, source, place, precision)
     context = arch.choose_context(context_length, shorten=True)
     weights = _Builder(arch, draft, place, precision).weights(shared)
-    pages = pool_pages(arch, precision, place, context + tail, cache_tokens, weights=0)
+    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0)
     return native_runner(Decoder(arch, weights, context + tail), context, tail, pages)
 
 

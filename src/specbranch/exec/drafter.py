@@ -149,7 +149,7 @@ class Drafter(Worker):
             if room[lane.session] >= 0:
                 fitting.append(lane)
         counts = Counter(lane.session for lane in fitting)
-        full = {session for session, count in counts.items() if not self.fits(session, count)}
+        full = {session for session, count in counts.items() if not self.make_room(session, count)}
         return [lane for lane in fitting if lane.session not in full]
 
     def _grow(self, lanes: list[Lane]) -> None:

@@ -54,7 +54,7 @@ class _Plot:
         """Choose what to read in the next step."""
         frontier = self.sapling.frontier(self.growth)[: self.worker.slots(self.session).room]
         width = self.growth.pace(self.spent, [self.sapling.thirst(n) for n in frontier])
-        if not width or not self.worker.fits(self.session, width):
+        if not width or not self.worker.make_room(self.session, width):
             return []
         self.spent += self.growth.seconds(self.spent, width)
         return sorted(frontier[:width])

@@ -109,8 +109,8 @@ class Worker:
         self._count(work)
         return self.runner.propose(work, asks)
 
-    def fits(self, session: int, count: int) -> bool:
-        """Whether there is memory for so many more nodes of a session."""
+    def make_room(self, session: int, count: int) -> bool:
+        """Take memory for so many more nodes of a session; returns whether there was any."""
         try:
             self.runner.demand(session, count)
         except CacheFull:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +18,7 @@ from specbranch.models import rope
 from specbranch.models.cpu.linear import Linear, choose_linear
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import LayerWeights, Matrix, Weights
-from specbranch.models.kv import PAGE
-
-
-class Held(Protocol):
-    """Memory for keys and values, layer by layer."""
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """The keys and the values of one layer."""
-        ...
+from specbranch.models.kv import PAGE, Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +76,7 @@ class Decoder:
         self.head = _linear(weights.reduced.matrix if weights.reduced else Matrix(weights.head))
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
 
-    def forward(self, step: Step, memory: Held, seen: list[Tensor] | None = None) -> Tensor:
+    def forward(self, step: Step, memory: Memory, seen: list[Tensor] | None = None) -> Tensor:
         """Run every layer, writing keys and values; returns the last hidden states [rows, hidden], not yet normed.
 
         What each layer is given is appended to `seen`, where there is one.

@@ -59,6 +59,13 @@ class Pool:
         """Whether a page has several users."""
         return bool(self._users[page] > 1)
 
+    def settle(self, tables: Sequence[Table]) -> None:
+        """Count anew by what these tables, and no others, name: after something was interrupted."""
+        self._users[:] = 0
+        for table in tables:
+            self._users[table.pages] += 1
+        self._free = np.flatnonzero(self._users == 0)[::-1].tolist()
+
     def check(self, tables: Sequence[Table]) -> None:
         """Raise unless these tables, and no others, hold the pages that are not free."""
         named = np.zeros(self.pages, dtype=np.int64)
@@ -88,8 +95,9 @@ class Table:
     def shrink(self, places: int) -> None:
         """Give back the pages that hold nothing but what lies beyond so many places."""
         kept = -(-places // PAGE)
-        self.pool.drop(self.pages[kept:])
-        del self.pages[kept:]
+        gone = self.pages[kept:]
+        del self.pages[kept:]  # first: a page lost by an interrupt is found again, one both free and named would be written twice
+        self.pool.drop(gone)
 
     def own(self, start: int, stop: int) -> list[Copy]:
         """Make the places from `start` to `stop` one's own to write to; returns which pages have to be copied."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class NativeRunner(TorchRunner):
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
-        self.pool = Pool(pages or pool_pages(decoder.arch, self.dtype, self.device, context_length + tail, weights=0))
+        self.pool = Pool(pages or pool_pages(decoder.arch, self.dtype, self.device, context_length, tail, weights=0))
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, self.dtype)  # the last one is for padding
         self._fused = self._trusted(fuse(decoder, self.memory))
         self._held: dict[int, Held] = {}
@@ -96,7 +97,7 @@ class NativeRunner(TorchRunner):
         """Make sure that so many more nodes can be fed, or raise CacheFull."""
         held = self._held[seq]
         held.slots.demand(count)
-        self._reach(held, len(held.slots) + count)
+        self._reach(held, len(held.slots), len(held.slots) + count)
 
     def check(self) -> None:
         """Raise if the pool and the open sequences do not agree."""
@@ -105,6 +106,8 @@ class NativeRunner(TorchRunner):
     def _open(self, seq: int) -> None:
         if seq in self._held:
             raise ValueError(f"sequence {seq} is open already")
+        if not self._held:
+            self.pool.settle(())
         self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), Table(self.pool))
 
     @torch.inference_mode()
@@ -112,24 +115,23 @@ class NativeRunner(TorchRunner):
         """Read tokens in chunks that end at multiples of CHUNK, without scoring the vocabulary."""
         self._check_ids(tokens)
         held = self._held[seq]
-        places = held.slots.extend(tokens)
+        before = len(held.slots.prefix)
         try:
-            self._reach(held, places.stop)
+            places = held.slots.extend(tokens)
+            self._reach(held, places.start, places.stop)
             for start, stop in _chunks(places):
                 self._store(rows_of_chunk(held.table, tokens[start - places.start : stop - places.start], start))
         except BaseException:
-            self._rewind(seq, places.start)
+            if len(held.slots.prefix) > before:
+                self._rewind(seq, before)
+            self._settle()
             raise
 
     @torch.inference_mode()
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Score new nodes in one forward; beyond what a compiled step takes, in several, one after the other."""
-        sizes = {feed.seq: len(self.slots(feed.seq).tokens) for feed in work}
-        try:
-            block, states = self._forward([self._grow(feed) for feed in work])
-        except BaseException:
-            self._take_back(sizes)
-            raise
+        with self._grown(work) as grown:
+            block, states = self._forward(grown)
         rows = iter(range(block.shape[0]))
         return [[TensorRow(block, next(rows), self.decoder.columns, states) for _ in feed.tokens] for feed in work]
 
@@ -138,7 +140,7 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         moves = held.slots.keep(nodes, commit)
         if moves:
-            self._move(held.table.flat(np.array(moves).T))
+            self._move(seq, held.table.flat(np.array(moves).T), moves[0][1])
         held.table.shrink(len(held.slots))
 
     def _rewind(self, seq: int, length: int) -> None:
@@ -150,16 +152,19 @@ class NativeRunner(TorchRunner):
     def _close(self, seq: int) -> None:
         self._held.pop(seq).table.shrink(0)
 
-    def _move(self, moves: np.ndarray) -> None:
-        """Copy places of the pool, those of the first row to those of the second."""
+    def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
+        """Copy places of the pool, those of the first row to those of the second; `first` is the lowest of these in the sequence."""
         self.memory.move(*self.transfer.up({"moves": moves})["moves"])
 
-    def _reach(self, held: Held, places: int) -> None:
-        """Have pages for so many places, those that are still to be written nobody else's."""
+    def _reach(self, held: Held, start: int, stop: int) -> None:
+        """Have pages for the places up to `stop`, those from `start` on, which are to be written, nobody else's."""
         written = len(held.table.pages) * PAGE
-        held.table.reach(places)
-        if copies := held.table.own(min(len(held.slots), written), min(places, written)):
+        held.table.reach(stop)
+        if copies := held.table.own(min(start, written), min(stop, written)):
             self._copy(copies)
+
+    def _settle(self) -> None:
+        self.pool.settle([held.table for held in self._held.values()])
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         self.memory.copy(copies)
@@ -167,16 +172,29 @@ class NativeRunner(TorchRunner):
     def _grow(self, feed: Feed) -> Rows:
         self._check_ids(feed.tokens)
         held = self._held[feed.seq]
+        start = len(held.slots)
         nodes = held.slots.grow(feed.tokens, feed.parents)
-        self._reach(held, len(held.slots))
+        self._reach(held, start, len(held.slots))
         return rows_of_nodes(held.table, held.slots, nodes)
 
-    def _take_back(self, sizes: dict[int, int]) -> None:
-        """Take back nodes that were added for a forward that failed."""
-        for seq, size in sizes.items():
-            held = self._held[seq]
-            del held.slots.tokens[size:], held.slots.parents[size:]
-            held.table.shrink(len(held.slots))
+    @contextmanager
+    def _grown(self, work: Sequence[Feed]) -> Iterator[list[Rows]]:
+        """Add nodes, and take them back should what follows fail."""
+        sizes = {feed.seq: len(self.slots(feed.seq).tokens) for feed in work}
+        try:
+            yield [self._grow(feed) for feed in work if feed.tokens]
+        except BaseException:
+            for seq, size in sizes.items():
+                self._take_back(seq, size)
+            self._settle()
+            raise
+
+    def _take_back(self, seq: int, size: int) -> None:
+        held, rows = self._held[seq], self._rows[seq]
+        del held.slots.tokens[size:], held.slots.parents[size:]
+        for node in [node for node in rows if node >= size]:
+            del rows[node]
+        held.table.shrink(len(held.slots))
 
     @torch.inference_mode()
     def _trusted(self, fused: FusedStep | None) -> FusedStep | None:
@@ -273,7 +291,7 @@ def load_native(
     precision = _dtype(dtype, place)
     arch, source = open_model(located)
     context = arch.choose_context(context_length, shorten=shorten)
-    pages = pool_pages(arch, precision, place, context + tail, cache_tokens)
+    pages = pool_pages(arch, precision, place, context, tail, cache_tokens)
     return native_runner(Decoder(arch, read_weights(arch, source, place, precision), context + tail), context, tail, pages)
 
 

@@ -43,29 +43,37 @@ def weight_bytes(arch: Architecture, dtype: torch.dtype) -> int:
 
 
 def pool_pages(
-    arch: Architecture, dtype: torch.dtype, device: torch.device, places: int, cache_tokens: int | None = None, weights: int | None = None
+    arch: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    tail: int,
+    cache_tokens: int | None = None,
+    weights: int | None = None,
 ) -> int:
-    """Return how many pages the pool of a model gets whose sequences have at most so many places, or say why it does not fit.
+    """Return how many pages the pool of a model gets, or say why it does not fit.
 
     `weights`: bytes that are still to be loaded; nothing: all of the model's. On a CPU pages that were never written take no memory.
     """
     weights, free, page = weight_bytes(arch, dtype) if weights is None else weights, free_bytes(device), page_bytes(arch, dtype)
-    one = -(-places // PAGE)
+    one = -(-(context + tail) // PAGE)
     least = one if cache_tokens is None else max(-(-cache_tokens // PAGE), 1)
-    needed = weights + (least * page if device.type != "cpu" else 0)
-    if needed > free:
-        raise ModelError(_too_large(arch, dtype, device, (weights, least * page, free), (free - weights) // page * PAGE))
-    return least if cache_tokens is not None else max(one, min(one * MOST_SEQUENCES[device.type], int((free - weights) * SHARE) // page))
+    cache = 0 if device.type == "cpu" else least * page
+    if weights + cache > free:
+        places = (free - weights) // page * PAGE
+        fits = ("--context-length", places - tail) if cache_tokens is None else ("--cache-tokens", places)
+        raise ModelError(_too_large(arch, dtype, device, (weights, cache, free), *fits))
+    most = min(one * MOST_SEQUENCES[device.type], int((free - weights) * SHARE) // page)
+    return least if cache_tokens is not None else max(one, most)
 
 
-def _too_large(arch: Architecture, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], tokens: int) -> str:
+def _too_large(arch: Architecture, dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], option: str, most: int) -> str:
     weights, cache, free = (size / GIGABYTE for size in sizes)
     named = str(dtype).removeprefix("torch.")
-    asked = f"its weights take {weights:.1f} GB in {named}" + (f", a cache of one context {cache:.1f} GB" if device.type != "cpu" else "")
-    missing = weights + (cache if device.type != "cpu" else 0.0) - free
-    told = f"{arch.name} does not fit on {device}: {asked}; {free:.1f} GB are free, {missing:.1f} GB too few."
-    if tokens >= PAGE:
-        return f"{told} Set --context-length or --cache-tokens to at most {tokens}."
+    asked = f"its weights take {weights:.1f} GB in {named}" + (f", its cache {cache:.1f} GB" if cache else "")
+    told = f"{arch.name} does not fit on {device}: {asked}; {free:.1f} GB are free, {weights + cache - free:.1f} GB too few."
+    if most >= 2:
+        return f"{told} Set {option} to at most {most}."
     if dtype.itemsize > 2 and weights * 2 / dtype.itemsize < free:
         return f"{told} Load it with --dtype bfloat16."
     return f"{told} Free memory there, or choose a smaller model or another device."

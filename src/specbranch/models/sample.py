@@ -1,6 +1,6 @@
 """From logits to picks, candidates and verdicts, on any device: the tensors' half of sampling.
 
-Owns the arithmetic over rows of logits [rows, columns]; what is asked of each row comes as the tensors of a `Sheet`. Invariants: what a row
+Owns the arithmetic over rows of logits [rows, columns]; what is asked of each row comes as the tensors of a `sheet`. Invariants: what a row
 gives depends on its logits and on its own entries alone, bit for bit, whatever other rows are with it; nothing here waits for a device.
 Sums that decide something are of integers, hence exact in any order.
 """
@@ -65,7 +65,7 @@ def units(shaped: Tensor) -> Tensor:
 def draw(law: Tensor, u: Tensor) -> Tensor:
     """Draw from laws in whole units by inversion, each with a variate in [0, 1) [rows]; what has no unit is never drawn."""
     through = law.cumsum(dim=-1)
-    # below the total: u ≤ 1 − 2⁻⁵³, and a total has fewer bits than that
+    # below the total: u ≤ 1 − 2⁻⁵³, and a total of up to 2⁶⁰ times that rounds to less than the total
     mark = (through[:, -1:].double() * u[:, None]).long()
     return torch.searchsorted(through, mark, right=True)[:, 0]
 

@@ -2,7 +2,8 @@
 
 Owns the way from a question about rows to its answer, in three parts: what is asked as arrays (`sheet`), the arithmetic on the device
 (`sample`), and what is made of the few numbers that come back. Invariant: what a row gives depends on its logits and its Spot alone,
-whatever other rows are asked for with it; one copy up and one read a question.
+whatever other rows are asked for with it. A GPU's runner uses the parts by themselves, so that a question is one copy up and one read;
+picking and proposing are that here too, while a law is read number by number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The way between the host and a device: one copy up for all that a step needs, one blocking read for all that comes of it.
 
-Owns the pinned buffers, and the counting of what crosses. Invariant: nothing else in this package waits for a device while it decodes; a
-pinned buffer is not written again before its copy was made.
+Owns the pinned buffers, and the counting of what crosses. Invariants: a GPU's runner waits for its device nowhere else while it decodes; a
+pinned buffer is not written again before its copy was made. What was brought up stands until BUFFERS more copies were made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Transfer:
         for array, start in zip(arrays.values(), starts, strict=True):
             whole[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         there[:end].copy_(held[:end], non_blocking=True)
-        self._pinned[self._next][1].record()
+        self._pinned[self._next][1].record(torch.cuda.current_stream(self.device))
         self._next = (self._next + 1) % BUFFERS
         return {name: _view(there, start, array) for (name, array), start in zip(arrays.items(), starts, strict=True)}
 
@@ -49,7 +49,7 @@ class Transfer:
         held = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         held.copy_(found, non_blocking=True)
         done = _event()
-        done.record()
+        done.record(torch.cuda.current_stream(self.device))
         done.synchronize()
         return as_numpy(held)
 

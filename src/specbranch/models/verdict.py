@@ -21,7 +21,7 @@ from specbranch.core.runner import Judged, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models import sample
 from specbranch.models.sample import Asked
-from specbranch.models.sampling import told
+from specbranch.models.sampling import told as told_logprobs
 from specbranch.models.sheet import Arrays
 
 
@@ -119,10 +119,11 @@ def lines(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said
     return torch.cat([*parts, said.double()] if said is not None else parts, dim=-1)
 
 
-def judged(trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int) -> list[Judged]:
-    """Make verdicts of the lines that were read; the last `width` numbers of each are a probe's."""
-    counts = [len(trial.nodes) + 1 for trial in trials]
-    return [_judged(trial, own.tolist(), top, width) for trial, own in zip(trials, np.split(found, np.cumsum(counts)[:-1]), strict=True)]
+def judged(trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, told: Sequence[bool]) -> list[Judged]:
+    """Make verdicts of the lines that were read; the last `width` numbers of each are a probe's, where it was told anything of the row."""
+    lines = [[*line, own] for line, own in zip(found.tolist(), told, strict=True)]
+    ends = np.cumsum([len(trial.nodes) + 1 for trial in trials]).tolist()
+    return [_judged(trial, lines[end - len(trial.nodes) - 1 : end], top, width) for trial, end in zip(trials, ends, strict=True)]
 
 
 def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int) -> Judged:
@@ -130,8 +131,9 @@ def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int)
     ends = [found[0], *(found[index + 1] for index in path)]
     logprobs = None
     if trial.logprobs is not None and top is not None:
-        logprobs = tuple(told(_cut(line[2 : len(line) - width], trial.logprobs), trial.logprobs) for line in ends)
-    said = tuple(ends[-1][len(ends[-1]) - width :]) if trial.foretold and width else None
+        logprobs = tuple(told_logprobs(_cut(line[2 : len(line) - width - 1], trial.logprobs), trial.logprobs) for line in ends)
+    *last, is_told = ends[-1]
+    said = tuple(last[len(last) - width :]) if trial.foretold and is_told else None
     return Judged(path, int(ends[-1][0]), logprobs, said)
 
 
