@@ -124,7 +124,7 @@ class KernelStep(GpuStep):
             self._scaled, weight, _or(bias, weight), self._squares["down"], _or(norm, weight), self.decoder.cos, self.decoder.sin,
             step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, rows, arch.hidden,
             HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=bias is not None, NORMED=norm is not None,
-            NORMS=self._norms("down"), **self._how(cut, arch.hidden),
+            NORMS=self._norms("down"), **self._how(cut, weight),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
         return self.attend(queries, keys, values, step)
@@ -134,7 +134,7 @@ class KernelStep(GpuStep):
         outs, ins = weight.shape
         self._kernels.added[(_row_tiles(rows), -(-outs // cut.tile), cut.parts)](
             x, weight, _or(bias, weight), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, outs,
-            ins, BIASED=bias is not None, NORMS=self._norms(name), PARTS=cut.parts, **self._how(cut, ins),
+            ins, BIASED=bias is not None, NORMS=self._norms(name), PARTS=cut.parts, **self._how(cut, weight),
         )  # fmt: skip
 
     def _gate(self, linear: Linear, rows: int) -> None:
@@ -142,11 +142,14 @@ class KernelStep(GpuStep):
         outs, ins = weight.shape[0] // 2, weight.shape[1]
         self._kernels.gated[(_row_tiles(rows), -(-outs // (cut.tile // 2)))](
             self._scaled, weight, _or(bias, weight), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, ins,
-            BIASED=bias is not None, NORMS=self._norms("out"), **self._how(cut, ins),
+            BIASED=bias is not None, NORMS=self._norms("out"), **self._how(cut, weight),
         )  # fmt: skip
 
-    def _how(self, cut: Cut, length: int) -> dict[str, Any]:
-        shape = {"TILE": cut.tile, "STEP": cut.step, "SWAP": cut.swap, "EVEN": length % cut.step == 0, "EARLY": self._early}
+    def _how(self, cut: Cut, weight: Tensor) -> dict[str, Any]:
+        """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be masked."""
+        outs, ins = weight.shape
+        shape = {"TILE": cut.tile, "STEP": cut.step, "SWAP": cut.swap, "EARLY": self._early}
+        shape |= {"EVEN": ins % cut.step == 0, "FULL": outs % cut.tile == 0}
         return {**shape, "num_warps": cut.warps, "num_stages": cut.stages, **launch(self._early)}
 
     def _score(self, rows: int) -> Tensor:
@@ -155,7 +158,7 @@ class KernelStep(GpuStep):
         out = self._scored[:rows]
         self._kernels.scored[(_row_tiles(rows), -(-outs // cut.tile))](
             self._scaled, weight, self._squares["down"], out, self.decoder.arch.rms_eps, rows, outs, ins,
-            NORMS=self._norms("down"), **self._how(cut, ins),
+            NORMS=self._norms("down"), **self._how(cut, weight),
         )  # fmt: skip
         return out
 

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _product(x, w, columns, there, first, rows, K, part, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-             SWAP: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+             SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Multiply 16 rows of x by some rows of w, over one part of their length; returns [16, TILE]. `there`: which of w's rows exist."""
     steps = tl.cdiv(K, STEP)
     begin = steps * part // PARTS
@@ -28,7 +28,7 @@ def _product(x, w, columns, there, first, rows, K, part, TILE: tl.constexpr, STE
     acc = tl.zeros((TILE, 16) if SWAP else (16, TILE), tl.float32)
     for _ in range(steps * (part + 1) // PARTS - begin):
         if EVEN:
-            of_w = tl.load(w_at, mask=there[:, None], other=0.0)
+            of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0.0)
             of_x = tl.load(x_at, mask=(r < rows)[:, None], other=0.0)
         else:
             of_w = tl.load(w_at, mask=there[:, None] & (k < K)[None, :], other=0.0)
@@ -76,7 +76,7 @@ def embed(tokens, table, norm, stream, scaled, squares, H, WIDTH: tl.constexpr, 
 @triton.jit(do_not_specialize=["rows"])
 def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps, rows, K,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-        NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+        NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
         EARLY: tl.constexpr):  # fmt: skip
     """Queries, keys and values of 16 rows, turned; keys and values go to their places. A tile has as much of each half of a head."""
     if EARLY:
@@ -90,23 +90,22 @@ def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, key
     columns = head * DIM + begin + i % (TILE // 2) + i // (TILE // 2) * (DIM // 2)
     r = first + tl.arange(0, 16)
     live = (r < rows)[:, None]
-    acc = _product(x, w, columns, i < TILE, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, EARLY) * _root(
-        squares, first, rows, K, eps, NORMS
-    )
+    root = _root(squares, first, rows, K, eps, NORMS)  # all of this is asked for before the long loop
+    angle = tl.load(positions + r, mask=r < rows, other=0)[:, None] * DIM + DIM // 2 + j[None, :]
+    c = tl.load(cos + angle).to(tl.float32)
+    s = tl.load(sin + angle).to(tl.float32)  # the second half of a table has the sine as it is
+    slot = tl.load(slots + r, mask=r < rows, other=0)
+    place = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
+    acc = _product(x, w, columns, i < TILE, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, FULL, EARLY) * root
     if BIASED:
         acc += tl.load(bias + columns).to(tl.float32)[None, :]
     a, b = _halves(acc, TILE)
     if head < HEADS + KV_HEADS:
         if NORMED:  # a tile is a whole head then
-            root = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
-            a = a * root * tl.load(head_norm + head * DIM + j).to(tl.float32)[None, :]
-            b = b * root * tl.load(head_norm + head * DIM + DIM // 2 + j).to(tl.float32)[None, :]
-        angle = tl.load(positions + r, mask=r < rows, other=0)[:, None] * DIM + DIM // 2 + j[None, :]
-        c = tl.load(cos + angle).to(tl.float32)
-        s = tl.load(sin + angle).to(tl.float32)  # the second half of a table has the sine as it is
+            own = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+            a = a * own * tl.load(head_norm + head * DIM + j).to(tl.float32)[None, :]
+            b = b * own * tl.load(head_norm + head * DIM + DIM // 2 + j).to(tl.float32)[None, :]
         a, b = a * c - b * s, b * c + a * s
-    slot = tl.load(slots + r, mask=r < rows, other=0)
-    place = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
     if head < HEADS:
         to = queries + r[:, None] * (HEADS * DIM) + head * DIM + j[None, :]
     elif head < HEADS + KV_HEADS:
@@ -120,7 +119,7 @@ def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, key
 @triton.jit(do_not_specialize=["rows"])
 def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
           BIASED: tl.constexpr, NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-          EVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+          EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order."""
     if EARLY:
         gdc_wait()
@@ -134,7 +133,7 @@ def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
     before = tl.load(stream + at, mask=kept, other=0.0).to(tl.float32)
     by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
     part = tl.program_id(2)
-    acc = _product(x, w, columns, there, first, rows, K, part, TILE, STEP, PARTS, SWAP, EVEN, EARLY)
+    acc = _product(x, w, columns, there, first, rows, K, part, TILE, STEP, PARTS, SWAP, EVEN, FULL, EARLY)
     done = True
     if PARTS > 1:
         number = tl.program_id(0) * tl.num_programs(1) + tile
@@ -160,7 +159,7 @@ def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
 @triton.jit(do_not_specialize=["rows"])
 def gated(x, w, bias, squares, out, eps, rows, N, K,
           BIASED: tl.constexpr, NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr,
-          EVEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+          EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """silu(gate)·up of 16 rows; a tile has as many columns of each."""
     if EARLY:
         gdc_wait()
@@ -168,9 +167,8 @@ def gated(x, w, bias, squares, out, eps, rows, N, K,
     i = tl.arange(0, TILE)
     within = tl.program_id(1) * (TILE // 2) + i % (TILE // 2)
     columns = within + i // (TILE // 2) * N
-    acc = _product(x, w, columns, within < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, EARLY) * _root(
-        squares, first, rows, K, eps, NORMS
-    )
+    root = _root(squares, first, rows, K, eps, NORMS)  # asked for before the long loop
+    acc = _product(x, w, columns, within < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, FULL, EARLY) * root
     if BIASED:
         acc += tl.load(bias + columns, mask=within < N, other=0.0).to(tl.float32)[None, :]
     gate, up = _halves(acc, TILE)
@@ -185,15 +183,14 @@ def gated(x, w, bias, squares, out, eps, rows, N, K,
 
 @triton.jit(do_not_specialize=["rows"])
 def scored(x, w, squares, out, eps, rows, N, K,
-           NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+           NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
     """Logits of 16 rows, in float32."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * 16
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    acc = _product(x, w, columns, columns < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, EARLY) * _root(
-        squares, first, rows, K, eps, NORMS
-    )
+    root = _root(squares, first, rows, K, eps, NORMS)  # asked for before the long loop
+    acc = _product(x, w, columns, columns < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, FULL, EARLY) * root
     r = first + tl.arange(0, 16)
     tl.store(out + r[:, None].to(tl.int64) * N + columns[None, :], acc, mask=(r < rows)[:, None] & (columns < N)[None, :])
