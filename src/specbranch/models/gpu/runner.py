@@ -112,8 +112,11 @@ class GpuRunner(NativeRunner):
     def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
         self._moves.append((seq, moves, first))
 
+    @torch.inference_mode()
     def _up(self, arrays: Arrays) -> Asked:
         """Send arrays up, and with them the moves that wait, which are made at once. Where that fails, what was to move is forgotten."""
+        if not arrays and not self._moves:
+            return {}
         waiting = {f"moves {number}": moves for number, (_, moves, _) in enumerate(self._moves)}
         try:
             sent = self.transfer.up({**waiting, **arrays})
