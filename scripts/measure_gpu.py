@@ -20,6 +20,7 @@ from torch import Tensor
 from specbranch.models.batch import Rows
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.gpu import attention
+from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import Views, pack, views
 from specbranch.models.gpu.step import GpuStep, Graphs
 from specbranch.models.room import weight_bytes
@@ -36,6 +37,7 @@ def main() -> None:
     options.add_argument("--shapes", nargs="+", default=["7b", "8b", "1b"], choices=SHAPES)
     options.add_argument("--context", type=int, default=1000, help="tokens before the rows")
     options.add_argument("--replays", type=int, default=60)
+    options.add_argument("--plain", action="store_true", help="products by torch, as where the kernels do not suit a model")
     options.add_argument("--tune", action="store_true", help="time attention alone under other settings")
     options.add_argument("--device", default="cuda", help="on a CPU nothing is captured: to try this script out")
     given = options.parse_args()
@@ -60,7 +62,9 @@ def measure(name: str, given: argparse.Namespace, peak: float) -> list[dict[str,
     works = {label: model.rows(*size) for label, size in WORKS.items()}
     timed = {}
     for attend in (chosen, without_attention):
-        graphs = Graphs(GpuStep(model.decoder, model.memory, attend), model.pool.pages)
+        step = GpuStep(model.decoder, model.memory) if given.plain else step_of(model.decoder, model.memory)
+        step.attend = attend
+        graphs = Graphs(step, model.pool.pages)
         timed[attend] = {label: time_step(graphs, model.spare, rows, given.replays) for label, rows in works.items()}
     return [
         {"shape": name, "work": label, "kernels": chosen is attention.attend_by_kernels}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from functools import cache
 
@@ -28,6 +29,7 @@ LINE = 32  # places of an own line at a time
 CHUNK = 16  # blocks that are joined at a time
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
+EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel is launched when the one before it has ended
 
 
 def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Attend:
@@ -69,14 +71,28 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     tops, totals = sums.new_empty(2, rows, heads, slots)
     out = queries.new_empty(rows, heads * head_dim)
     scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
+    early = begins_early(queries.device)
     programs = rows + groups * tiling["TILES"] * (slots - 1)
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own)
     kernels.partial_results[(programs, kv_heads)](
         queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, pages, slots, **shape, **tiling,
-        num_warps=WARPS, num_stages=STAGES,
+        EARLY=early, num_warps=WARPS, num_stages=STAGES, **launch(early),
     )  # fmt: skip
-    kernels.join[(rows, heads)](sums, tops, totals, step.shared, out, slots, **shape, CHUNK=CHUNK, num_warps=JOIN_WARPS)
+    kernels.join[(rows, heads)](
+        sums, tops, totals, step.shared, out, slots, **shape, CHUNK=CHUNK, EARLY=early, num_warps=JOIN_WARPS, **launch(early)
+    )
     return out
+
+
+@cache
+def begins_early(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one before it has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and os.environ.get(EARLY_VARIABLE) != "0"
+
+
+def launch(early: bool) -> dict[str, bool]:
+    """How a kernel is launched that may begin early."""
+    return {"launch_pdl": True} if early else {}
 
 
 @cache

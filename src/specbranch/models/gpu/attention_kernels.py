@@ -10,6 +10,7 @@ Triton, so nobody imports it but `attention`, when it is asked to.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -73,8 +74,11 @@ def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, star
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
                     PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
-                    TILES: tl.constexpr, OWN_TILE: tl.constexpr):  # fmt: skip
+                    TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
+    if EARLY:  # see product_kernels
+        gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(1)  # of rows and blocks there may be more than a second axis has room for
     program = tl.program_id(0)
     if program < rows:
@@ -99,8 +103,12 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
 
 @triton.jit(do_not_specialize=["slots"])
 def join(sums, tops, totals, shared, out, slots,
-         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+         EARLY: tl.constexpr):  # fmt: skip
     """Join the results of one row and head: the own line, then as many blocks as the row shares, CHUNK at a time."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     at = row * HEADS + tl.program_id(1)
     first = at.to(tl.int64) * slots

@@ -19,8 +19,9 @@ from specbranch.core.slots import ROOT, TAIL
 from specbranch.models import verdict
 from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
+from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import MOST_ROWS, pack
-from specbranch.models.gpu.step import GpuStep, Graphs
+from specbranch.models.gpu.step import Graphs
 from specbranch.models.kv import PAGE, Copy
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
@@ -35,7 +36,7 @@ class GpuRunner(NativeRunner):
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
         self._fused = None
-        self._graphs = Graphs(GpuStep(decoder, self.memory), -(-(context_length + tail) // PAGE))
+        self._graphs = Graphs(step_of(decoder, self.memory), -(-(context_length + tail) // PAGE))
         self._moves: list[tuple[int, np.ndarray, int]] = []  # still to be made: sequence, places, and the lowest that is written
 
     @torch.inference_mode()

@@ -34,7 +34,7 @@ class GpuStep:
     def __init__(self, decoder: Decoder, memory: Memory, attend: Attend | None = None, small: Small | None = None) -> None:
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
         self.decoder, self.memory = decoder, memory
-        self._attend = attend or choose_attend(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+        self.attend = attend or choose_attend(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
         self._small = small or small_functions(device)
         self._sides = [memory.layer(index) for index in range(arch.layers)]
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
@@ -55,7 +55,7 @@ class GpuStep:
             if tapped and index >= untapped:
                 seen.append(x)
             queries = self._small.turned(layer.qkv(h), layer.qk_norm, eps, *turning, step.slots, self._written[index])
-            x, h = self._small.added(x, layer.out(self._attend(queries, *self._sides[index], step)), layer.mlp_norm, eps)
+            x, h = self._small.added(x, layer.out(self.attend(queries, *self._sides[index], step)), layer.mlp_norm, eps)
             x, h = self._small.added(x, layer.down(self._small.gated(layer.gate_up(h))), self._next_norms[index], eps)
         return decoder.head(h), torch.cat((*seen, h), -1) if tapped else None
 

@@ -1,0 +1,78 @@
+"""A GPU's step by kernels: through all layers a row has the same bits alone, among others, behind siblings and in any slot."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from specbranch.core.runner import Feed
+from specbranch.core.slots import ROOT
+from specbranch.models.gpu.kernel_step import KernelStep
+from specbranch.models.native import NativeRunner, load_native
+from tiny_models import GREEDY, planted, some_tokens
+
+pytestmark = pytest.mark.gpu
+SIZES: dict[str, Any] = {"vocab_size": 301, "hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 6}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.1}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "biases": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=128),
+}
+
+
+@pytest.fixture(scope="module", params=[(kind, dtype) for kind in CONFIGS for dtype in ("bfloat16", "float16")], ids="-".join)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
+    kind, dtype = request.param
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.0))
+    folder = Path(tmp_path_factory.mktemp(kind))
+    model.save_pretrained(folder)
+    made = load_native(folder, context_length=2000, device="cuda", dtype=dtype)
+    assert isinstance(made._graphs._step, KernelStep)  # type: ignore[attr-defined]
+    return made
+
+
+def bits(rows: list[Any]) -> torch.Tensor:
+    return torch.stack([row.logits for row in rows]).cpu()
+
+
+@pytest.mark.parametrize("prefix", [1, 20, 250, 700, 1000, 1016])
+def test_a_row_has_the_same_bits_in_any_company(prefix: int, runner: NativeRunner) -> None:
+    line, text = some_tokens(30, seed=9), some_tokens(prefix)
+    for seq in range(6):
+        runner.open(seq, GREEDY)
+        runner.extend(seq, text if seq < 3 else some_tokens(100 * seq, seed=seq))
+    alone = []
+    for token in line:
+        alone += runner.score([Feed(0, (token,), (ROOT,))])[0]
+        runner.keep(0, (0,), 1)
+    expected = bits(alone)
+    chain = Feed(1, tuple(line), tuple(range(ROOT, 29)))
+    assert torch.equal(bits(runner.score([chain])[0]), expected)
+    runner.keep(1, (), 0)
+    others = [Feed(seq, (1, 2, 3), (ROOT, 0, 0)) for seq in (3, 4, 5)]
+    assert torch.equal(bits(runner.score([others[0], chain, *others[1:]])[1]), expected)
+    feed, nodes = planted(random.Random(prefix), line)
+    rows = runner.score([Feed(2, feed.tokens, feed.parents)])[0]
+    assert torch.equal(bits([rows[node] for node in nodes]), expected)
+    runner.keep(2, nodes[:20], 20)
+    assert torch.equal(bits(runner.score([Feed(2, tuple(line[20:]), tuple(range(ROOT, 9)))])[0]), expected[20:])
+    for seq in range(6):
+        runner.close(seq)
+
+
+def test_bits_differ_where_a_token_differs(runner: NativeRunner) -> None:
+    runner.open(0, GREEDY)
+    runner.extend(0, some_tokens(40))
+    rows = runner.score([Feed(0, (1, 2, 5, 5), (ROOT, ROOT, 0, 1))])[0]
+    runner.close(0)
+    assert not torch.equal(rows[2].logits, rows[3].logits)
