@@ -12,10 +12,10 @@ from specbranch.models.gpu.step import GpuStep
 from specbranch.models.native import load_native
 from tiny_models import saved, tiny
 
+SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 49152, 576), ("head", 301, 384)]
 
-@pytest.mark.parametrize(
-    ("purpose", "outs", "ins"), [*CUTS, ("qkv", 960, 576), ("down", 576, 1536), ("head", 49152, 576), ("head", 301, 384)]
-)
+
+@pytest.mark.parametrize(("purpose", "outs", "ins"), [*CUTS, *SMALL])
 def test_a_cut_reads_all_of_a_product_in_whole_steps(purpose: str, outs: int, ins: int) -> None:
     cut = cut_of(purpose, torch.empty(outs, ins, device="meta"))
     assert cut == cut_of(purpose, torch.empty(outs, ins, device="meta"))
