@@ -71,7 +71,7 @@ SPECULATION = (
     _speculation(
         "--rule",
         metavar="RULE",
-        help="match: what plain decoding gives with this seed, token for token (on GPUs, in bfloat16, rounding makes exceptions); "
+        help="match: what plain decoding gives with this seed, token for token (docs/lossless.md: when on GPUs); "
         "ratio: the same distribution [match].",
     ),
     _speculation("--num-speculative-tokens", type=int, metavar="N", help="Longest draft of a round [5]."),
