@@ -69,9 +69,9 @@ def default_model() -> Path:
         pytest.skip(f"the default model is not here: {error}")
 
 
-@pytest.fixture(autouse=True)
-def no_gpu_unless_asked(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("gpu"):
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU before any of its fixtures is made."""
+    if item.get_closest_marker("gpu"):
         import torch
 
         if not torch.cuda.is_available():
