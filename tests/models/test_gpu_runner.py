@@ -294,30 +294,21 @@ class Interrupted(Transfer):
 def test_an_interrupt_loses_no_move(decoder: Any) -> None:
     runner, plain = GpuRunner(decoder, 600), NativeRunner(decoder, 600)
     runner.transfer = interrupted = Interrupted(torch.device("cpu"))
-    text, line = some_tokens(40), some_tokens(8, seed=3)
-    verifiers = [Verifier(one) for one in (runner, plain)]
-    verdicts = []
-    for verifier in verifiers:
-        verifier.open(0, Request(SamplingParams(), 0, len(text)))
-        first = verifier.score({0: Verify(Context(0, tuple(text)))}, {})[0]
-        said = verifier.judge(first, {})[0].token
-        # two wrong siblings before the right one: what is taken has to move
-        right = verifier.score({0: Verify(Context(40, (said,), [*text, said]), (line[0], line[1]), (ROOT, ROOT))}, {})[0]
-        after = verifier.judge(right, {})[0].token
-        again = [*text, said, after]
-        moved = verifier.score({0: Verify(Context(41, (after,), again), (line[2], line[3]), (ROOT, 0))}, {})[0]
-        verifier.judge(moved, {})
-        if verifier.runner is runner:
-            runner._move(0, runner._held[0].table.flat(np.array([[41], [40]])), 40)  # a move that waits
-            interrupted.left = 1
-            with pytest.raises(KeyboardInterrupt):
-                verifier.score({0: Verify(Context(42, (line[4],), [*again, line[4]]))}, {})
-        scored = verifier.score({0: Verify(Context(42, (line[4],), [*again, line[4]]), tuple(line[5:8]))}, {})[0]
-        verdicts.append(verifier.judge(scored, {})[0])
-        runner.check()
-    assert verdicts[0] == verdicts[1]
-    rows = [one.score([Feed(0, (7,), (ROOT,))])[0][0].logits for one in (runner, plain)]
-    torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=1e-11)
+    text, verifier = some_tokens(40), Verifier(runner)
+    verifier.open(0, Request(SamplingParams(), 0, len(text)))
+    runner.extend(0, text[:-1])
+    runner.feed([Feed(0, (text[-1], 9, 7), (ROOT, 0, 0))])
+    runner.keep(0, (0, 2), 2)  # the second sibling moves to the place of the first
+    order = Verify(Context(0, (*text, 7, 5)))
+    interrupted.left = 1
+    with pytest.raises(KeyboardInterrupt):
+        verifier.score({0: order}, {})
+    scored, _ = verifier.score({0: order}, {})
+    runner.check()
+    plain.open(0, REQUESTS["greedy"])
+    plain.extend(0, text)
+    expected = plain.score([Feed(0, (7, 5), (ROOT, 0))])[0][1]
+    torch.testing.assert_close(runner._rows[0][scored.judged[0].root].logits, expected.logits, rtol=0, atol=1e-11)
 
 
 def test_another_session_takes_no_signal_away(both: tuple[NativeRunner, GpuRunner]) -> None:
