@@ -15,7 +15,7 @@ from torch import Tensor
 from specbranch.core.noise import mix
 from specbranch.core.runner import ENTROPY_WEIGHT
 from specbranch.models.noise import gumbel
-from specbranch.models.reductions import argmax, descending, entropy, leading, peak, weights
+from specbranch.models.reductions import descending, entropy, leading, peak, weights
 
 Asked = Mapping[str, Tensor]  # a sheet's arrays
 
@@ -107,11 +107,6 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
     logs = logits.float().log_softmax(dim=-1)
     ids = torch.cat([tokens[:, None], leading(logs, top)], dim=-1) if top else tokens[:, None]
     return ids, logs.gather(-1, ids).double()
-
-
-def pick(scores: Tensor) -> Tensor:
-    """Return each row's own column [rows], the lowest among equals."""
-    return argmax(scores)
 
 
 def _edited(logits: Tensor, asked: Asked) -> Tensor:

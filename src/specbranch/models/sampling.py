@@ -48,7 +48,7 @@ class TorchSampler:
         """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
         if not rows:
             return []
-        chosen: list[int] = self._transfer.down(sample.pick(self.scores(rows, spots, self._sent(self.picking(spots)))[1])).tolist()
+        chosen: list[int] = self._transfer.down(argmax(self.scores(rows, spots, self._sent(self.picking(spots)))[1])).tolist()
         return chosen
 
     def picking(self, spots: Sequence[Spot]) -> Arrays:

@@ -20,6 +20,7 @@ from specbranch.core.request import Spot
 from specbranch.core.runner import Judged, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models import sample
+from specbranch.models.reductions import argmax
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import told as told_logprobs
 from specbranch.models.sheet import Arrays
@@ -99,7 +100,7 @@ def _tried(trial: Trial, parent: int) -> list[Tried]:
 
 def decided(scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     """Return each row's token [rows], and which rows the target comes to [rows]; by the match rule scores have their noise."""
-    tokens = sample.pick(scores)
+    tokens = argmax(scores)
     if "tried" not in asked:
         chosen = asked["eligible"] & (tokens[asked["parent"]] == asked["said"])
     else:
