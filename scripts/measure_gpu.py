@@ -1,16 +1,19 @@
-"""Check and time a GPU's step: graphs over random bfloat16 weights, with and without attention, against what its memory can read.
+"""Check and time a GPU's step: graphs over random weights, against what its memory can read, and against bars.
 
-Median milliseconds of a graph's replay for 1 and 16 rows of one sequence and 1 row of each of 4. Last line: JSON.
+Median milliseconds of a graph's replay, the choice of a token included, for 1, 16 and 64 rows of one sequence and 1 row of each of 4.
+A case is a shape, its weights and the context before the rows, such as 7b, 1b:int8 or 8b@8000. Last line: JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +21,44 @@ from shapes import DTYPE, SHAPES, Shaped
 from torch import Tensor
 
 from specbranch.models.batch import Rows
-from specbranch.models.files.architecture import Architecture
 from specbranch.models.gpu import attention
+from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import Views, pack, views
 from specbranch.models.gpu.step import GpuStep, Graphs
-from specbranch.models.room import weight_bytes
 
-BARS = {"7b": 4.7, "8b": 5.2}  # milliseconds for one row
-ROWS_BAR = 1.25  # times one row, for 16
-WORKS = {"1 row": (1, 1), "16 rows": (16, 1), "4 sequences": (1, 4)}
+CASES = ("7b", "8b", "1b", "33b", "7b@8000", "8b@8000", "1b:int8", "1b:int4", "8b:int8", "8b:int4")
+BARS = {  # milliseconds for one row, share of the floor, times one row for 16; 0: none
+    "7b": (3.9, 0.75, 1.10), "8b": (4.23, 0.76, 1.05), "1b": (0.91, 0.58, 1.06), "33b": (16.8, 0.84, 1.05),
+    "7b@8000": (0.0, 0.71, 1.08), "8b@8000": (0.0, 0.70, 1.08), "1b:int8": (0.75, 0.0, 1.06),
+}  # fmt: skip
+WORKS = {"1 row": (1, 1), "16 rows": (16, 1), "64 rows": (64, 1), "4 sequences": (1, 4)}
 SETTINGS = [(128, 32, 4, 2), (128, 32, 4, 1), (128, 32, 8, 2), (64, 32, 4, 2), (256, 32, 8, 1), (128, 64, 4, 2), (128, 64, 4, 1)]
 
 
+@dataclass(frozen=True)
+class Case:
+    """A shape, what its weights are stored as, and how much text comes before the rows."""
+
+    named: str
+    shape: str
+    stored: str
+    context: int
+
+    @classmethod
+    def of(cls, named: str) -> Case:
+        """Take a name apart."""
+        rest, _, context = named.partition("@")
+        shape, _, stored = rest.partition(":")
+        if shape not in SHAPES or stored not in ("", "bfloat16", "int8", "int4") or not (context or "0").isdigit():
+            raise argparse.ArgumentTypeError(f"{named!r}; expected a shape ({', '.join(SHAPES)}), then :int8 or :int4, then @CONTEXT")
+        return cls(named, shape, stored or "bfloat16", int(context or 1000))
+
+
 def main() -> None:
-    """Measure every shape and print a table."""
+    """Measure every case and print a table."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--shapes", nargs="+", default=["7b", "8b", "1b"], choices=SHAPES)
-    options.add_argument("--context", type=int, default=1000, help="tokens before the rows")
+    options.add_argument("cases", nargs="*", type=Case.of, default=[Case.of(case) for case in CASES], help=f"[{' '.join(CASES)}]")
     options.add_argument("--replays", type=int, default=60)
     options.add_argument("--plain", action="store_true", help="products by torch, as where the kernels do not suit a model")
     options.add_argument("--tune", action="store_true", help="time attention alone under other settings")
@@ -43,20 +66,28 @@ def main() -> None:
     given = options.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     peak = bandwidth(given.device)
+    print(f"{device_name(given.device)} reads {peak:.2f} TB/s.", flush=True)
+    found: list[dict[str, Any]] = []
+    tuned: list[dict[str, Any]] = []
     with torch.inference_mode():
-        found = [entry for name in given.shapes for entry in measure(name, given, peak)]
-        tuned = [entry for name in given.shapes for entry in tune(name, given)] if given.tune else []
+        for case in given.cases:
+            found += measure(case, given, peak)
+            tuned += tune(case, given) if given.tune else []
+            gc.collect()
+            if given.device == "cuda":
+                torch.cuda.empty_cache()
+            print(case.named, *(f"{entry['work']} {entry['ms']:.3f} ms" for entry in found[-len(WORKS) :]), sep=", ", flush=True)
     for entry in tuned:
         setting = ", ".join(f"{name} {entry[name]}" for name in ("block", "line", "warps", "stages"))
-        print(f"{entry['shape']:>5} attention alone, {setting}: {entry['one']:6.2f} us a layer for 1 row, {entry['many']:6.2f} for 16")
+        print(f"{entry['case']:>8} attention alone, {setting}: {entry['one']:6.2f} us a layer for 1 row, {entry['many']:6.2f} for 16")
     print_table(found)
     print(json.dumps({"device": device_name(given.device), "torch": torch.__version__, "read_tb_s": peak, "steps": found, "tuned": tuned}))
 
 
-def measure(name: str, given: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
-    """Time the steps of one shape, with attention and without."""
+def measure(case: Case, given: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
+    """Time the steps of one case, with attention and without."""
     device = torch.device(given.device)
-    model = Shaped(name, device, given.context, sequences=6)
+    model = Shaped(case.shape, device, case.context, sequences=7, stored=case.stored)
     arch = model.arch
     chosen = attention.choose_attend(device, DTYPE, arch.heads, arch.kv_heads, arch.head_dim)
     works = {label: model.rows(*size) for label, size in WORKS.items()}
@@ -64,12 +95,12 @@ def measure(name: str, given: argparse.Namespace, peak: float) -> list[dict[str,
     for attend in (chosen, without_attention):
         step = GpuStep(model.decoder, model.memory) if given.plain else step_of(model.decoder, model.memory)
         step.attend = attend
-        graphs = Graphs(step, model.pool.pages)
+        graphs = Graphs(step, model.pool.pages, chooser=Chooser(step.picks, arch.vocabulary))
         timed[attend] = {label: time_step(graphs, model.spare, rows, given.replays) for label, rows in works.items()}
     return [
-        {"shape": name, "work": label, "kernels": chosen is attention.attend_by_kernels}
+        {"case": case.named, "work": label, "kernels": chosen is attention.attend_by_kernels}
         | {**timed[chosen][label], "no_attention_ms": timed[without_attention][label]["ms"]}
-        | shares(arch, given.context, WORKS[label][1], timed[chosen][label]["ms"], peak)
+        | shares(model, WORKS[label][1], timed[chosen][label]["ms"], peak)
         for label in works
     ]
 
@@ -77,33 +108,33 @@ def measure(name: str, given: argparse.Namespace, peak: float) -> list[dict[str,
 def time_step(graphs: Graphs, spare: int, rows: list[Rows], replays: int) -> dict[str, float]:
     """Time packing and replays; the first run captures."""
     packed, bucket = pack(rows, spare)
+    graphs.bring(packed)
     begun = time.perf_counter()
-    logits = graphs.run(packed, bucket)
+    logits = graphs.run_brought(bucket, count=1).logits
     if not bool(logits.isfinite().all()):
         raise SystemExit("a step gave logits that are no numbers")
     first = time.perf_counter() - begun
     packing = [seconds(lambda: pack(rows, spare)) for _ in range(200)]
-    on_device = torch.from_numpy(packed).to(logits.device)
-    times = milliseconds(lambda: graphs.run(on_device, bucket), replays, logits.device)
+    times = milliseconds(lambda: graphs.run_brought(bucket, count=1), replays, logits.device)
     return {"ms": statistics.median(times), "least_ms": min(times), "pack_us": statistics.median(packing) * 1e6, "first_s": first}
 
 
-def shares(arch: Architecture, context: int, sequences: int, ms: float, peak: float) -> dict[str, float]:
+def shares(model: Shaped, sequences: int, ms: float, peak: float) -> dict[str, float]:
     """What has to be read, and how near the step comes to reading it at the memory's own pace."""
-    weights = weight_bytes(arch, DTYPE) - arch.vocabulary * arch.hidden * DTYPE.itemsize  # a row of the embedding is nothing
-    cache = 2 * sequences * context * arch.layers * arch.kv_heads * arch.head_dim * DTYPE.itemsize
-    floor = (weights + cache) / peak / 1e9
+    arch = model.arch
+    cache = 2 * sequences * model.context * arch.layers * arch.kv_heads * arch.head_dim * DTYPE.itemsize
+    floor = (model.matrix_bytes + cache) / peak / 1e9
     return {"floor_ms": floor, "share": floor / ms}
 
 
-def tune(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
+def tune(case: Case, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Time attention alone, microseconds a layer, under several settings: many layers one after the other in a graph."""
-    model = Shaped(name, torch.device(given.device), given.context, sequences=2)
+    model = Shaped(case.shape, torch.device(given.device), case.context, sequences=2)
     found = []
     for block, line, warps, stages in SETTINGS:
         attention.BLOCK, attention.LINE, attention.WARPS, attention.STAGES = block, line, warps, stages
         one, many = (attention_alone(model, given, rows) for rows in (1, 16))
-        found.append({"shape": name, "block": block, "line": line, "warps": warps, "stages": stages, "one": one, "many": many})
+        found.append({"case": case.named, "block": block, "line": line, "warps": warps, "stages": stages, "one": one, "many": many})
     return found
 
 
@@ -138,10 +169,14 @@ def without_attention(queries: Tensor, keys: Tensor, values: Tensor, step: Views
 
 
 def bandwidth(device: str) -> float:
-    """Terabytes a second that a sum over much memory reads, at best."""
+    """Terabytes a second that reading much memory reaches, at best of two ways."""
     much = torch.ones(1 << (31 if device == "cuda" else 22), device=device, dtype=DTYPE)
-    times = milliseconds(lambda: much.view(torch.int32).sum(dtype=torch.int32), 20, much.device)
-    return much.nbytes / min(times) / 1e9
+    ways: list[Callable[[], object]] = [lambda: much.view(torch.int32).sum(dtype=torch.int32)]
+    if device == "cuda":
+        from reading import read_all
+
+        ways.append(lambda: read_all(much))
+    return max(much.nbytes / min(milliseconds(way, 20, much.device)) / 1e9 for way in ways)
 
 
 def milliseconds(call: Callable[[], object], times: int, device: torch.device) -> list[float]:
@@ -173,16 +208,25 @@ def device_name(device: str) -> str:
 
 def print_table(found: list[dict[str, Any]]) -> None:
     """Lay the steps out for people, with the bars they are to meet."""
-    print("shape         work      ms   least no att.  floor  share of 1 row pack us first s")
+    print("    case         work      ms   least no att.  floor  share of 1 row pack us first s")
     for entry in found:
-        one = next(other["ms"] for other in found if other["shape"] == entry["shape"] and other["work"] == "1 row")
-        bar = BARS.get(entry["shape"]) if entry["work"] == "1 row" else ROWS_BAR * one if entry["work"] == "16 rows" else None
-        told = "" if bar is None else f"  {'meets' if entry['ms'] <= bar else 'MISSES'} {bar:.2f}"
-        told += "" if entry["kernels"] else "  (plain attention)"
-        print(
-            f"{entry['shape']:>5} {entry['work']:>12} {entry['ms']:7.3f} {entry['least_ms']:7.3f} {entry['no_attention_ms']:7.3f} "
-            f"{entry['floor_ms']:6.2f} {entry['share']:6.1%} {entry['ms'] / one:8.3f} {entry['pack_us']:7.1f} {entry['first_s']:7.1f}{told}"
+        one = next(other["ms"] for other in found if other["case"] == entry["case"] and other["work"] == "1 row")
+        told = ", ".join(verdicts(entry, one)) + ("" if entry["kernels"] else "  (plain attention)")
+        times = (
+            f"{entry['ms']:7.3f} {entry['least_ms']:7.3f} {entry['no_attention_ms']:7.3f} {entry['floor_ms']:6.2f} {entry['share']:6.1%}"
         )
+        rest = f"{entry['ms'] / one:8.3f} {entry['pack_us']:7.1f} {entry['first_s']:7.1f}"
+        print(f"{entry['case']:>8} {entry['work']:>12} {times} {rest}  {told}")
+
+
+def verdicts(entry: dict[str, Any], one: float) -> list[str]:
+    """Which bars an entry meets."""
+    ms, share, times = BARS.get(entry["case"], (0.0, 0.0, 0.0))
+    if entry["work"] == "1 row":
+        bars = [(entry["ms"] <= ms, f"{ms} ms", ms), (entry["share"] >= share, f"{share:.0%}", share)]
+    else:
+        bars = [(entry["ms"] / one <= times, f"{times} x", times if entry["work"] == "16 rows" else 0.0)]
+    return [f"{'meets' if met else 'MISSES'} {bar}" for met, bar, there in bars if there]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,11 @@ from specbranch.models.kv import PAGE, Memory, Pool, Table
 
 DTYPE = torch.bfloat16
 SHAPES = {  # hidden, layers, heads, kv heads, head dim, intermediate, vocabulary
+    "135m": (576, 30, 9, 3, 64, 1536, 49152),
     "68m": (768, 2, 12, 12, 64, 3072, 32000),
     "1b": (2048, 16, 32, 8, 64, 8192, 128256),
     "1.3b": (2048, 24, 16, 16, 128, 5504, 32256),
+    "1.5b": (1536, 28, 12, 2, 128, 8960, 151936),
     "7b": (4096, 32, 32, 32, 128, 11008, 32000),
     "8b": (4096, 32, 32, 8, 128, 14336, 128256),
     "13b": (5120, 40, 40, 40, 128, 13824, 32000),
@@ -27,12 +31,20 @@ SHAPES = {  # hidden, layers, heads, kv heads, head dim, intermediate, vocabular
 class Shaped:
     """A decoder of a shape, and a pool for some sequences of it, filled with anything."""
 
-    def __init__(self, name: str, device: torch.device, context: int, sequences: int) -> None:
+    def __init__(self, name: str, device: torch.device, context: int, sequences: int, stored: WeightsName = "bfloat16") -> None:
         self.arch, self.context = architecture(name), context
         self.pool = Pool(sequences * (context // PAGE + 2))
-        self.decoder = Decoder(self.arch, random_weights(self.arch, device), context + PAGE)
+        self.decoder = Decoder(self.arch, random_weights(self.arch, device, stored), context + PAGE)
         self.memory = Memory(self.arch, self.pool.pages + 1, device, DTYPE)
         self.memory.data.normal_()
+
+    @property
+    def matrix_bytes(self) -> int:
+        """How much of the weights a step reads."""
+        layers = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.decoder.layers]
+        matrices = [self.decoder.head, *chain(*layers)]
+        parts = [getattr(matrix, name, None) for matrix in matrices for name in ("weight", "scale")]
+        return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def spare(self) -> int:
@@ -66,18 +78,21 @@ def architecture(name: str) -> Architecture:
     )  # fmt: skip
 
 
-def random_weights(arch: Architecture, device: torch.device) -> Weights:
+def random_weights(arch: Architecture, device: torch.device, stored: WeightsName = "bfloat16") -> Weights:
     """Make weights on the device."""
 
     def random(*shape: int) -> Tensor:
         return torch.empty(shape, device=device, dtype=DTYPE).normal_(std=shape[-1] ** -0.5)
 
+    def matrix(*shape: int) -> Matrix:
+        return Matrix(random(*shape)).stored_as(stored)
+
     def layer() -> LayerWeights:
         wide, ones = arch.heads * arch.head_dim, torch.ones(arch.hidden, device=device, dtype=DTYPE)
-        qkv = Matrix(random(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden))
-        gate_up, down = Matrix(random(2 * arch.intermediate, arch.hidden)), Matrix(random(arch.hidden, arch.intermediate))
-        return LayerWeights(ones, qkv, None, None, Matrix(random(arch.hidden, wide)), ones, gate_up, down)
+        qkv = matrix(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden)
+        gate_up, down = matrix(2 * arch.intermediate, arch.hidden), matrix(arch.hidden, arch.intermediate)
+        return LayerWeights(ones, qkv, None, None, matrix(arch.hidden, wide), ones, gate_up, down)
 
     layers = tuple(layer() for _ in range(arch.layers))
     norm = torch.ones(arch.hidden, device=device, dtype=DTYPE)
-    return Weights(random(arch.vocabulary, arch.hidden), layers, norm, random(arch.vocabulary, arch.hidden))
+    return Weights(random(arch.vocabulary, arch.hidden), layers, norm, matrix(arch.vocabulary, arch.hidden))

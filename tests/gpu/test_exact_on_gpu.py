@@ -10,7 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from specbranch.core.runner import Feed
+from specbranch.config import SamplingParams
+from specbranch.core.orders import Context, Verify
+from specbranch.core.request import Request
+from specbranch.core.runner import Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models.gpu.kernel_step import KernelStep
 from specbranch.models.native import NativeRunner, load_native
@@ -68,6 +71,62 @@ def test_a_row_has_the_same_bits_in_any_company(prefix: int, runner: NativeRunne
     assert torch.equal(bits(runner.score([Feed(2, tuple(line[20:]), tuple(range(ROOT, 9)))])[0]), expected[20:])
     for seq in range(6):
         runner.close(seq)
+
+
+@pytest.mark.parametrize("count", [40, 64, 130, 300])
+def test_a_row_has_the_same_bits_among_many(count: int, runner: NativeRunner) -> None:
+    """Every row has a sequence of its own; some of them hold what is no number."""
+    texts = [some_tokens(3 + 5 * (seq % 60), seed=seq) for seq in range(count)]
+    for seq, text in enumerate(texts):
+        runner.open(seq, GREEDY)
+        runner.extend(seq, text)
+    runner.memory.data[runner._held[1].table.pages[0], :, :, :, 0] = float("nan")
+    feeds = [Feed(seq, (seq % 300,), (ROOT,)) for seq in range(count)]
+    alone = [runner.score([feed])[0][0] for feed in feeds if feed.seq % 17 == 0]
+    for seq in range(count):
+        runner.keep(seq, (), 0)
+    among = [rows[0] for rows in runner.score(feeds)]
+    assert torch.equal(bits(among[::17]), bits(alone))
+    assert among[1].logits.isnan().all() and not bits(among[::17]).isnan().any()
+    for seq in range(count):
+        runner.close(seq)
+    runner.memory.data.nan_to_num_(0.0)
+
+
+@pytest.mark.parametrize("shaping", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.3}], ids=str)
+def test_a_token_is_chosen_alike_in_any_company(shaping: dict[str, float], runner: NativeRunner) -> None:
+    """In a graph, and behind it where another request's logits are shaped."""
+    text, line = some_tokens(50), some_tokens(12, seed=3)
+    said = []
+    for others in ({}, {"top_p": 0.9}, {"logprobs": 2}):
+        for seq, params in enumerate((shaping, {"temperature": 1.0, **others})):
+            runner.open(seq, Request(SamplingParams(**params), 5, len(text)))
+            runner.extend(seq, text[:-1])
+        feeds = [Feed(seq, (text[-1], *line), tuple(range(ROOT, len(line)))) for seq in range(2 if others else 1)]
+        trials = [Trial(feed.seq, Verify(Context(0, tuple(text)), tuple(line)), 0, tuple(range(1, 13)), logprobs=None) for feed in feeds]
+        said.append(runner.verify(feeds, trials)()[0])
+        for seq in range(2):
+            runner.close(seq)
+    assert said[0] == said[1] == said[2]
+
+
+def test_tokens_of_far_places_have_the_same_bits(tmp_path: Path) -> None:
+    """Behind 32,000 tokens, where a text has hundreds of blocks."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "max_position_embeddings": 33000, "num_hidden_layers": 2}))
+    model.save_pretrained(tmp_path)
+    runner = load_native(tmp_path, context_length=32900, device="cuda")
+    line = some_tokens(20, seed=9)
+    for seq in range(2):
+        runner.open(seq, GREEDY)
+        runner.extend(seq, some_tokens(32000))
+    expected = []
+    for token in line:
+        expected += runner.score([Feed(0, (token,), (ROOT,))])[0]
+        runner.keep(0, (0,), 1)
+    feed, nodes = planted(random.Random(1), line)
+    rows = runner.score([Feed(1, feed.tokens, feed.parents)])[0]
+    assert torch.equal(bits([rows[node] for node in nodes]), bits(expected))
 
 
 def test_bits_differ_where_a_token_differs(runner: NativeRunner) -> None:

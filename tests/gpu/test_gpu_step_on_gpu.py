@@ -153,9 +153,9 @@ def test_tapped_states_of_graphs_equal_those_of_running() -> None:
         stepper = Stepper(decoder, DEVICE, torch.float32, capture=capture)
         packed, bucket = pack([stepper.open().read(some_tokens(16))], PAGES * PAGE)
         stepper.graphs.run(packed, bucket)
-        logits, states = stepper.graphs.run_tapped(packed, bucket, 2)
-        assert states is not None and states.shape == (16, 2 * decoder.arch.hidden)
-        found.append((logits.clone(), states.clone()))
+        ran = stepper.graphs.run_brought(bucket, 2)
+        assert ran.states is not None and ran.states.shape == (16, 2 * decoder.arch.hidden)
+        found.append((ran.logits.clone(), ran.states.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

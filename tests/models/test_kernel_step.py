@@ -5,22 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from specbranch.models.gpu.kernel_step import CUTS, KernelStep, cut_of, kernels_fit, step_of
+from specbranch.models.gpu.kernel_step import CUTS, INT4_CUTS, INT8_CUTS, KernelStep, Stored, cut_of, kernels_fit, step_of
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.native import load_native
 from tiny_models import saved, tiny
 
 SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 49152, 576), ("head", 301, 384)]
+KNOWN = {"plain": CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
 
 
-@pytest.mark.parametrize(("purpose", "outs", "ins"), [*CUTS, *SMALL])
-def test_a_cut_reads_all_of_a_product_in_whole_steps(purpose: str, outs: int, ins: int) -> None:
-    cut = cut_of(purpose, torch.empty(outs, ins, device="meta"))
-    assert cut == cut_of(purpose, torch.empty(outs, ins, device="meta"))
+@pytest.mark.parametrize("stored", KNOWN)
+@pytest.mark.parametrize(("purpose", "outs", "ins"), sorted({*CUTS, *INT8_CUTS, *INT4_CUTS, *SMALL}))
+def test_a_cut_reads_all_of_a_product_in_whole_steps(purpose: str, outs: int, ins: int, stored: Stored) -> None:
+    if stored == "int4" and ins % 128:
+        pytest.skip("such a matrix stays in int8")
+    cut = cut_of(purpose, outs, ins, stored)
+    assert cut == KNOWN[stored].get((purpose, outs, ins), cut)
     assert ins % cut.step == 0 and ins // cut.step >= cut.parts
-    assert cut.tile in (32, 64, 128) and cut.step in (64, 128)
+    assert cut.tile in (16, 32, 64, 128) and cut.step in (64, 128, 256)
+    assert stored != "int4" or (cut.step == 128 and not cut.swap)
 
 
 def test_what_the_kernels_are_not_made_for_takes_the_plain_step(tmp_path: Path) -> None:

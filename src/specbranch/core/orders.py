@@ -117,13 +117,15 @@ class Grow:
 class Verify:
     """Judge `tokens` after the sequence `on`. `parents[i]` is the index of node i's parent, -1 for the root; None: a chain.
 
-    `q[i]` is the law node i was drawn from; None: the proposal was deterministic.
+    `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here, the same will be
+    asked behind the verdict's token, so that a model may begin with that.
     """
 
     on: Context
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     q: tuple[Sparse | None, ...] | None = None
+    goes_on: bool = False
 
     def parent(self, node: int) -> int:
         """Return the index of the node's parent, -1 for the root."""

@@ -72,6 +72,10 @@ class Session:
         """Order the pending chain to be judged."""
         return Verify(self._context("target"), pending.tokens, None, pending.q)
 
+    def verify_plainly(self) -> Verify:
+        """Order the next token, and say whether one more will be wanted."""
+        return Verify(self._context("target"), goes_on=self.room > 1)
+
     def verify_tree(self, tree: Tree) -> Verify:
         """Order a tree to be judged."""
         return Verify(self._context("target"), tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes))

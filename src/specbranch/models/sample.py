@@ -28,6 +28,12 @@ def shape(logits: Tensor, asked: Asked) -> Tensor:
     return _cut(_scaled(_edited(logits, asked), asked), asked)
 
 
+def unscaled(logits: Tensor, asked: Asked) -> Tensor:
+    """Return logits with all of their shaping but the temperature: who chooses among them divides by it."""
+    edited = _edited(logits, asked)
+    return edited if "least" not in asked else edited.masked_fill(_cut(_scaled(edited, asked), asked) == -torch.inf, -torch.inf)
+
+
 def perturbed(shaped: Tensor, asked: Asked, noise: Tensor | None) -> Tensor:
     """Add the noise of its position to each row that wants it."""
     if noise is None:

@@ -57,7 +57,7 @@ class TorchSampler:
 
     def scores(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asked: Asked) -> tuple[Tensor, Tensor]:
         """Return logits over the vocabulary, and what is preferred among them: shaped, by the match rule with the noise of their places."""
-        logits = self._logits(rows)
+        logits = self.logits(rows)
         return logits, self._scores(logits, spots, asked, None)[1]
 
     def propose(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
@@ -72,14 +72,14 @@ class TorchSampler:
 
     def proposing(self, spots: Sequence[Spot], asks: Sequence[Ask], columns: Columns | None) -> Arrays:
         """Return what has to be on the device for `candidates`."""
-        arrays = self._asked(spots, self._width(columns), columns)
+        arrays = self._asked(spots, self.width(columns), columns)
         by_entropy = [ask.measure == "entropy" for ask in asks]
         return {**arrays, "by_entropy": np.array(by_entropy, dtype=np.float32)} if any(by_entropy) else arrays
 
     def candidates(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask], asked: Asked) -> Tensor:
         """Return a line of numbers for each row, on its device: confidence, then the tokens of its best entries, then their scores."""
         logits, columns = scored(rows)
-        logits = logits[:, : self._width(columns)]
+        logits = logits[:, : self.width(columns)]
         shaped, scores = self._scores(logits, spots, asked, columns)
         count = max(MOST_ENTRIES if spot.request.by_ratio else ask.width for spot, ask in zip(spots, asks, strict=True))
         confidence, best, of_best = sample.candidates(shaped, scores, count, asked.get("by_entropy"))
@@ -88,7 +88,7 @@ class TorchSampler:
 
     def law(self, row: TensorRow, spot: Spot) -> TensorLaw:
         """Return the shaped distribution at a row."""
-        logits = self._logits([row])
+        logits = self.logits([row])
         shaped = sample.shape(logits, self._sent(self._asked([spot], logits.shape[-1], None)))
         if spot.request.greedy:
             return TensorLaw(torch.zeros_like(shaped[0], dtype=torch.int64).index_fill_(0, argmax(shaped), 1))
@@ -101,14 +101,15 @@ class TorchSampler:
 
     def logprobs(self, row: TensorRow, token: int, top: int) -> TokenLogprobs:
         """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
-        logits = self._logits([row])
+        logits = self.logits([row])
         ids, logs = sample.logprobs(logits, self._sent({"tokens": np.array([token])})["tokens"], top)
         return told(self._transfer.down(torch.cat([ids.double(), logs], dim=-1))[0].tolist(), top)
 
-    def _logits(self, rows: Sequence[TensorRow]) -> Tensor:
+    def logits(self, rows: Sequence[TensorRow]) -> Tensor:
+        """The rows' logits over the vocabulary, before any shaping."""
         return collate(rows)[:, : self.vocabulary]
 
-    def _width(self, columns: Columns | None) -> int:
+    def width(self, columns: Columns | None) -> int:
         """How many columns there are to choose from."""
         return self.vocabulary if columns is None else columns.below(self.vocabulary)
 

@@ -26,15 +26,25 @@ Arrays = dict[str, np.ndarray]  # by name
 def sheet_of(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
     """Write down what is asked of rows of `width` columns; what nothing is asked of is left out. An edit is rows, columns, numbers."""
     arrays = {**_edits(spots, find), **_allowed(spots, width, find), **_cuts(spots, width)}
-    temperatures = [1.0 if spot.request.greedy else max(spot.request.params.temperature, COLDEST) for spot in spots]
+    temperatures = [temperature_of(spot) for spot in spots]
     if any(temperature != 1.0 for temperature in temperatures):
         arrays["temperature"] = np.array(temperatures, dtype=np.float32)
-    noisy = [not (spot.request.greedy or spot.request.by_ratio) for spot in spots]  # by the ratio rule tokens are drawn, or not perturbed
+    noisy = [is_noisy(spot) for spot in spots]
     if any(noisy):
         arrays["noise"] = np.array([keys(*place) for place in places_of(spots)], dtype=np.int64)
         if not all(noisy):
             arrays["noisy"] = np.array(noisy, dtype=np.float32)
     return arrays
+
+
+def temperature_of(spot: Spot) -> float:
+    """What a row's logits are divided by."""
+    return 1.0 if spot.request.greedy else max(spot.request.params.temperature, COLDEST)
+
+
+def is_noisy(spot: Spot) -> bool:
+    """Whether a row's token is chosen with noise: by the ratio rule tokens are drawn, or not perturbed."""
+    return not (spot.request.greedy or spot.request.by_ratio)
 
 
 def places_of(spots: Sequence[Spot]) -> list[tuple[int, int, int]]:
@@ -62,6 +72,14 @@ def _edits(spots: Sequence[Spot], find: Find) -> Arrays:
 def _triples(edits: list[tuple[int, int, float]]) -> np.ndarray:
     """Rows and columns, then numbers, one below the other [3, edits]; float64 holds each of them exactly."""
     return np.array(edits, dtype=np.float64).T.copy()
+
+
+def is_shaped(spot: Spot) -> bool:
+    """Whether anything but a temperature is asked of a row's logits before its token is chosen."""
+    params, request = spot.request.params, spot.request
+    cut = not request.greedy and (params.top_k is not None or params.top_p < 1.0 or params.min_p > 0.0)
+    forbids = spot.position - request.prompt_length < params.min_tokens
+    return cut or forbids or _is_penalised(params) or bool(params.logit_bias) or spot.allowed is not None
 
 
 def _is_penalised(params: SamplingParams) -> bool:

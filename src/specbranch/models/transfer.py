@@ -6,7 +6,7 @@ pinned buffer is not written again before its copy was made. What was brought up
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -41,16 +41,37 @@ class Transfer:
         self._next = (self._next + 1) % BUFFERS
         return {name: _view(there, start, array) for (name, array), start in zip(arrays.items(), starts, strict=True)}
 
+    def into(self, there: Tensor, array: np.ndarray) -> None:
+        """Bring an array to the beginning of a tensor of the device, in one copy that nobody waits for."""
+        self.copies += 1
+        if self.device.type == "cpu":
+            there[: len(array)] = torch.from_numpy(array)
+            return
+        held, _ = self._buffer(array.nbytes)
+        held.numpy()[: array.nbytes] = array.view(np.uint8)
+        there[: len(array)].copy_(held[: array.nbytes].view(there.dtype), non_blocking=True)
+        self._pinned[self._next][1].record(torch.cuda.current_stream(self.device))
+        self._next = (self._next + 1) % BUFFERS
+
     def down(self, found: Tensor) -> np.ndarray:
         """Wait for the device, and read."""
-        self.reads += 1
+        return self.later(found)()
+
+    def later(self, found: Tensor) -> Callable[[], np.ndarray]:
+        """Start to read; who calls what is returned waits for it. What is written to `found` later is not seen."""
         if self.device.type == "cpu":
-            return as_numpy(found)
+            held = found.clone()
+            return lambda: self._read(held)
         held = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         held.copy_(found, non_blocking=True)
         done = _event()
         done.record(torch.cuda.current_stream(self.device))
-        done.synchronize()
+        return lambda: self._read(held, done)
+
+    def _read(self, held: Tensor, done: torch.cuda.Event | None = None) -> np.ndarray:
+        self.reads += 1
+        if done is not None:
+            done.synchronize()
         return as_numpy(held)
 
     def _buffer(self, size: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from specbranch.core.request import Spot
 from specbranch.core.runner import Judged, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models import sample
-from specbranch.models.reductions import argmax
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import told as told_logprobs
 from specbranch.models.sheet import Arrays
@@ -98,13 +97,12 @@ def _tried(trial: Trial, parent: int) -> list[Tried]:
     return [*found, Tried(head.token, head.q, None)] if head is not None and head.node == parent else found
 
 
-def decided(scores: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Return each row's token [rows], and which rows the target comes to [rows]; by the match rule scores have their noise."""
-    tokens = argmax(scores)
+def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    """Return each row's token [rows], and which rows the target comes to [rows]; `tokens` are those of the match rule."""
     if "tried" not in asked:
         chosen = asked["eligible"] & (tokens[asked["parent"]] == asked["said"])
     else:
-        took, drawn = sample.decide(sample.units(scores), asked)
+        took, drawn = sample.decide(sample.units(shaped), asked)
         tokens, above = torch.where(asked["by_ratio"], drawn, tokens), took[asked["parent"]]
         carried = asked["eligible"] & (above < 0) & (tokens[asked["parent"]] == asked["said"])
         chosen = torch.where(asked["attempt"] >= 0, above == asked["attempt"], carried)

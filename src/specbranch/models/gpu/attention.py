@@ -69,7 +69,7 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
     sums = queries.new_empty(rows, heads, slots, head_dim, dtype=torch.float32)
     tops, totals = sums.new_empty(2, rows, heads, slots)
-    out = queries.new_empty(rows, heads * head_dim)
+    out = queries.new_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:rows]  # products read whole tiles of rows
     scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
     early = begins_early(queries.device)
     programs = rows + groups * tiling["TILES"] * (slots - 1)

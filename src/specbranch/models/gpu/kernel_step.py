@@ -7,7 +7,7 @@ and from a pinned table, never from the rows of a step or from a trial at run ti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +15,17 @@ from torch.nn.functional import rms_norm
 
 from specbranch.models.cpu.linear import Linear, PlainLinear
 from specbranch.models.decoder import Decoder
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.gpu.attention import begins_early, launch, triton_works
 from specbranch.models.gpu.layout import MOST_ROWS, Views, power_of_two
 from specbranch.models.gpu.step import GpuStep
+from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import PAGE, Memory
 
 ROW_TILE = 16
+NAMES = ("qkv", "out", "gate_up", "down")
+Stored = Literal["plain", "int8", "int4"]
+BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +55,57 @@ CUTS: dict[tuple[str, int, int], Cut] = {
     ("gate_up", 38400, 7168): Cut(64, 128, 1, False, 4, 3),
     ("down", 7168, 19200): Cut(64, 128, 1, True, 4, 6),
 }
+INT8_CUTS: dict[tuple[str, int, int], Cut] = {
+    ("qkv", 3072, 2048): Cut(64, 256, 1, False, 4, 4),
+    ("out", 2048, 2048): Cut(32, 256, 4, False, 4, 6),
+    ("gate_up", 16384, 2048): Cut(64, 128, 1, False, 4, 8),
+    ("down", 2048, 8192): Cut(32, 256, 4, False, 4, 6),
+    ("head", 128256, 2048): Cut(128, 128, 1, False, 4, 4),
+}
+INT4_CUTS: dict[tuple[str, int, int], Cut] = {}
 SAFE = Cut()
+SAFE_INT8 = Cut(swap=False)
+SAFE_INT4 = Cut(64, 128, 1, False, 4, 4)
 SAFE_HEAD = Cut(128, 128, 1, True, 4, 3)
 SAFE_SMALL = Cut(step=64)  # of a length that 128 does not divide
 
 
-def cut_of(purpose: str, weight: Tensor) -> Cut:
+def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain") -> Cut:
     """Return how a product is cut up."""
-    outs, ins = weight.shape
-    safe = SAFE_HEAD if purpose == "head" else SAFE
-    return CUTS.get((purpose, outs, ins)) or (safe if ins % safe.step == 0 else SAFE_SMALL)
+    if stored == "int4":
+        return INT4_CUTS.get((purpose, outs, ins), SAFE_INT4)
+    cuts, safe = (CUTS, SAFE_HEAD if purpose == "head" else SAFE) if stored == "plain" else (INT8_CUTS, SAFE_INT8)
+    return cuts.get((purpose, outs, ins)) or (safe if ins % safe.step == 0 else SAFE_SMALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix as kernels read it: its weights, the scales of stored ones, and how it is cut up."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    outs: int
+    ins: int
+    cut: Cut
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weight, bias and scale; a kernel wants some tensor also where it reads none."""
+        return self.weight, _or(self.bias, self.weight), _or(self.scale, self.weight)
+
+    def how(self, early: bool) -> dict[str, Any]:
+        """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be masked."""
+        cut = self.cut
+        shape = {"TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap, "STORED": BITS[stored_as(self.weight)]}
+        shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
+        return {**shape, "num_warps": cut.warps, "num_stages": cut.stages, **launch(early)}
 
 
 class KernelStep(GpuStep):
     """The same as a `GpuStep`, but for rounding."""
+
+    lasting = True
+    moves = True
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
         super().__init__(decoder, memory)
@@ -71,105 +113,107 @@ class KernelStep(GpuStep):
 
         self._kernels = product_kernels
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
-        layer = decoder.layers[0]
-        self._cuts = {name: cut_of(name, _weight(getattr(layer, name))) for name in ("qkv", "out", "gate_up", "down")}
-        self._cuts["head"] = cut_of("head", _weight(decoder.head))
-        if layer.qk_norm is not None:
-            self._cuts["qkv"] = Cut(arch.head_dim, self._cuts["qkv"].step)  # a norm is over a whole head
+        self._early = begins_early(device)
+        self._products = [{name: product_of(name, getattr(layer, name), arch) for name in NAMES} for layer in decoder.layers]
+        self._head = product_of("head", decoder.head, arch)
         wide = arch.heads * arch.head_dim
         self._stream, self._scaled = torch.zeros(2, MOST_ROWS, arch.hidden, device=device, dtype=dtype)
         self._queries = torch.zeros(MOST_ROWS, wide, device=device, dtype=dtype)
-        self._early = begins_early(device)
         self._gated = torch.zeros(MOST_ROWS, arch.intermediate, device=device, dtype=dtype)
-        self._squares = {name: torch.zeros(MOST_ROWS, self._norms(name), device=device) for name in ("out", "down")}
-        tiles = {name: -(-arch.hidden // self._cuts[name].tile) * (MOST_ROWS // ROW_TILE) for name in ("out", "down")}
-        most = max(tiles[name] * self._cuts[name].parts * self._cuts[name].tile * ROW_TILE for name in tiles)
-        self._parts = torch.zeros(most, device=device)
-        self._arrived = torch.zeros(max(tiles.values()), device=device, dtype=torch.int32)
-        self._scored = torch.zeros(MOST_ROWS, _weight(decoder.head).shape[0], device=device)
+        cuts = {name: self._products[0][name].cut for name in ("out", "down")}
+        self._norms = {name: power_of_two(-(-arch.hidden // cut.tile)) for name, cut in cuts.items()}
+        self._squares = {name: torch.zeros(MOST_ROWS, count, device=device) for name, count in self._norms.items()}
+        self._parts = torch.zeros(
+            max(MOST_ROWS * -(-arch.hidden // cut.tile) * cut.tile * cut.parts for cut in cuts.values()), device=device
+        )
+        self._arrived = torch.zeros(MOST_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device).int()
+        self._scored: dict[int, Tensor] = {}  # by rows
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
         """Run all layers, writing the pages; see `GpuStep.forward`."""
         decoder, seen, rows = self.decoder, list[Tensor](), len(step.tokens)
         untapped = len(decoder.layers) - tapped + 1
         self._embed(step, rows)
-        for index, layer in enumerate(decoder.layers):
+        for index, (layer, products) in enumerate(zip(decoder.layers, self._products, strict=True)):
             if tapped and index >= untapped:
                 seen.append(self._stream[:rows].clone())
-            self._add("out", layer.out, self._attended(index, step, rows), layer.mlp_norm, rows)
-            self._gate(layer.gate_up, rows)
-            self._add("down", layer.down, self._gated, self._next_norms[index], rows)
+            self._add("out", products["out"], self._attended(index, products["qkv"], step, rows), layer.mlp_norm, rows)
+            self._gate(products["gate_up"], rows)
+            self._add("down", products["down"], self._gated, self._next_norms[index], rows)
         logits = self._score(rows)
         if not tapped:
             return logits, None
         last = rms_norm(self._stream[:rows], (decoder.arch.hidden,), decoder.norm, decoder.arch.rms_eps)
         return logits, torch.cat((*seen, last), -1)
 
-    def _norms(self, name: str) -> int:
-        """How many sums of squares a product leaves for each row."""
-        return power_of_two(-(-self.decoder.arch.hidden // self._cuts[name].tile))
-
     def _embed(self, step: Views, rows: int) -> None:
-        hidden, norm = self.decoder.arch.hidden, self.decoder.layers[0].attention_norm
-        self._kernels.embed[(rows,)](
-            step.tokens, self.decoder.embedding, norm, self._stream, self._scaled, self._squares["down"], hidden,
-            WIDTH=power_of_two(hidden), NORMS=self._norms("down"), EARLY=self._early, num_warps=8, **launch(self._early),
+        arch, norm, memory = self.decoder.arch, self.decoder.layers[0].attention_norm, self.memory.data
+        counts, moves = (step.tokens, step.tokens[None]) if step.counts is None or step.moves is None else (step.counts, step.moves)
+        side = arch.kv_heads * arch.head_dim
+        self._kernels.embed[(rows + (0 if step.moves is None else 2 * arch.layers),)](
+            step.tokens, self.picks, counts, moves, self.decoder.embedding, norm, self._stream, self._scaled, self._squares["down"], memory,
+            rows, arch.hidden, moves.stride(0), memory.stride(0), WIDTH=power_of_two(arch.hidden), NORMS=self._norms["down"],
+            PIECE=power_of_two(side), SIDE=side, PAGE=PAGE, DIM=arch.head_dim, EARLY=self._early, num_warps=8, **launch(self._early),
         )  # fmt: skip
 
-    def _attended(self, index: int, step: Views, rows: int) -> Tensor:
-        arch, layer, (keys, values) = self.decoder.arch, self.decoder.layers[index], self._sides[index]
-        weight, bias = _weight(layer.qkv), _bias(layer.qkv)
-        cut, norm = self._cuts["qkv"], layer.qk_norm
-        self._kernels.qkv[(_row_tiles(rows), weight.shape[0] // cut.tile)](
-            self._scaled, weight, _or(bias, weight), self._squares["down"], _or(norm, weight), self.decoder.cos, self.decoder.sin,
+    def _attended(self, index: int, product: Product, step: Views, rows: int) -> Tensor:
+        arch, (keys, values) = self.decoder.arch, self._sides[index]
+        norm = self.decoder.layers[index].qk_norm
+        self._kernels.qkv[(_row_tiles(rows), product.outs // product.cut.tile)](
+            self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos, self.decoder.sin,
             step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, rows, arch.hidden,
-            HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=bias is not None, NORMED=norm is not None,
-            NORMS=self._norms("down"), **self._how(cut, weight),
+            HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=product.bias is not None,
+            NORMED=norm is not None, NORMS=self._norms["down"], ROWS=row_tile(rows), **product.how(self._early),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
         return self.attend(queries, keys, values, step)
 
-    def _add(self, name: str, linear: Linear, x: Tensor, norm: Tensor, rows: int) -> None:
-        weight, bias, cut = _weight(linear), _bias(linear), self._cuts[name]
-        outs, ins = weight.shape
-        self._kernels.added[(_row_tiles(rows), -(-outs // cut.tile), cut.parts)](
-            x, weight, _or(bias, weight), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, outs,
-            ins, BIASED=bias is not None, NORMS=self._norms(name), PARTS=cut.parts, **self._how(cut, weight),
+    def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, rows: int) -> None:
+        self._kernels.added[(_row_tiles(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
+            x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, product.outs,
+            product.ins, BIASED=product.bias is not None, NORMS=self._norms[name], ROWS=row_tile(rows), **product.how(self._early),
         )  # fmt: skip
 
-    def _gate(self, linear: Linear, rows: int) -> None:
-        weight, bias, cut = _weight(linear), _bias(linear), self._cuts["gate_up"]
-        outs, ins = weight.shape[0] // 2, weight.shape[1]
-        self._kernels.gated[(_row_tiles(rows), -(-outs // (cut.tile // 2)))](
-            self._scaled, weight, _or(bias, weight), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, ins,
-            BIASED=bias is not None, NORMS=self._norms("out"), **self._how(cut, weight),
+    def _gate(self, product: Product, rows: int) -> None:
+        outs = product.outs // 2
+        self._kernels.gated[(_row_tiles(rows), -(-outs // (product.cut.tile // 2)))](
+            self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, product.ins,
+            BIASED=product.bias is not None, NORMS=self._norms["out"], ROWS=row_tile(rows), **product.how(self._early),
         )  # fmt: skip
-
-    def _how(self, cut: Cut, weight: Tensor) -> dict[str, Any]:
-        """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be masked."""
-        outs, ins = weight.shape
-        shape = {"TILE": cut.tile, "STEP": cut.step, "SWAP": cut.swap, "EARLY": self._early}
-        shape |= {"EVEN": ins % cut.step == 0, "FULL": outs % cut.tile == 0}
-        return {**shape, "num_warps": cut.warps, "num_stages": cut.stages, **launch(self._early)}
 
     def _score(self, rows: int) -> Tensor:
-        weight, cut = _weight(self.decoder.head), self._cuts["head"]
-        outs, ins = weight.shape
-        out = self._scored[:rows]
-        self._kernels.scored[(_row_tiles(rows), -(-outs // cut.tile))](
-            self._scaled, weight, self._squares["down"], out, self.decoder.arch.rms_eps, rows, outs, ins,
-            NORMS=self._norms("down"), **self._how(cut, weight),
+        product = self._head
+        if rows not in self._scored:
+            self._scored[rows] = torch.zeros(_row_tiles(rows) * row_tile(rows), product.outs, device=self._stream.device)[:rows]
+        out, (weight, _, scale) = self._scored[rows], product.tensors()
+        self._kernels.scored[(_row_tiles(rows), -(-product.outs // product.cut.tile))](
+            self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs, product.ins,
+            NORMS=self._norms["down"], ROWS=row_tile(rows), **product.how(self._early),
         )  # fmt: skip
         return out
 
 
+def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
+    """Lay a matrix out for the kernels."""
+    assert isinstance(linear, (PlainLinear, StoredLinear))
+    weight, scale = linear.weight, linear.scale if isinstance(linear, StoredLinear) else None
+    stored = stored_as(weight)
+    outs, ins = weight.shape[0], weight.shape[1] * (2 if stored == "int4" else 1)
+    if scale is not None and stored == "int4":
+        scale = scale.t().contiguous()  # a step reads one group of all its outputs
+    cut = cut_of(name, outs, ins, stored)
+    if name == "qkv" and arch.qk_norm:
+        cut = Cut(arch.head_dim, cut.step, swap=cut.swap)  # a norm is over a whole head
+    return Product(weight, linear.bias, scale, outs, ins, cut)
+
+
 def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
-    """Whether the kernels are made for this model: half precision, plain matrices, heads of a power of two, and Triton at work."""
+    """Whether the kernels are made for this model: half precision, known matrices, heads of a power of two, and Triton at work."""
     arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
-    linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in ("qkv", "out", "gate_up", "down"))]
+    linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in NAMES)]
     suits = dtype in (torch.bfloat16, torch.float16) and arch.head_dim in (64, 128) and arch.hidden % 64 == 0 == arch.intermediate % 64
-    plain = all(isinstance(linear, PlainLinear) and linear.weight.is_contiguous() for linear in linears)
-    return suits and plain and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+    known = all(isinstance(linear, (PlainLinear, StoredLinear)) and linear.weight.is_contiguous() for linear in linears)
+    return suits and known and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
 
 def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
@@ -177,19 +221,19 @@ def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
     return KernelStep(decoder, memory) if kernels_fit(decoder, memory) else GpuStep(decoder, memory)
 
 
+def stored_as(weight: Tensor) -> Stored:
+    """What a matrix is stored as."""
+    return "int8" if weight.dtype is torch.int8 else "int4" if weight.dtype is torch.uint8 else "plain"
+
+
+def row_tile(rows: int) -> int:
+    """How many rows a program takes."""
+    return ROW_TILE
+
+
 def _row_tiles(rows: int) -> int:
-    return -(-rows // ROW_TILE)
-
-
-def _weight(linear: Linear) -> Tensor:
-    assert isinstance(linear, PlainLinear)
-    return linear.weight
-
-
-def _bias(linear: Linear) -> Tensor | None:
-    return linear.bias if isinstance(linear, PlainLinear) else None
+    return -(-rows // row_tile(rows))
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel wants some tensor, also where it reads none."""
     return other if given is None else given

@@ -1,10 +1,12 @@
 """The Triton kernels of a decoding step's products, with what comes before and after each: norm, rotation, residual, gate.
 
-Owns the order of every sum. Invariant: rows are taken in tiles of 16, the numbers of a product in one order and in a fixed number of parts,
-so a row's bits depend neither on the rows beside it nor on how many there are. The stream of a layer is left as it is and, multiplied by
-the next norm's weights, as the next product reads it; each tile leaves the sum of its squares, and who reads on divides by their root.
-Where kernels may begin early (EARLY), each waits for the one before it to end before it reads anything, and tells the next to come when it
-has read all it needs.
+Owns the order of every sum. Invariant: rows are taken in tiles (ROWS), the numbers of a product in one order and in a fixed number of
+parts, so a row's bits depend neither on the rows beside it nor on how many there are. The stream of a layer is left as it is and,
+multiplied by the next norm's weights, as the next product reads it; each tile leaves the sum of its squares, and who reads on divides by
+their root. Weights are plain numbers (STORED 0), whole ones with a scale for each output (8), or nibbles with a scale for each group of 128
+inputs (4). Buffers have whole tiles of rows: those that nobody asked for are computed too, and written where nobody reads. Where kernels
+may begin early (EARLY), each waits for the one before it to end before it reads anything, and tells the next to come when it has read all
+it needs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -16,90 +18,149 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _product(x, w, columns, there, first, rows, K, part, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-             SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Multiply 16 rows of x by some rows of w, over one part of their length; returns [16, TILE]. `there`: which of w's rows exist."""
+def _product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+             PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+             EARLY: tl.constexpr):  # fmt: skip
+    """Multiply some rows of x by some rows of w, over one part of their length; returns [ROWS, TILE]. `there`: which of w's rows exist."""
+    if STORED == 4:
+        acc = _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, FULL)
+    else:
+        acc = _whole_product(x, w, columns, there, first, K, part, ROWS, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED)
+    if EARLY:
+        gdc_launch_dependents()
+    if STORED == 8:
+        acc *= tl.load(scale + columns, mask=there, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def _whole_product(x, w, columns, there, first, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+                   SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
     steps = tl.cdiv(K, STEP)
     begin = steps * part // PARTS
-    r = first + tl.arange(0, 16)
+    r = first + tl.arange(0, ROWS)
     k = begin * STEP + tl.arange(0, STEP)
     w_at = w + columns.to(tl.int64)[:, None] * K + k[None, :]
     x_at = x + r[:, None] * K + k[None, :]
-    acc = tl.zeros((TILE, 16) if SWAP else (16, TILE), tl.float32)
+    acc = tl.zeros((TILE, ROWS) if SWAP else (ROWS, TILE), tl.float32)
     for _ in range(steps * (part + 1) // PARTS - begin):
         if EVEN:
-            of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0.0)
-            of_x = tl.load(x_at, mask=(r < rows)[:, None], other=0.0)
+            of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
+            of_x = tl.load(x_at)
         else:
-            of_w = tl.load(w_at, mask=there[:, None] & (k < K)[None, :], other=0.0)
-            of_x = tl.load(x_at, mask=(r < rows)[:, None] & (k < K)[None, :], other=0.0)
+            of_w = tl.load(w_at, mask=there[:, None] & (k < K)[None, :], other=0)
+            of_x = tl.load(x_at, mask=(k < K)[None, :], other=0.0)
             k += STEP
+        if STORED == 8:
+            of_w = of_w.to(of_x.dtype)
         acc = tl.dot(of_w, tl.trans(of_x), acc) if SWAP else tl.dot(of_x, tl.trans(of_w), acc)
         w_at += STEP
         x_at += STEP
-    if EARLY:
-        gdc_launch_dependents()
     return tl.trans(acc) if SWAP else acc
 
 
 @triton.jit
-def _root(squares, first, rows, K, eps, NORMS: tl.constexpr):
-    """What each of 16 rows is divided by: from the sums of squares that the tiles before left."""
-    r = first + tl.arange(0, 16)
-    sums = tl.load(squares + r[:, None] * NORMS + tl.arange(0, NORMS)[None, :], mask=(r < rows)[:, None], other=0.0)
+def _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+                    PARTS: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    """A step is a group of 128 inputs: the low nibbles of its 64 bytes are the first half of them, the high ones the second."""
+    tl.static_assert(STEP == 128)
+    groups = K // 128
+    begin = groups * part // PARTS
+    r = first + tl.arange(0, ROWS)
+    half = tl.arange(0, 64)
+    w_at = w + columns.to(tl.int64)[:, None] * (K // 2) + (begin * 64 + half)[None, :]
+    x_at = x + r[:, None] * K + (begin * 128 + half)[None, :]
+    scale_at = scale + begin * N + columns  # [groups, outputs]
+    acc = tl.zeros((ROWS, TILE), tl.float32)
+    for _ in range(groups * (part + 1) // PARTS - begin):
+        both = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
+        low, high = tl.load(x_at), tl.load(x_at + 64)
+        by = tl.load(scale_at) if FULL else tl.load(scale_at, mask=there, other=0.0)
+        sums = tl.dot(low, tl.trans(((both & 15).to(tl.int8) - 8).to(low.dtype)))
+        sums = tl.dot(high, tl.trans(((both >> 4).to(tl.int8) - 8).to(low.dtype)), sums)
+        acc += sums * by[None, :]
+        w_at += 64
+        x_at += 128
+        scale_at += N
+    return acc
+
+
+@triton.jit
+def _root(squares, first, K, eps, ROWS: tl.constexpr, NORMS: tl.constexpr):
+    """What each row is divided by: from the sums of squares that the tiles before left."""
+    r = first + tl.arange(0, ROWS)
+    sums = tl.load(squares + r[:, None] * NORMS + tl.arange(0, NORMS)[None, :])
     return tl.rsqrt(tl.sum(sums, 1) / K + eps)[:, None]
 
 
 @triton.jit
-def _halves(acc, TILE: tl.constexpr):
+def _halves(acc, ROWS: tl.constexpr, TILE: tl.constexpr):
     """The first and the second half of a tile's columns."""
-    return tl.split(tl.permute(tl.reshape(acc, (16, 2, TILE // 2)), (0, 2, 1)))
+    return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, TILE // 2)), (0, 2, 1)))
 
 
-@triton.jit
-def embed(tokens, table, norm, stream, scaled, squares, H, WIDTH: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr):
-    """Begin the stream of one row with its token."""
+@triton.jit(do_not_specialize=["rows"])
+def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, memory, rows, H, per, page_stride,
+          WIDTH: tl.constexpr, NORMS: tl.constexpr, PIECE: tl.constexpr, SIDE: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
+    """Begin the stream of one row with its token, a negative one being what a row of the step before chose. Programs beyond the rows
+    move what a verdict left behind to its new place, each in one layer's keys or values."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0)
-    c = tl.arange(0, WIDTH)
-    x = tl.load(table + tl.load(tokens + row).to(tl.int64) * H + c, mask=c < H, other=0.0)
-    wide = x.to(tl.float32)
-    tl.store(stream + row * H + c, x, mask=c < H)
-    by = tl.load(norm + c, mask=c < H, other=0.0).to(tl.float32)
-    tl.store(scaled + row * H + c, (wide * by).to(scaled.dtype.element_ty), mask=c < H)
-    n = tl.arange(0, NORMS)
-    tl.store(squares + row * NORMS + n, tl.where(n == 0, tl.sum(wide * wide, 0), 0.0))
+    if row < rows:
+        c = tl.arange(0, WIDTH)
+        token = tl.load(tokens + row)
+        if token < 0:
+            token = tl.load(picks - 1 - token)
+        x = tl.load(table + token.to(tl.int64) * H + c, mask=c < H, other=0.0)
+        wide = x.to(tl.float32)
+        tl.store(stream + row * H + c, x, mask=c < H)
+        by = tl.load(norm + c, mask=c < H, other=0.0).to(tl.float32)
+        tl.store(scaled + row * H + c, (wide * by).to(scaled.dtype.element_ty), mask=c < H)
+        n = tl.arange(0, NORMS)
+        tl.store(squares + row * NORMS + n, tl.where(n == 0, tl.sum(wide * wide, 0), 0.0))
+    else:
+        e = tl.arange(0, PIECE)  # of one place: [kv_heads, DIM]
+        within = (row - rows).to(tl.int64) * (SIDE * PAGE) + e // DIM * (PAGE * DIM) + e % DIM
+        for move in range(tl.load(counts)):  # one after the other: a place may be left and then filled
+            source = tl.load(moves + move)
+            target = tl.load(moves + per + move)
+            from_page = (source // PAGE).to(tl.int64) * page_stride + source % PAGE * DIM
+            to_page = (target // PAGE).to(tl.int64) * page_stride + target % PAGE * DIM
+            held = tl.load(memory + from_page + within, mask=e < SIDE, other=0.0)
+            tl.store(memory + to_page + within, held, mask=e < SIDE)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps, rows, K,
+def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps, rows, K,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-        NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-        EARLY: tl.constexpr):  # fmt: skip
-    """Queries, keys and values of 16 rows, turned; keys and values go to their places. A tile has as much of each half of a head."""
+        NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+        EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Queries, keys and values of some rows, turned; keys and values go to their places. A tile has as much of each half of a head."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * 16
+    first = tl.program_id(0) * ROWS
     tile = tl.program_id(1)
     head = tile * TILE // DIM
     begin = tile * TILE % DIM // 2
     i = tl.arange(0, TILE)
     j = begin + tl.arange(0, TILE // 2)
     columns = head * DIM + begin + i % (TILE // 2) + i // (TILE // 2) * (DIM // 2)
-    r = first + tl.arange(0, 16)
+    r = first + tl.arange(0, ROWS)
     live = (r < rows)[:, None]
-    root = _root(squares, first, rows, K, eps, NORMS)  # all of this is asked for before the long loop
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # all of this is asked for before the long loop
     angle = tl.load(positions + r, mask=r < rows, other=0)[:, None] * DIM + DIM // 2 + j[None, :]
     c = tl.load(cos + angle).to(tl.float32)
     s = tl.load(sin + angle).to(tl.float32)  # the second half of a table has the sine as it is
     slot = tl.load(slots + r, mask=r < rows, other=0)
     place = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
-    acc = _product(x, w, columns, i < TILE, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, FULL, EARLY) * root
+    N = (HEADS + 2 * KV_HEADS) * DIM
+    acc = _product(x, w, scale, columns, i < TILE, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY) * root
     if BIASED:
         acc += tl.load(bias + columns).to(tl.float32)[None, :]
-    a, b = _halves(acc, TILE)
+    a, b = _halves(acc, ROWS, TILE)
     if head < HEADS + KV_HEADS:
         if NORMED:  # a tile is a whole head then
             own = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
@@ -117,34 +178,34 @@ def qkv(x, w, bias, squares, head_norm, cos, sin, positions, slots, queries, key
 
 
 @triton.jit(do_not_specialize=["rows"])
-def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-          EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows, N, K,
+          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+          SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * 16
+    first = tl.program_id(0) * ROWS
     tile = tl.program_id(1)
     columns = tile * TILE + tl.arange(0, TILE)
     there = columns < N
-    r = first + tl.arange(0, 16)
+    r = first + tl.arange(0, ROWS)
     kept = (r < rows)[:, None] & there[None, :]
     at = r[:, None] * N + columns[None, :]
     before = tl.load(stream + at, mask=kept, other=0.0).to(tl.float32)
     by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
     part = tl.program_id(2)
-    acc = _product(x, w, columns, there, first, rows, K, part, TILE, STEP, PARTS, SWAP, EVEN, FULL, EARLY)
+    acc = _product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED, EARLY)
     done = True
     if PARTS > 1:
         number = tl.program_id(0) * tl.num_programs(1) + tile
-        o = tl.arange(0, 16)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        tl.store(sums + (number * PARTS + part) * 16 * TILE + o, acc)
+        o = tl.arange(0, ROWS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        tl.store(sums + (number * PARTS + part) * ROWS * TILE + o, acc)
         tl.debug_barrier()
         done = tl.atomic_add(arrived + number, 1, sem="acq_rel") == PARTS - 1
         if done:
-            acc = tl.load(sums + number * PARTS * 16 * TILE + o, cache_modifier=".cg")
+            acc = tl.load(sums + number * PARTS * ROWS * TILE + o, cache_modifier=".cg")
             for other in tl.static_range(1, PARTS):
-                acc += tl.load(sums + (number * PARTS + other) * 16 * TILE + o, cache_modifier=".cg")
+                acc += tl.load(sums + (number * PARTS + other) * ROWS * TILE + o, cache_modifier=".cg")
             tl.store(arrived + number, 0)
     if done:
         if BIASED:
@@ -157,22 +218,22 @@ def added(x, w, bias, stream, scaled, norm, squares, sums, arrived, rows, N, K,
 
 
 @triton.jit(do_not_specialize=["rows"])
-def gated(x, w, bias, squares, out, eps, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr,
-          EVEN: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """silu(gate)·up of 16 rows; a tile has as many columns of each."""
+def gated(x, w, bias, scale, squares, out, eps, rows, N, K,
+          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+          SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """silu(gate)·up of some rows; a tile has as many columns of each."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * 16
+    first = tl.program_id(0) * ROWS
     i = tl.arange(0, TILE)
     within = tl.program_id(1) * (TILE // 2) + i % (TILE // 2)
     columns = within + i // (TILE // 2) * N
-    root = _root(squares, first, rows, K, eps, NORMS)  # asked for before the long loop
-    acc = _product(x, w, columns, within < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, FULL, EARLY) * root
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # asked for before the long loop
+    acc = _product(x, w, scale, columns, within < N, first, 2 * N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY) * root
     if BIASED:
         acc += tl.load(bias + columns, mask=within < N, other=0.0).to(tl.float32)[None, :]
-    gate, up = _halves(acc, TILE)
-    r = first + tl.arange(0, 16)
+    gate, up = _halves(acc, ROWS, TILE)
+    r = first + tl.arange(0, ROWS)
     c = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
     tl.store(
         out + r[:, None] * N + c[None, :],
@@ -182,15 +243,15 @@ def gated(x, w, bias, squares, out, eps, rows, N, K,
 
 
 @triton.jit(do_not_specialize=["rows"])
-def scored(x, w, squares, out, eps, rows, N, K,
-           NORMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
-           EARLY: tl.constexpr):  # fmt: skip
-    """Logits of 16 rows, in float32."""
+def scored(x, w, scale, squares, out, eps, rows, N, K,
+           NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+           EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Logits of some rows, in float32."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * 16
+    first = tl.program_id(0) * ROWS
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    root = _root(squares, first, rows, K, eps, NORMS)  # asked for before the long loop
-    acc = _product(x, w, columns, columns < N, first, rows, K, 0, TILE, STEP, 1, SWAP, EVEN, FULL, EARLY) * root
-    r = first + tl.arange(0, 16)
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # asked for before the long loop
+    acc = _product(x, w, scale, columns, columns < N, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY) * root
+    r = first + tl.arange(0, ROWS)
     tl.store(out + r[:, None].to(tl.int64) * N + columns[None, :], acc, mask=(r < rows)[:, None] & (columns < N)[None, :])

@@ -1,33 +1,53 @@
 """The native Runner on a GPU: steps are graphs, questions are answered where the logits are.
 
-Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph and the sampling are
-started, and one read brings the answers. Invariants: nothing waits for the device but that read; places that are to move move before
-anything else is read or written.
+Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph is started, and one read
+brings the answers. What a graph does not choose by itself (shaped logits, the ratio rule, laws, log-probabilities) is worked out behind it.
+Where plain decoding goes on, the next step is started before anybody asks for it. Invariants: nothing waits for the device but that read;
+places that are to move move before anything else is read or written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.runner import Ask, Feed, Proposal, Trial, Verdicts
+from specbranch.core.request import Spot
+from specbranch.core.runner import Ask, Feed, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, TAIL
-from specbranch.models import verdict
+from specbranch.models import sample, verdict
 from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
+from specbranch.models.gpu import asking
+from specbranch.models.gpu.attention import BLOCK
+from specbranch.models.gpu.choice import BEFORE, Chooser
 from specbranch.models.gpu.kernel_step import step_of
-from specbranch.models.gpu.layout import MOST_ROWS, pack
-from specbranch.models.gpu.step import Graphs
+from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Choosing, brought_moves, most_moves, pack
+from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.kv import PAGE, Copy
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import proposed
 from specbranch.models.sheet import Arrays
+
+PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
+Lines = Callable[[], np.ndarray]  # waits for the device
+
+
+@dataclass(slots=True)
+class Ahead:
+    """A step that was started before it was asked for: each sequence's next token, as the device chose it, read at the next place."""
+
+    rows: dict[int, int]  # by sequence
+    places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
+    lines: Lines
+    tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
 
 
 class GpuRunner(NativeRunner):
@@ -36,39 +56,142 @@ class GpuRunner(NativeRunner):
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
         self._fused = None
-        self._graphs = Graphs(step_of(decoder, self.memory), -(-(context_length + tail) // PAGE))
+        self._step_run = step_of(decoder, self.memory)
+        self._graphs = Graphs(self._step_run, -(-(context_length + tail) // PAGE), chooser=self._chooser())
         self._moves: list[tuple[int, np.ndarray, int]] = []  # still to be made: sequence, places, and the lowest that is written
+        self._ahead: Ahead | None = None
+
+    def limit(self, vocabulary: int) -> None:
+        """Never say a token from this id on, as one that is unknown to the other model."""
+        super().limit(vocabulary)
+        self._graphs.choose_with(self._chooser())
 
     @torch.inference_mode()
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Read new nodes, and answer what is asked about them, or about nodes read before."""
+        work = [feed for feed in work if feed.tokens]
+        self._ahead = None
         with self._here(), self._grown(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
-            asked = self._launch(work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {})
+            row_of = asking.rows_in(work, self._first_nodes(work))
+            places = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
+            here = len(places) == len(asks) > 0 and self._is_one_step(rows)
+            count = asking.entries_of(asks, spots) if here else None
+            if count is not None:
+                choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(places, spots, strict=True))
+                ran, lines = self._chosen(rows, choosing, count)
+                self._hold(work, _wide(ran.logits), None)
+            else:
+                sent = self._launch(work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {})
+        if count is not None:
+            return proposed(spots, asks, lines()[np.array(places), BEFORE - 1 :])
         if not asks:
             return []
         with self._here():
-            found = self.sampler.candidates([self._rows[ask.seq][ask.node] for ask in asks], spots, asks, asked)
+            found = self.sampler.candidates([self._rows[ask.seq][ask.node] for ask in asks], spots, asks, sent)
         return proposed(spots, asks, self.transfer.down(found))
 
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Read new nodes and start judging; the verdicts wait for the device."""
+        work = [feed for feed in work if feed.tokens]
         with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
             spots = [self._spot_of(trial, index) for trial in trials for index in range(ROOT, len(trial.nodes))]
-            arrays = {**self.sampler.picking(spots), **verdict.judging(trials, spots)} if trials else {}
-            asked = self._launch(work, rows, arrays)
+            places = self._chosen_rows(work, rows, trials, spots)
+            if places is None:
+                return self._verify_shaped(work, rows, trials, spots)
+            lines, at = self._lines(work, rows, trials, spots, places)
+            said = self._go_on(rows, trials, spots, at)
+        return lambda: _judged(trials, at, lines(), said)
+
+    def _chosen_rows(
+        self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
+    ) -> list[list[int]] | None:
+        """The rows of each trial in the step, if a graph can choose at all of them and nothing else is wanted."""
+        wanted = not trials or self._tapped or any(trial.logprobs is not None or trial.foretold for trial in trials)
+        if wanted or not self._is_one_step(rows) or not all(map(asking.is_chosen_in_graph, spots)):
+            return None
+        return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
+
+    def _lines(
+        self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], places: list[list[int]]
+    ) -> tuple[Lines, list[list[int]]]:
+        """Start the step, unless it was started before; returns its lines, and which of them are the trials'."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not self._moves and _is_ahead(ahead, work, rows):
+            return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
+        choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(chain(*places), spots, strict=True))
+        asking.lead(choosing, trials, places)
+        return self._chosen(rows, choosing, 1)[1], places
+
+    def _go_on(self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]) -> dict[int, int] | None:
+        """Start the step that follows, where all trials go on plainly and it needs no new page; returns where to note what is said."""
+        if not all(trial.order.goes_on and not trial.nodes for trial in trials) or len(rows) != len(trials):
+            return None
+        after = [Spot(spot.request, spot.position + 1, spot.history) for spot in spots]
+        fits = all(part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for part in rows)
+        if not fits or not all(map(asking.is_chosen_in_graph, after)):
+            return None
+        there = [Rows(part.table, [-1 - place], part.start + 1, part.start + 1, [1]) for part, (place,) in zip(rows, at, strict=True)]
+        _, lines = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
+        places = {trial.seq: (part.start, int(part.places()[0])) for trial, part in zip(trials, there, strict=True)}
+        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
+        return self._ahead.tokens
+
+    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Lines]:
+        """Run rows as one step that chooses, and start to read what it says of each."""
+        moves = self._moves_for(choosing)
+        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves)
+        try:
+            self.transfer.into(self._graphs.input, packed)
+            if moves is not None and not self._graphs.moves:
+                self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
+            ran = self._graphs.run_brought(bucket, 0, count)
+        except BaseException:
+            self._forget_moves()
+            raise
+        self._moves = []
+        assert ran.lines is not None
+        return ran, self.transfer.later(ran.lines[: len(choosing.said)])
+
+    def _moves_for(self, choosing: Choosing) -> np.ndarray | None:
+        """The moves that go with a step; where it has no room for them, they are made before it."""
+        if not self._moves:
+            return None
+        moves = np.concatenate([places for _, places, _ in self._moves], axis=1)
+        in_order = self._graphs.moves or len(self._moves) == 1  # a place may be left by one keep and filled by the next
+        if in_order and moves.shape[1] <= most_moves(len(choosing.said)):
+            return moves
+        self._up({})
+        return None
+
+    def _verify_shaped(self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]) -> Verdicts:
+        """Judge behind the graph what it does not choose by itself."""
+        self._ahead = None
+        arrays = {**self.sampler.picking(spots), **verdict.judging(trials, spots)} if trials else {}
+        if trials:
+            arrays["choice"] = np.stack(asking.choosing_of(len(spots), enumerate(spots)))
+        sent = self._launch(work, rows, arrays)
         if not trials:
             return list
         top = max((trial.logprobs for trial in trials if trial.logprobs is not None), default=None)
         of_trials = [self._rows[trial.seq][trial.node(index)] for trial in trials for index in range(ROOT, len(trial.nodes))]
-        with self._here():
-            logits, scores = self.sampler.scores(of_trials, spots, asked)
-            tokens, reached = verdict.decided(scores, asked)
-            said = self._probed(of_trials, tokens) if any(trial.foretold for trial in trials) else None
-            lines = verdict.lines(logits, tokens, reached, top, said)
+        logits = self.sampler.logits(of_trials)
+        tokens, reached = verdict.decided(self._picked(sample.unscaled(logits, sent), sent["choice"]), sample.shape(logits, sent), sent)
+        said = self._probed(of_trials, tokens) if any(trial.foretold for trial in trials) else None
+        lines = self.transfer.later(verdict.lines(logits, tokens, reached, top, said))
         told = [said is not None and row.states is not None for row in of_trials]
-        return lambda: verdict.judged(trials, self.transfer.down(lines), top, 0 if said is None else said.shape[1], told)
+        return lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told)
+
+    def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
+        """The token of every row by the match rule [rows]."""
+        chooser, none = self._graphs.chooser, torch.zeros(2, dtype=torch.int32, device=self.device)
+        assert chooser is not None
+        parts = [
+            chooser(logits[at : at + MOST_ROWS], choice[:, at : at + MOST_ROWS], none, 1)[:, 0].long()
+            for at in range(0, len(logits), MOST_ROWS)
+        ]
+        return torch.cat(parts)
 
     def _probed(self, rows: Sequence[TensorRow], tokens: Tensor) -> Tensor | None:
         """What the probe makes of rows and the tokens they led to; anything of a row that was made before anybody asked."""
@@ -84,30 +207,51 @@ class GpuRunner(NativeRunner):
 
     def _launch(self, work: Sequence[Feed], rows: list[Rows], arrays: Arrays) -> Asked:
         """Send everything up, start the forward, and hold its rows; returns the arrays as they are on the device."""
-        work = [feed for feed in work if feed.tokens]
         if not rows:
             return self._up(arrays)
-        (block, states), asked = self._run(rows, arrays)
+        (block, states), sent = self._run(rows, arrays)
+        self._hold(work, block, states)
+        return sent
+
+    def _hold(self, work: Sequence[Feed], block: Tensor, states: Tensor | None) -> None:
+        """Keep the rows of a forward: they may be asked about later."""
         made = iter(range(block.shape[0]))
-        for feed in work:
-            count = len(feed.tokens)
-            start = len(self.slots(feed.seq).tokens) - count
-            self._rows[feed.seq].update((start + at, TensorRow(block, next(made), self.decoder.columns, states)) for at in range(count))
-        return asked
+        for feed, start in zip(work, self._first_nodes(work), strict=True):
+            held = ((start + at, TensorRow(block, next(made), self.decoder.columns, states)) for at in range(len(feed.tokens)))
+            self._rows[feed.seq].update(held)
+
+    def _first_nodes(self, work: Sequence[Feed]) -> list[int]:
+        """The nodes that the first tokens of some work became, once they were added."""
+        return [len(self.slots(feed.seq).tokens) - len(feed.tokens) for feed in work]
 
     def _run(self, work: list[Rows], arrays: Arrays) -> tuple[tuple[Tensor, Tensor | None], Asked]:
         """Run all rows, beyond what a step takes in several; the last copy up carries the arrays too."""
+        self._ahead = None
         blocks: list[Tensor] = []
         states: list[Tensor] = []
-        steps = list(dealt(work, MOST_ROWS))
+        steps = list(dealt(work, self._most_rows(work)))
         for number, step in enumerate(steps, 1):
             packed, bucket = pack(step, self.pool.pages * PAGE)
-            asked = self._up({"step": packed, **(arrays if number == len(steps) else {})})
-            logits, seen = self._graphs.run_tapped(asked["step"], bucket, self._tapped)
+            sent = self._up({"step": packed, **(arrays if number == len(steps) else {})})
+            self._graphs.bring(sent["step"])
+            ran = self._graphs.run_brought(bucket, self._tapped)
             rows = sum(len(part.tokens) for part in step)
-            blocks.append(_wide(logits[:rows]))
-            states += [] if seen is None else [seen[:rows].clone()]
-        return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), asked
+            blocks.append(_wide(ran.logits[:rows]))
+            states += [] if ran.states is None else [ran.states[:rows].clone()]
+        return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), sent
+
+    def _most_rows(self, work: Sequence[Rows]) -> int:
+        """How many rows a step takes: behind long texts fewer, as each row has a partial result for every block."""
+        arch, pages = self.architecture, max(-(-(part.start + len(part.tokens)) // PAGE) for part in work)
+        row = arch.heads * (arch.head_dim + 2) * 4 * (1 + pages * 2 * PAGE // BLOCK)  # a bucket may have twice as many pages
+        return min(MOST_ROWS, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
+
+    def _is_one_step(self, rows: list[Rows]) -> bool:
+        return 0 < sum(len(part.tokens) for part in rows) <= self._most_rows(rows) if rows else False
+
+    def _chooser(self) -> Chooser:
+        columns = self.decoder.columns
+        return Chooser(self._step_run.picks, self.sampler.width(columns), columns)
 
     def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
         self._moves.append((seq, moves, first))
@@ -124,14 +268,28 @@ class GpuRunner(NativeRunner):
                 self.memory.move(*sent[name])
             self._moves = []
         except BaseException:
-            for seq, _, first in self._moves:
-                if seq in self._held:
-                    self.rewind(seq, min(first, len(self.slots(seq).prefix)))  # its worker will have it read again
-            self._moves = []
+            self._forget_moves()
             raise
         return sent
 
+    def _forget_moves(self) -> None:
+        """Forget what was to move, and the places it was to move to: its worker will have them read again."""
+        for seq, _, first in self._moves:
+            if seq in self._held:
+                self.rewind(seq, min(first, len(self.slots(seq).prefix)))
+        self._moves = []
+
+    def _rewind(self, seq: int, length: int) -> None:
+        self._ahead = None
+        super()._rewind(seq, length)
+
+    def _close(self, seq: int) -> None:
+        if self._ahead is not None and seq in self._ahead.rows:
+            del self._ahead.rows[seq]  # the others' rows stay good
+        super()._close(seq)
+
     def _copy(self, copies: Sequence[Copy]) -> None:
+        self._ahead = None
         self._up({})
         super()._copy(copies)
 
@@ -143,6 +301,30 @@ class GpuRunner(NativeRunner):
     def _here(self) -> AbstractContextManager[None]:
         """Have kernels launched on the runner's own device, whichever is the current one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _is_ahead(ahead: Ahead, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
+    """Whether a step that was started ahead reads just this."""
+    return all(
+        feed.seq in ahead.rows
+        and list(feed.tokens) == [ahead.tokens.get(feed.seq)]
+        and part.start == part.prefix
+        and ahead.places[feed.seq] == (part.start, int(part.places()[0]))
+        for feed, part in zip(work, rows, strict=True)
+    )
+
+
+def _judged(trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None) -> list[Judged]:
+    """Make verdicts of lines; notes what each sequence says, where a step was started that presumes it."""
+    tokens, reached = lines[:, 0].astype(np.int64).tolist(), lines[:, 1].tolist()
+    found = []
+    for trial, (root, *nodes) in zip(trials, at, strict=True):
+        path = tuple(index for index, row in enumerate(nodes) if reached[row])
+        token = tokens[nodes[path[-1]] if path else root]
+        found.append(Judged(path, token))
+        if said is not None:
+            said[trial.seq] = token
+    return found
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +19,24 @@ from torch.nn.functional import embedding, rms_norm
 
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu.attention import Attend, choose_attend
-from specbranch.models.gpu.layout import MOST_ROWS, Bucket, Views, packed_size, power_of_two, views
+from specbranch.models.gpu.choice import Chooser
+from specbranch.models.gpu.layout import LEAST_PAGES, MOST_ROWS, Bucket, Views, packed_size, padding, power_of_two, views
 from specbranch.models.gpu.small import Small, small_functions
-from specbranch.models.kv import Memory
+from specbranch.models.kv import PAGE, Memory
 
 log = logging.getLogger("specbranch")
 
 VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture: they compile, and choose how to multiply
+MOST_GRAPHS = 64
+Kind = tuple[Bucket, int, int]  # with the number of tapped layers, and of best entries
 
 
 class GpuStep:
     """A decoder over one memory of pages, whose last page is spare."""
+
+    lasting = False  # whether logits lie where the next forward of as many rows leaves its own, and no other
+    moves = False  # whether a forward makes the moves that come with its step
 
     def __init__(self, decoder: Decoder, memory: Memory, attend: Attend | None = None, small: Small | None = None) -> None:
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
@@ -40,6 +47,7 @@ class GpuStep:
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
         norms = [layer.attention_norm for layer in decoder.layers]
         self._next_norms = (*norms[1:], decoder.norm)
+        self.picks = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)  # what rows chose last; a token −1 − i stands for the i-th
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
         """Run all layers, writing the pages; returns logits [rows, vocabulary or columns] and hidden states of the tapped layers.
@@ -49,7 +57,7 @@ class GpuStep:
         decoder, seen = self.decoder, list[Tensor]()
         eps, untapped = decoder.arch.rms_eps, len(decoder.layers) - tapped + 1
         turning = [table.index_select(0, step.positions).unsqueeze(1) for table in (decoder.cos, decoder.sin)]
-        x = embedding(step.tokens, decoder.embedding)
+        x = embedding(torch.where(step.tokens < 0, self.picks[-1 - step.tokens], step.tokens), decoder.embedding)
         h = rms_norm(x, (x.shape[-1],), decoder.layers[0].attention_norm, eps)
         for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:
@@ -61,77 +69,111 @@ class GpuStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
-    states: Tensor | None
+class Ran:
+    """What a step gave; it stands until the next one."""
+
+    logits: Tensor  # [the bucket's rows, vocabulary or columns]
+    states: Tensor | None  # hidden states of some last layers, side by side
+    lines: Tensor | None  # what was chosen, see `choice.Choice`
 
 
 class Graphs:
-    """The steps of one model, captured when a bucket is first met; without graphs, the same forward."""
+    """The steps of one model, captured when a kind of step is first met; without graphs, the same forward.
 
-    def __init__(self, step: GpuStep, most_pages: int, capture: bool | None = None) -> None:
+    A kind is a bucket, how many layers are tapped, and how many best entries of a row are wanted. The least recently used are dropped.
+    """
+
+    def __init__(self, step: GpuStep, most_pages: int, capture: bool | None = None, chooser: Chooser | None = None) -> None:
         self._step = step
         self._device = step.memory.data.device
         wanted = os.environ.get(VARIABLE) != "0" if capture is None else capture
         self.captures = wanted and self._device.type == "cuda"
-        largest = Bucket(MOST_ROWS, MOST_ROWS, power_of_two(most_pages))
-        self._input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)
+        largest = Bucket(MOST_ROWS, MOST_ROWS, max(power_of_two(most_pages), LEAST_PAGES))
+        self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)  # where graphs read a packed step
+        self.chooser = chooser
         self._outs: dict[int, Tensor] = {}  # by tapped layers; 0: logits
-        self._graphs: dict[tuple[Bucket, int], _Captured] = {}
+        self._graphs: OrderedDict[Kind, tuple[torch.cuda.CUDAGraph, Ran]] = OrderedDict()
         if self.captures:
             self._pool = torch.cuda.graph_pool_handle()
             # Of its own: graphs captured on one stream share cuBLAS' workspace.
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
+    @property
+    def moves(self) -> bool:
+        """Whether a step makes the moves that come with it."""
+        return self._step.moves
+
+    def choose_with(self, chooser: Chooser) -> None:
+        """Have tokens chosen by another chooser from now on."""
+        self._graphs.clear()
+        self.chooser = chooser
+
     def run(self, packed: np.ndarray | Tensor, bucket: Bucket) -> Tensor:
-        """Return the logits of a packed step [the bucket's rows, vocabulary or columns]."""
-        return self.run_tapped(packed, bucket, 0)[0]
+        """Bring a packed step, and return its logits."""
+        self.bring(packed)
+        return self.run_brought(bucket).logits
 
     @torch.inference_mode()
-    def run_tapped(self, packed: np.ndarray | Tensor, bucket: Bucket, layers: int) -> tuple[Tensor, Tensor | None]:
-        """Return the logits and the hidden states of some last layers, side by side; of 0 layers, none."""
-        self._bring(packed)
+    def run_brought(self, bucket: Bucket, layers: int = 0, count: int = 0) -> Ran:
+        """Run the step that lies in `input`: tap so many last layers, and choose so many best entries of every row; of 0 none."""
+        kind = (bucket, layers, count)
         if not self.captures:
-            return self._step.forward(views(self._input, bucket), layers)
-        captured = self._graphs.get((bucket, layers)) or self._capture(bucket, layers)
-        captured.graph.replay()
-        return captured.logits, captured.states
+            return self._forward(*kind)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._captured(kind)
+            if len(self._graphs) > MOST_GRAPHS:
+                torch.cuda.synchronize(self._device)
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(kind)
+        graph, ran = self._graphs[kind]
+        graph.replay()
+        return ran
 
-    def _bring(self, packed: np.ndarray | Tensor) -> None:
+    def bring(self, packed: np.ndarray | Tensor) -> None:
         """Copy a packed step to where graphs read it, without waiting."""
         if isinstance(packed, np.ndarray):
             host = torch.from_numpy(packed)
             packed = host.new_empty(host.shape, pin_memory=True).copy_(host) if self._device.type == "cuda" else host
-        self._input[: packed.shape[0]].copy_(packed, non_blocking=True)  # torch keeps pinned memory until the copy is done
+        self.input[: packed.shape[0]].copy_(packed, non_blocking=True)  # torch keeps pinned memory until the copy is done
 
-    def _capture(self, bucket: Bucket, layers: int) -> _Captured:
-        begun = time.perf_counter()
-        step = views(self._input, bucket)
-        captured = _Captured(torch.cuda.CUDAGraph(), *self._warmed_up(step, bucket.rows, layers))
-        with torch.cuda.graph(captured.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            logits, states = self._step.forward(step, layers)
-            captured.logits.copy_(logits)
-            if states is not None and captured.states is not None:
-                captured.states.copy_(states)
-        self._graphs[bucket, layers] = captured
-        size = f"{bucket.rows} rows in {bucket.groups} groups over {bucket.pages} pages"
-        log.info("Captured a step of %s, %d layers tapped, in %.1f s.", size, layers, time.perf_counter() - begun)
-        return captured
+    def _forward(self, bucket: Bucket, layers: int, count: int) -> Ran:
+        step = views(self.input, bucket)
+        logits, states = self._step.forward(step, layers)
+        if not count or self.chooser is None or step.choosing is None or step.counts is None:
+            return Ran(logits, states, None)
+        return Ran(logits, states, self.chooser(logits, step.choosing, step.counts, count))
 
-    def _warmed_up(self, step: Views, rows: int, layers: int) -> tuple[Tensor, Tensor | None]:
-        """Run a step as it will be captured; returns where its results are to be copied to.
+    def _captured(self, kind: Kind) -> tuple[torch.cuda.CUDAGraph, Ran]:
+        """Capture a kind of step, on one of padding alone: what moves or goes on from what was chosen must happen once."""
+        begun, held = time.perf_counter(), (self.input.clone(), self._step.picks.clone())
+        packed = padding(kind[0], (self._step.memory.data.shape[0] - 1) * PAGE)
+        self.bring(packed)
+        ran, graph = self._warmed_up(kind), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            again = self._forward(*kind)
+            for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
+                if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
+                    lasting.copy_(made)
+        self.input.copy_(held[0])
+        self._step.picks.copy_(held[1])
+        size = f"{kind[0].rows} rows in {kind[0].groups} groups over {kind[0].pages} pages"
+        log.info("Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.", size, *kind[1:], time.perf_counter() - begun)
+        return graph, ran
+
+    def _warmed_up(self, kind: Kind) -> Ran:
+        """Run a step as it will be captured; returns where its results are to be.
 
         Results have memory of their own: what is left in the graphs' own, another graph's replay would overwrite.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the packed step comes from there
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
-                logits, states = self._step.forward(step, layers)
+                ran = self._forward(*kind)
         torch.cuda.synchronize(self._device)
-        return self._out(0, logits)[:rows], None if states is None else self._out(layers, states)[:rows]
+        logits = ran.logits if self._step.lasting else self._out(0, ran.logits)
+        return Ran(logits, None if ran.states is None else self._out(kind[1], ran.states), ran.lines)
 
     def _out(self, key: int, like: Tensor) -> Tensor:
-        if key not in self._outs:
-            self._outs[key] = like.new_empty(MOST_ROWS, like.shape[1])
-        return self._outs[key]
+        if key not in self._outs or len(self._outs[key]) < len(like):
+            self._outs[key] = like.new_empty(like.shape)
+        return self._outs[key][: len(like)]

@@ -1,0 +1,122 @@
+"""Choosing among logits on a device: each row's token and its best entries, noise included, and which rows the chosen tokens lead to.
+
+Owns two ways to the same choices: Triton kernels, and plain operations on any device, which the kernels are compared with. Invariant: what
+a row gives depends on its logits and on what is asked of it alone, so all that is said by the match rule is chosen here, in a graph or not.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from specbranch.core.noise import MASK, mix
+from specbranch.models.columns import Columns
+from specbranch.models.gpu.attention import begins_early, launch
+from specbranch.models.gpu.layout import ONE, ROOT_ROW, power_of_two
+from specbranch.models.noise import gumbel
+
+log = logging.getLogger("specbranch")
+
+TILE = 2048  # columns that a program looks through
+COUNTS = (1, 8)  # best entries that a graph may be asked for
+BEFORE = 3  # numbers of a line before its entries: token, whether it is reached, confidence
+
+
+class Chooser:
+    """Chooses among the first `width` columns of a model's logits; what rows choose is left in `picks` too.
+
+    It answers with a line a row [rows, BEFORE + 2·count] in float32, which holds token ids exactly: token, whether the row is reached,
+    confidence, the best tokens, their scores. Lines stand until it is asked again about as many rows.
+    """
+
+    def __init__(self, picks: Tensor, width: int, columns: Columns | None = None) -> None:
+        device = picks.device
+        self.width, self.picks, self._device = width, picks, device
+        self._ids = torch.arange(width, device=device) if columns is None else columns.ids[:width].to(device)
+        self._listed = columns is not None
+        self._lines: dict[tuple[int, int], Tensor] = {}
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        self.by_kernels = self._kernels_work()
+
+    def __call__(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
+        """Choose in every row; `asked` [fields, at least rows] and `counts` are those of a packed step."""
+        choose = self.choose_by_kernels if self.by_kernels else self.choose_plainly
+        return choose(logits, choosing, counts, count)
+
+    def choose_plainly(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
+        """Choose with torch's operations."""
+        rows = logits.shape[0]
+        temperature, noisy = choosing[0, :rows].view(torch.float32), choosing[3, :rows]
+        first, second = choosing[1:3, :rows].long()[..., None] & MASK
+        scores = logits[:, : self.width].float() / temperature[:, None]
+        scores = torch.where(noisy[:, None] != 0, scores + gumbel(mix(self._ids, (first, second)).int()), scores)
+        top, best = _leading(scores, count)
+        tokens = self._ids[best]
+        self.picks[:rows] = tokens[:, 0]
+        reached = _reached(choosing[4, :rows], choosing[5, :rows], tokens[:, 0])
+        confidence = scores.softmax(dim=-1).amax(dim=-1, keepdim=True)
+        parts = [tokens[:, :1].float(), reached[:, None].float(), confidence, tokens.float(), top]
+        return self._kept(rows, count).copy_(torch.cat(parts, dim=-1))
+
+    def choose_by_kernels(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
+        """Do the same with Triton, in two launches."""
+        from specbranch.models.gpu import choice_kernels as kernels
+
+        rows, tiles, early = logits.shape[0], -(-self.width // TILE), begins_early(self._device)
+        tops = logits.new_empty(rows, tiles, count, dtype=torch.float32)
+        places, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(rows, tiles)
+        lines = self._kept(rows, count)
+        shared = {"COUNT": count, "LISTED": self._listed, "EARLY": early, "num_warps": 4, **launch(early)}
+        per = choosing.stride(0)
+        kernels.scan[(rows, tiles)](
+            logits, self._ids, choosing, tops, places, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
+        )  # fmt: skip
+        kernels.settle[(rows,)](
+            self._ids, choosing, counts, tops, places, sums, self.picks, lines, self._arrived, self.width, per, tiles, lines.shape[1],
+            ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles), ROWS=power_of_two(rows), **shared,
+        )  # fmt: skip
+        return lines
+
+    def _kept(self, rows: int, count: int) -> Tensor:
+        if (rows, count) not in self._lines:
+            self._lines[rows, count] = torch.zeros(rows, BEFORE + 2 * count, device=self._device)
+        return self._lines[rows, count]
+
+    @torch.inference_mode()
+    def _kernels_work(self) -> bool:
+        """Whether the kernels choose as the plain way does, tried once; says so where a GPU must do without."""
+        if self._device.type != "cuda":
+            return False
+        logits = torch.randn(4, self.width, generator=torch.Generator().manual_seed(0)).to(self._device)
+        choosing = torch.tensor(
+            [[ONE] * 4, [3] * 4, [5] * 4, [0, 1, 0, 1], range(4), [ROOT_ROW] * 4], dtype=torch.int32, device=self._device
+        )
+        counts = torch.zeros(2, dtype=torch.int32, device=self._device)
+        try:
+            found, plain = (choose(logits, choosing, counts, 8).clone() for choose in (self.choose_by_kernels, self.choose_plainly))
+        except Exception as reason:  # whatever a compiler may raise
+            log.warning("Tokens are chosen in plain operations: Triton does not work here (%s: %s).", type(reason).__name__, reason)
+            return False
+        if torch.allclose(found, plain, rtol=1e-3, atol=1e-3):
+            return True
+        log.warning("Tokens are chosen in plain operations: Triton chooses others.")
+        return False
+
+
+def _leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The greatest scores of each row and their columns, the lowest first among equals [rows, count]."""
+    ordered = scores.sort(dim=-1, descending=True, stable=True)
+    return ordered.values[:, :count], ordered.indices[:, :count]
+
+
+def _reached(parent: Tensor, said: Tensor, tokens: Tensor) -> Tensor:
+    """Which rows are come to when every row leads on to the one that says its token [rows]."""
+    chosen = (said == ROOT_ROW) | (said == tokens[parent.long()])
+    reached, way = chosen, parent.long()
+    # Asking how deep the longest way is would make a GPU wait; each turn doubles what was looked at.
+    for _ in range(max(len(parent) - 1, 1).bit_length()):
+        reached = reached & reached[way]
+        way = way[way]
+    return reached

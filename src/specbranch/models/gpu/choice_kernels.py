@@ -1,0 +1,114 @@
+"""The Triton kernels that choose among logits: the best entries of every row, noise included, and whom the chosen tokens lead to.
+
+Owns the order of every sum. Invariant: what a row gives depends on its logits, its temperature and its noise alone. Needs Triton, so nobody
+imports it but `choice`, when it is asked to. For EARLY see `product_kernels`.
+"""
+
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# What Triton compiles has no Python types but constexpr.
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NOWHERE = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _permuted(x):
+    """core.noise's permutation of 32 bits."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel(ids, first, second):
+    """−log E of token ids under two keys, E = −log1p(−v) with v = (bits + ½)·2⁻³²; see models.noise."""
+    bits = _permuted(_permuted(ids.to(tl.uint32) ^ first.to(tl.uint32)) ^ second.to(tl.uint32))
+    upper = bits >= 0x80000000
+    small = (tl.where(upper, bits ^ 0xFFFFFFFF, bits).to(tl.float32) + 0.5) * (2.0**-32)  # min(v, 1 − v), never 0
+    rest = 1.0 - small
+    lost = rest - 1.0  # −small as `rest` has it: what rounding lost is divided out again
+    log1p = tl.where(lost == 0.0, -small, tl.log(rest) * (small / tl.where(lost == 0.0, 1.0, -lost)))
+    return -tl.log(-tl.where(upper, tl.log(small), log1p))
+
+
+@triton.jit
+def _best(values, places, out_values, out_places, COUNT: tl.constexpr):
+    """Write the greatest values, one after the other, of equal ones that with the least place; returns the greatest."""
+    greatest = tl.max(values, 0)
+    for rank in tl.static_range(COUNT):
+        top = tl.max(values, 0)
+        at = tl.min(tl.where(values == top, places, NOWHERE), 0)
+        tl.store(out_values + rank, top)
+        tl.store(out_places + rank, at)
+        values = tl.where(places == at, float("-inf"), values)
+    return greatest
+
+
+@triton.jit(do_not_specialize=["width", "stride", "per"])
+def scan(logits, ids, choosing, tops, places, sums, width, stride, per, TILE: tl.constexpr, COUNT: tl.constexpr, LISTED: tl.constexpr,
+         EARLY: tl.constexpr):  # fmt: skip
+    """The best entries of one tile of one row, and the sum of its exponentials."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    at = (row * tl.num_programs(1) + tile).to(tl.int64)
+    j = tile * TILE + tl.arange(0, TILE)
+    score = tl.load(logits + row.to(tl.int64) * stride + j, mask=j < width, other=float("-inf")).to(tl.float32)
+    score = score / tl.load(choosing + row).to(tl.float32, bitcast=True)
+    if tl.load(choosing + 3 * per + row) != 0:
+        token = tl.load(ids + j, mask=j < width, other=0) if LISTED else j
+        score += _gumbel(token, tl.load(choosing + per + row), tl.load(choosing + 2 * per + row))
+    top = _best(score, j, tops + at * COUNT, places + at * COUNT, COUNT)
+    tl.store(sums + at, tl.sum(tl.exp2((score - tl.where(top == float("-inf"), 0.0, top)) * LOG2_E), 0))
+
+
+@triton.jit(do_not_specialize=["width", "per", "tiles", "across"])
+def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, width, per, tiles, across, ENTRIES: tl.constexpr,
+           COUNT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """One row's token, confidence and best entries; the last row to come follows the chosen tokens from every root."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    line = lines + row * across
+    e = tl.arange(0, ENTRIES)
+    held = e < tiles * COUNT
+    score = tl.load(tops + row * tiles * COUNT + e, mask=held, other=float("-inf"))
+    place = tl.load(places + row * tiles * COUNT + e, mask=held, other=NOWHERE)
+    best = tl.max(score, 0)
+    t = tl.arange(0, TILES)
+    own = tl.load(tops + (row * tiles + t) * COUNT, mask=t < tiles, other=float("-inf"))
+    part = tl.load(sums + row * tiles + t, mask=t < tiles, other=0.0)
+    tl.store(line + 2, 1.0 / tl.sum(part * tl.exp2((own - best) * LOG2_E), 0))
+    for rank in tl.static_range(COUNT):
+        top = tl.max(score, 0)
+        at = tl.min(tl.where(score == top, place, NOWHERE), 0)
+        column = tl.minimum(at, width - 1)  # where no number is a number, any token
+        token = tl.load(ids + column).to(tl.int32) if LISTED else column
+        if rank == 0:
+            tl.store(picks + row, token)
+            tl.store(line, token.to(tl.float32))
+        tl.store(line + 3 + rank, token.to(tl.float32))
+        tl.store(line + 3 + COUNT + rank, top)
+        score = tl.where(place == at, float("-inf"), score)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        r = tl.arange(0, ROWS)
+        live = r < tl.num_programs(0)
+        way = r
+        reached = live
+        for _ in range(tl.load(counts + 1) + 1):
+            above = tl.load(choosing + 4 * per + way, mask=live, other=0)
+            said = tl.load(choosing + 5 * per + way, mask=live, other=0)
+            reached = reached & ((said == -1) | (said == tl.load(picks + above, cache_modifier=".cg")))
+            way = above
+        tl.store(lines + r * across + 1, reached.to(tl.float32), mask=live)
