@@ -107,7 +107,7 @@ def measure(case: Case, given: argparse.Namespace, peak: float) -> list[dict[str
 
 def time_step(graphs: Graphs, spare: int, rows: list[Rows], replays: int) -> dict[str, float]:
     """Time packing and replays; the first run captures."""
-    packed, bucket = pack(rows, spare)
+    packed, bucket = pack(rows, spare, least=graphs.step.least)
     graphs.bring(packed)
     begun = time.perf_counter()
     logits = graphs.run_brought(bucket, count=1).logits

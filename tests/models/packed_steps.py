@@ -91,8 +91,8 @@ class Stepper:
     def score(self, work: Sequence[Rows]) -> torch.Tensor:
         """The logits of all rows, in as many steps as it takes."""
         found = []
-        for some in dealt(work, 128):
-            packed, bucket = pack(some, PAGES * PAGE)
+        for some in dealt(work, min(self.graphs.step.most_rows, 128)):
+            packed, bucket = pack(some, PAGES * PAGE, least=self.graphs.step.least)
             found.append(self.graphs.run(packed, bucket)[: sum(len(rows.tokens) for rows in some)].clone())
         return torch.cat(found)
 

@@ -74,7 +74,9 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """Run the command line; never returns."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)  # what is told by the way is for progress lines
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[handler])
     sys.exit(run(sys.argv[1:]))
 
 

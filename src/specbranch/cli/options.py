@@ -166,7 +166,7 @@ def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
 
 def load_llm(given: dict[str, Any]) -> LLM:
     """Load the models that were asked for, with a progress bar where a fetch is needed."""
-    from specbranch.cli.progress import pulled
+    from specbranch.cli.progress import narrated, pulled
 
     config = speculative_config(given)
     names = (
@@ -197,7 +197,8 @@ def load_llm(given: dict[str, Any]) -> LLM:
         click.echo(f"The predictor {given['predictor']} is not used: only policy 'paper' heeds one (--policy paper).", err=True)
     from specbranch.engine import LLM
 
-    return LLM(**chosen, speculative=config)
+    with narrated("Loading the models"):
+        return LLM(**chosen, speculative=config)
 
 
 def _used_draft(method: str | None, draft: str | None, aloud: bool) -> str | None:

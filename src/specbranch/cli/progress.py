@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,37 @@ def pulled(name: str) -> str:
             load_tokenizer(choice)
         console.print(f"{name} is in {Path(path).parent}", highlight=False)
     return path
+
+
+@contextmanager
+def narrated(what: str) -> Iterator[None]:
+    """Say on one line what is done, and what the program tells of it meanwhile; only where somebody looks."""
+    console, log = Console(stderr=True), logging.getLogger("specbranch")
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what) as status:
+        level, narrator = log.level, _Narrator(lambda text: status.update(f"{what}: {text}"))
+        log.addHandler(narrator)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+            log.removeHandler(narrator)
+
+
+class _Narrator(logging.Handler):
+    """Passes on what is told by the way; warnings have their own place."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a message on."""
+        if record.levelno < logging.WARNING:
+            self._tell(record.getMessage())
 
 
 def tracked(items: Sequence[T], what: str) -> Iterable[T]:

@@ -129,6 +129,9 @@ class KernelStep(GpuStep):
         self._arrived = torch.zeros(MOST_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device).int()
         self._scored: dict[int, Tensor] = {}  # by rows
 
+    def pin(self, pages: int) -> None:
+        """Leave steps as small as they are: no sum hangs on how wide they are."""
+
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
         """Run all layers, writing the pages; see `GpuStep.forward`."""
         decoder, seen, rows = self.decoder, list[Tensor](), len(step.tokens)

@@ -22,7 +22,6 @@ from specbranch.models.kv import PAGE
 
 OWN = 192  # the longest own line
 MOST_ROWS = 512  # in a step
-LEAST_PAGES = 8  # a bucket's: shorter texts share their graphs
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
 ALIGNED = 32  # numbers: sections begin at whole cache lines, whatever the bucket
 PER_ROW = 5  # sections of one number a row; they come first, so that they can be written as one table
@@ -50,6 +49,9 @@ class Bucket(NamedTuple):
     pages: int  # in the longest table
 
 
+LEAST = Bucket(1, 1, 8)  # short texts share their graphs
+
+
 @dataclass(frozen=True, slots=True)
 class Views:
     """The sections of a packed step, int32."""
@@ -67,14 +69,15 @@ class Views:
     moves: Tensor | None = None  # [2, some] flat places: what lies at the first is copied to the second, one after the other
 
 
-def bucket_of(work: Sequence[Rows]) -> Bucket:
-    """Return the smallest bucket that holds these rows."""
+def bucket_of(work: Sequence[Rows], least: Bucket = LEAST) -> Bucket:
+    """Return the smallest bucket that holds these rows, and is nowhere smaller than `least`."""
     rows = sum([len(part.tokens) for part in work])
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(f"a step takes 1 to {MOST_ROWS} rows, not {rows}; deal them out first")
     groups = sum([-(-len(part.tokens) // GROUP_ROWS) for part in work])
     places = max([part.start + len(part.tokens) for part in work])
-    return Bucket(power_of_four(rows), power_of_four(groups), max(power_of_two(-(-places // PAGE)), LEAST_PAGES))
+    found = power_of_four(rows), power_of_four(groups), power_of_two(-(-places // PAGE))
+    return Bucket(*map(max, found, least))
 
 
 def most_moves(rows: int) -> int:
@@ -115,10 +118,12 @@ def brought_moves(packed: Tensor, bucket: Bucket, count: int) -> Tensor:
     return moves[:, :count].long()
 
 
-def pack(work: Sequence[Rows], spare: int, choosing: Choosing | None = None, moves: np.ndarray | None = None) -> tuple[np.ndarray, Bucket]:
+def pack(
+    work: Sequence[Rows], spare: int, choosing: Choosing | None = None, moves: np.ndarray | None = None, least: Bucket = LEAST
+) -> tuple[np.ndarray, Bucket]:
     """Write rows out for a device; padding is written to, and read from, the flat place `spare`."""
     work = [part for part in work if part.tokens]
-    bucket = bucket_of(work)
+    bucket = bucket_of(work, least)
     packed = np.zeros(packed_size(bucket), dtype=np.int32)
     per_row, groups, tables, own, counts, moved = _sections(packed, bucket)
     lines = _lines(work)

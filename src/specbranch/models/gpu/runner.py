@@ -56,8 +56,8 @@ class GpuRunner(NativeRunner):
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
         self._fused = None
-        self._step_run = step_of(decoder, self.memory)
-        self._graphs = Graphs(self._step_run, -(-(context_length + tail) // PAGE), chooser=self._chooser())
+        self._graphs = Graphs(step_of(decoder, self.memory), -(-(context_length + tail) // PAGE))
+        self._graphs.choose_with(self._chooser())
         self._moves: list[tuple[int, np.ndarray, int]] = []  # still to be made: sequence, places, and the lowest that is written
         self._ahead: Ahead | None = None
 
@@ -141,10 +141,10 @@ class GpuRunner(NativeRunner):
     def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Lines]:
         """Run rows as one step that chooses, and start to read what it says of each."""
         moves = self._moves_for(choosing)
-        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves)
+        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, self._graphs.step.least)
         try:
             self.transfer.into(self._graphs.input, packed)
-            if moves is not None and not self._graphs.moves:
+            if moves is not None and not self._graphs.step.moves:
                 self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
             ran = self._graphs.run_brought(bucket, 0, count)
         except BaseException:
@@ -159,7 +159,7 @@ class GpuRunner(NativeRunner):
         if not self._moves:
             return None
         moves = np.concatenate([places for _, places, _ in self._moves], axis=1)
-        in_order = self._graphs.moves or len(self._moves) == 1  # a place may be left by one keep and filled by the next
+        in_order = self._graphs.step.moves or len(self._moves) == 1  # a place may be left by one keep and filled by the next
         if in_order and moves.shape[1] <= most_moves(len(choosing.said)):
             return moves
         self._up({})
@@ -231,7 +231,7 @@ class GpuRunner(NativeRunner):
         states: list[Tensor] = []
         steps = list(dealt(work, self._most_rows(work)))
         for number, step in enumerate(steps, 1):
-            packed, bucket = pack(step, self.pool.pages * PAGE)
+            packed, bucket = pack(step, self.pool.pages * PAGE, least=self._graphs.step.least)
             sent = self._up({"step": packed, **(arrays if number == len(steps) else {})})
             self._graphs.bring(sent["step"])
             ran = self._graphs.run_brought(bucket, self._tapped)
@@ -244,14 +244,14 @@ class GpuRunner(NativeRunner):
         """How many rows a step takes: behind long texts fewer, as each row has a partial result for every block."""
         arch, pages = self.architecture, max(-(-(part.start + len(part.tokens)) // PAGE) for part in work)
         row = arch.heads * (arch.head_dim + 2) * 4 * (1 + pages * 2 * PAGE // BLOCK)  # a bucket may have twice as many pages
-        return min(MOST_ROWS, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
+        return min(self._graphs.step.most_rows, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
 
     def _is_one_step(self, rows: list[Rows]) -> bool:
         return 0 < sum(len(part.tokens) for part in rows) <= self._most_rows(rows) if rows else False
 
     def _chooser(self) -> Chooser:
         columns = self.decoder.columns
-        return Chooser(self._step_run.picks, self.sampler.width(columns), columns)
+        return Chooser(self._graphs.step.picks, self.sampler.width(columns), columns)
 
     def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
         self._moves.append((seq, moves, first))

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm
 
 from specbranch.models.decoder import Decoder
-from specbranch.models.gpu.attention import Attend, choose_attend
+from specbranch.models.gpu.attention import Attend, attend_by_kernels, choose_attend
 from specbranch.models.gpu.choice import Chooser
-from specbranch.models.gpu.layout import LEAST_PAGES, MOST_ROWS, Bucket, Views, packed_size, padding, power_of_two, views
+from specbranch.models.gpu.layout import LEAST, MOST_ROWS, Bucket, Views, packed_size, padding, power_of_two, views
 from specbranch.models.gpu.small import Small, small_functions
 from specbranch.models.kv import PAGE, Memory
 
@@ -29,6 +29,7 @@ log = logging.getLogger("specbranch")
 VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture: they compile, and choose how to multiply
 MOST_GRAPHS = 64
+PINNED_ROWS = 16
 Kind = tuple[Bucket, int, int]  # with the number of tapped layers, and of best entries
 
 
@@ -37,6 +38,8 @@ class GpuStep:
 
     lasting = False  # whether logits lie where the next forward of as many rows leaves its own, and no other
     moves = False  # whether a forward makes the moves that come with its step
+    most_rows = MOST_ROWS
+    least = LEAST  # how large a step's bucket is at the least
 
     def __init__(self, decoder: Decoder, memory: Memory, attend: Attend | None = None, small: Small | None = None) -> None:
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
@@ -48,6 +51,16 @@ class GpuStep:
         norms = [layer.attention_norm for layer in decoder.layers]
         self._next_norms = (*norms[1:], decoder.norm)
         self.picks = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)  # what rows chose last; a token −1 − i stands for the i-th
+
+    def pin(self, pages: int) -> None:
+        """Have steps always as wide as this, up to so many pages.
+
+        torch's products sum in an order that hangs on how many rows there are, its plain attention on how many pages: where both are always
+        the same, a row's bits hang on no other row.
+        """
+        if self.memory.data.device.type == "cuda":
+            self.most_rows = PINNED_ROWS
+            self.least = Bucket(PINNED_ROWS, 1, LEAST.pages if self.attend is attend_by_kernels else max(pages, LEAST.pages))
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
         """Run all layers, writing the pages; returns logits [rows, vocabulary or columns] and hidden states of the tapped layers.
@@ -88,7 +101,8 @@ class Graphs:
         self._device = step.memory.data.device
         wanted = os.environ.get(VARIABLE) != "0" if capture is None else capture
         self.captures = wanted and self._device.type == "cuda"
-        largest = Bucket(MOST_ROWS, MOST_ROWS, max(power_of_two(most_pages), LEAST_PAGES))
+        self._step.pin(power_of_two(most_pages))
+        largest = Bucket(MOST_ROWS, MOST_ROWS, max(power_of_two(most_pages), LEAST.pages))
         self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)  # where graphs read a packed step
         self.chooser = chooser
         self._outs: dict[int, Tensor] = {}  # by tapped layers; 0: logits
@@ -99,9 +113,9 @@ class Graphs:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
-    def moves(self) -> bool:
-        """Whether a step makes the moves that come with it."""
-        return self._step.moves
+    def step(self) -> GpuStep:
+        """What is captured."""
+        return self._step
 
     def choose_with(self, chooser: Chooser) -> None:
         """Have tokens chosen by another chooser from now on."""
@@ -145,6 +159,8 @@ class Graphs:
 
     def _captured(self, kind: Kind) -> tuple[torch.cuda.CUDAGraph, Ran]:
         """Capture a kind of step, on one of padding alone: what moves or goes on from what was chosen must happen once."""
+        size = f"{kind[0].rows} rows in {kind[0].groups} groups over {kind[0].pages} pages"
+        log.info("Capturing a step of %s.", size)
         begun, held = time.perf_counter(), (self.input.clone(), self._step.picks.clone())
         packed = padding(kind[0], (self._step.memory.data.shape[0] - 1) * PAGE)
         self.bring(packed)
@@ -156,7 +172,6 @@ class Graphs:
                     lasting.copy_(made)
         self.input.copy_(held[0])
         self._step.picks.copy_(held[1])
-        size = f"{kind[0].rows} rows in {kind[0].groups} groups over {kind[0].pages} pages"
         log.info("Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.", size, *kind[1:], time.perf_counter() - begun)
         return graph, ran
 
