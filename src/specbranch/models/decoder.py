@@ -12,19 +12,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from specbranch.models import rope
+from specbranch.models.chunk_attention import choose_attend_chunk
 from specbranch.models.cpu.linear import Linear, choose_linear
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import LayerWeights, Matrix, Weights
-from specbranch.models.kv import PAGE, Memory
+from specbranch.models.kv import PAGE, Memory, gathered, put
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
     """What rows of the tail see: the first `shared` positions in common, then each its own line, place by place in the pool."""
 
+    pages: Sequence[int]
     most_shared: int
     shared: Tensor  # [rows]
     own: Tensor  # [rows, longest line]
@@ -32,13 +34,19 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The rows of one sequence within a step: nodes of its tail, or a chunk of its text, in which each row sees all before it."""
+class Text:
+    """What rows of a chunk see: the text so far, each row what comes before it, and itself."""
 
-    pages: Sequence[int]
-    places: Tensor  # [rows], in the pool
-    end: int  # positions, with those of this part
-    lines: Lines | None  # nothing: a chunk
+    pages: Tensor  # [pages]
+    end: int  # positions, with those of the chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one sequence within a step: nodes of its tail, or a chunk of its text."""
+
+    rows: int
+    sees: Lines | Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class Step:
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
+    places: Tensor  # [2, rows]: the page each is written to, and the place within it
     parts: tuple[Part, ...]
 
 
@@ -74,22 +83,29 @@ class Decoder:
         self.head_weight = None if weights.reduced else weights.head
         self.columns = weights.reduced.columns if weights.reduced else None
         self.head = _linear(weights.reduced.matrix if weights.reduced else Matrix(weights.head))
-        self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, weights.norm.device, weights.norm.dtype)
+        device, dtype = weights.norm.device, weights.norm.dtype
+        self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
+        self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
     def forward(self, step: Step, memory: Memory, seen: list[Tensor] | None = None) -> Tensor:
         """Run every layer, writing keys and values; returns the last hidden states [rows, hidden], not yet normed.
 
         What each layer is given is appended to `seen`, where there is one.
         """
-        x = embedding(step.tokens, self.embedding)
-        cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
+        x, *turning = self._entered(step)
         for index, layer in enumerate(self.layers):
             if seen is not None:
                 seen.append(x)
-            h = self._normed(x, layer.attention_norm)
-            x = x + self._attention(layer, h, step.parts, memory.layer(index), cos, sin)
-            x = x + self._mlp(layer, self._normed(x, layer.mlp_norm))
+            x = self._through(layer, x, step, memory.layer(index), turning)
         return x
+
+    def store(self, step: Step, memory: Memory) -> None:
+        """Write keys and values, and compute nothing that they do not need."""
+        x, *turning = self._entered(step)
+        *others, last = self.layers
+        for index, layer in enumerate(others):
+            x = self._through(layer, x, step, memory.layer(index), turning)
+        self._written(last, x, step, memory.layer(len(others)), turning)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the vocabulary, or `columns` of it, for hidden states [rows, hidden]."""
@@ -99,21 +115,40 @@ class Decoder:
         """Return the last hidden states as the head reads them."""
         return self._normed(hidden, self.norm)
 
-    def _attention(self, layer: Layer, h: Tensor, parts: Sequence[Part], held: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    def _entered(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows' embeddings, and what turns them [rows, 1, head_dim]."""
+        cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
+        return embedding(step.tokens, self.embedding), cos, sin
+
+    def _through(self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]) -> Tensor:
+        """Run one layer."""
+        queries = self._written(layer, x, step, held, turning)
+        x = x + layer.out(self._attend(step.parts, held, queries))
+        return x + self._mlp(layer, self._normed(x, layer.mlp_norm))
+
+    def _written(self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]) -> Tensor:
+        """Write the keys and values of all rows; returns their queries [rows, heads, head_dim]."""
         heads, kv_heads = self.arch.heads, self.arch.kv_heads
+        h = self._normed(x, layer.attention_norm)
         qkv = layer.qkv(h).view(h.shape[0], heads + 2 * kv_heads, self.arch.head_dim)
         qk, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, (self.arch.head_dim,), eps=self.arch.rms_eps) * layer.qk_norm
-        qk = rope.turn(qk, cos, sin)
-        return layer.out(self._attend(parts, held, qk[:, :heads], qk[:, heads:], values))
+        qk = rope.turn(qk, *turning)
+        for side, new in zip(held, (qk[:, heads:], values), strict=True):
+            put(side, step.places, new)
+        return qk[:, :heads]
 
-    def _attend(self, parts: Sequence[Part], held: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, parts: Sequence[Part], held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         """Let the rows of each part attend to its own sequence; returns [rows, heads·head_dim]."""
-        counts = [part.places.shape[0] for part in parts]
-        pieces = zip(parts, *(torch.split(whole, counts) for whole in (queries, keys, values)), strict=True)
-        seen = [_attend_part(part, held, *piece) for part, *piece in pieces]
+        pieces = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
+        seen = [self._attend_part(part.sees, held, piece) for part, piece in pieces]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
+
+    def _attend_part(self, sees: Lines | Text, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+        if isinstance(sees, Lines):
+            return attend_lines(queries, *held, sees)
+        return self.attend_chunk(queries, *(gathered(side, sees.pages, sees.end) for side in held))
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
         gate, up = layer.gate_up(h).chunk(2, -1)
@@ -123,41 +158,16 @@ class Decoder:
         return rms_norm(x, (self.arch.hidden,), weight, self.arch.rms_eps)
 
 
-def _attend_part(part: Part, held: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Store the keys and values of a part's rows, then let them attend; returns [rows, heads·head_dim]."""
-    for stored, new in zip(held, (keys, values), strict=True):
-        stored[part.places // PAGE, :, part.places % PAGE] = new
-    attend = attend_chunk if part.lines is None else attend_lines
-    return attend(queries, *held, part)
-
-
-def attend_chunk(queries: Tensor, keys: Tensor, values: Tensor, part: Part) -> Tensor:
-    """Attend with the last rows of a text to all of it; keys and values are those of all pages [pages, kv_heads, PAGE, head_dim]."""
-    rows, heads, head_dim = queries.shape
-    keys, values = (torch.cat([whole[page] for page in part.pages], dim=1)[None, :, : part.end] for whole in (keys, values))
-    at = torch.arange(part.end, device=queries.device)
-    seen = at <= at[part.end - rows :, None]
-    if queries.device.type == "cpu":
-        out = scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, attn_mask=seen, enable_gqa=True)
-        return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
-    # Masked kernels of GPUs know no groups of heads: those that share a key head are taken as several rows.
-    group = heads // keys.shape[1]
-    grouped = queries.view(rows, -1, group, head_dim).transpose(0, 1).reshape(1, -1, rows * group, head_dim)
-    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=seen.repeat_interleave(group, 0, output_size=rows * group))
-    return out.view(-1, rows, group, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
-
-
-def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, part: Part) -> Tensor:
+def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) -> Tensor:
     """Attend by positions: what is shared page by page, where it lies, then each row's own line."""
     rows, heads, head_dim = queries.shape
-    lines, kv_heads = part.lines, keys.shape[1]
-    assert lines is not None
+    kv_heads = keys.shape[1]
     grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5  # [kv_heads, rows, group, head_dim]
     flat = grouped.reshape(kv_heads, -1, head_dim)
     at = lines.own // PAGE, lines.own % PAGE
     own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values))  # [kv_heads, rows, own, head_dim]
     ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]  # what lies beyond may be anything
-    pages = [(page, end) for page, end in zip(part.pages, ends, strict=False)]
+    pages = [(page, end) for page, end in zip(lines.pages, ends, strict=False)]
     common = [(flat @ keys[page, :, :end].mT).view(kv_heads, rows, -1, end) for page, end in pages]
     hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
     hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])

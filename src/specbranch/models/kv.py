@@ -147,6 +147,25 @@ class Memory:
             self.data[target].copy_(self.data[source])
 
 
+def put(side: Tensor, places: Tensor, new: Tensor) -> None:
+    """Write rows [rows, kv_heads, head_dim] to the keys or the values of one layer; `places` [2, rows]: pages, and places within them."""
+    _in_words(side)[places[0], :, places[1]] = _in_words(new)
+
+
+def gathered(side: Tensor, pages: Tensor, end: int) -> Tensor:
+    """Copy the first `end` places of some pages, one behind the other, from the keys or the values of one layer.
+
+    Returns [kv_heads, end, head_dim].
+    """
+    found = _in_words(side).transpose(0, 1)[:, pages]  # [kv_heads, pages, PAGE, words]
+    return found.reshape(found.shape[0], -1, found.shape[-1]).view(side.dtype)[:, :end]
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """View the last dimension in words of 16 bytes, if it can be: what is indexed is moved number by number, however small those are."""
+    return x.view(torch.complex128) if x.shape[-1] * x.element_size() % 16 == 0 else x
+
+
 def page_bytes(arch: Architecture, dtype: torch.dtype) -> int:
     """How much memory a page takes."""
     return 2 * arch.layers * arch.kv_heads * PAGE * arch.head_dim * dtype.itemsize

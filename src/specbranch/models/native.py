@@ -22,8 +22,9 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
+from specbranch.models.chunk_attention import attend_by_flash
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import Decoder, Lines, Part, Step
+from specbranch.models.decoder import Decoder, Lines, Part, Step, Text
 from specbranch.models.files.architecture import Architecture, token_ids
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
@@ -38,6 +39,7 @@ from specbranch.models.sheet import Arrays
 log = logging.getLogger("specbranch")
 
 CHUNK = 256  # tokens of a prompt in one forward
+LONG_CHUNK = 2048  # where attention runs by the flash kernel: what is masked otherwise would take much memory
 READ_COMPILED = 16  # a chunk of at most so many is read by the compiled step; torch is faster above, behind a long text
 
 
@@ -59,6 +61,7 @@ class NativeRunner(TorchRunner):
         self.architecture = decoder.arch
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
+        self.chunk = LONG_CHUNK if decoder.attend_chunk is attend_by_flash else CHUNK
         self._context_length = context_length
         self.pool = Pool(pages or pool_pages(decoder.arch, self.dtype, self.device, context_length, tail, weights=0))
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, self.dtype)  # the last one is for padding
@@ -112,15 +115,15 @@ class NativeRunner(TorchRunner):
 
     @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in chunks that end at multiples of CHUNK, without scoring the vocabulary."""
+        """Read tokens in chunks that end at multiples of `chunk`, without scoring the vocabulary."""
         self._check_ids(tokens)
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
             places = held.slots.extend(tokens)
             self._reach(held, places.start, places.stop)
-            for start, stop in _chunks(places):
-                self._store(rows_of_chunk(held.table, tokens[start - places.start : stop - places.start], start))
+            for start, stop in _chunks(places, self.chunk):
+                self._store(held.table, tokens[start - places.start : stop - places.start], start)
         except BaseException:
             if len(held.slots.prefix) > before:
                 self._rewind(seq, before)
@@ -217,12 +220,12 @@ class NativeRunner(TorchRunner):
             wrong = next(token for token in tokens if not 0 <= token < self.vocabulary)
             raise BadParameter(f"Token id {wrong} is outside the vocabulary of {self.architecture.name} (0 to {self.vocabulary - 1}).")
 
-    def _store(self, rows: Rows) -> None:
+    def _store(self, table: Table, tokens: Sequence[int], start: int) -> None:
         """Read a chunk by the code that suits its own size, so that its bits depend on nothing else."""
-        if self._fused and len(rows.tokens) <= READ_COMPILED:
-            self._fused.store([rows])
+        if self._fused and len(tokens) <= READ_COMPILED:
+            self._fused.store([rows_of_chunk(table, tokens, start)])
         else:
-            self.decoder.forward(self._step([rows], chunk=True), self.memory)
+            self.decoder.store(self._chunk_step(table, tokens, start), self.memory)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Score all rows; returns logits and, where they are tapped, hidden states."""
@@ -239,33 +242,42 @@ class NativeRunner(TorchRunner):
         states = None if seen is None else torch.cat((*seen[len(seen) - self._tapped + 1 :], self.decoder.normed(hidden)), dim=-1)
         return logits.float() if logits.dtype.itemsize < 4 else logits, states
 
-    def _step(self, work: Sequence[Rows], chunk: bool = False) -> Step:
-        """Bring rows to the device."""
-        own = [_chunk_arrays(rows) if chunk else _line_arrays(rows) for rows in work]
+    def _step(self, work: Sequence[Rows]) -> Step:
+        """Bring rows of tails to the device."""
+        own = [_line_arrays(rows) for rows in work]
         arrays = {f"{name} {number}": array for number, part in enumerate(own) for name, array in part.items()}
-        sent = self.transfer.up({"tokens": tokens_of(work), "positions": positions_of(work), **arrays})
-        parts = [_part(rows, {name: sent[f"{name} {number}"] for name in own[number]}, chunk) for number, rows in enumerate(work)]
-        return Step(sent["tokens"], sent["positions"], tuple(parts))
+        places = _page_and_place(np.concatenate([rows.places() for rows in work]))
+        sent = self.transfer.up({"tokens": tokens_of(work), "positions": positions_of(work), "places": places, **arrays})
+        parts = [_part(rows, {name: sent[f"{name} {number}"] for name in own[number]}) for number, rows in enumerate(work)]
+        return Step(sent["tokens"], sent["positions"], sent["places"], tuple(parts))
+
+    def _chunk_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
+        """Bring a chunk of a text to the device, and which pages hold the text so far."""
+        end = start + len(tokens)
+        places, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
+        sent = self.transfer.up({"tokens": np.array(tokens, dtype=np.int64), "places": _page_and_place(places), "pages": pages})
+        positions = torch.arange(start, end, device=self.device)
+        return Step(sent["tokens"], positions, sent["places"], (Part(len(tokens), Text(sent["pages"], end)),))
 
 
-def _chunk_arrays(rows: Rows) -> Arrays:
-    return {"places": rows.places()}
+def _page_and_place(flat: np.ndarray) -> np.ndarray:
+    """Which page places of the pool lie in, and where in it [2, places]."""
+    return np.stack(np.divmod(flat, PAGE))
 
 
 def _line_arrays(rows: Rows) -> Arrays:
-    """Where each row is written, how many positions it reads in common, the places of its own line, and how many those are."""
+    """How many positions each row reads in common, the places of its own line, and how many those are."""
     shared = np.array([shared_end(position, rows.prefix) for position in rows.positions])
     lines = [rows.table.flat(rows.line(row, start)) for row, start in enumerate(shared)]
     own, counts = np.zeros((len(lines), max(map(len, lines))), dtype=np.int64), np.array([len(line) for line in lines])
     for held, line in zip(own, lines, strict=True):
         held[: len(line)], held[len(line) :] = line, line[0]
-    return {"places": rows.places(), "shared": shared, "own": own, "counts": counts}
+    return {"shared": shared, "own": own, "counts": counts}
 
 
-def _part(rows: Rows, sent: Mapping[str, Tensor], chunk: bool) -> Part:
+def _part(rows: Rows, sent: Mapping[str, Tensor]) -> Part:
     most_shared = shared_end(max(rows.positions), rows.prefix)
-    lines = None if chunk else Lines(most_shared, sent["shared"], sent["own"], sent["counts"])
-    return Part(rows.table.pages, sent["places"], rows.start + len(rows.tokens), lines)
+    return Part(len(rows.tokens), Lines(rows.table.pages, most_shared, sent["shared"], sent["own"], sent["counts"]))
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:
@@ -336,10 +348,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _chunks(places: range) -> Iterator[tuple[int, int]]:
-    """Cut places at absolute multiples of CHUNK, so that a prompt is cut alike however much of it was there before."""
+def _chunks(places: range, size: int) -> Iterator[tuple[int, int]]:
+    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
     start = places.start
     while start < places.stop:
-        stop = min((start // CHUNK + 1) * CHUNK, places.stop)
+        stop = min((start // size + 1) * size, places.stop)
         yield start, stop
         start = stop
