@@ -97,8 +97,8 @@ class Answer:
     def chunk(self) -> Chunk:
         """Return what is new since the last call."""
         output = self.output() if self.session.finished else None
-        pieces = self._pieces()
-        fresh, self._shown = pieces[self._shown :], len(pieces)
+        fresh = self._pieces(self._shown)
+        self._shown += len(fresh)
         return Chunk(tuple(fresh), output)
 
     def output(self) -> Output:
@@ -133,8 +133,8 @@ class Answer:
         if self._texts:
             self._texts[-1] += self._reader.finish()
 
-    def _pieces(self) -> list[Piece]:
-        return [Piece(text, origin) for text, origin in zip(self._texts, self.session.origins, strict=True)]
+    def _pieces(self, start: int = 0) -> list[Piece]:
+        return [Piece(text, origin) for text, origin in zip(self._texts[start:], self.session.origins[start:], strict=True)]
 
 
 def gather(samples: list[Output]) -> Output:
