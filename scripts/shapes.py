@@ -8,7 +8,8 @@ from torch import Tensor
 from specbranch.models.batch import Rows
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture, Rope
-from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.kv import PAGE, Memory, Pool, Table
 
 DTYPE = torch.bfloat16
@@ -80,4 +81,4 @@ def random_weights(arch: Architecture, device: torch.device) -> Weights:
 
     layers = tuple(layer() for _ in range(arch.layers))
     norm = torch.ones(arch.hidden, device=device, dtype=DTYPE)
-    return Weights(random(arch.vocabulary, arch.hidden), layers, norm, random(arch.vocabulary, arch.hidden))
+    return Weights(random(arch.vocabulary, arch.hidden), layers, norm, Matrix(random(arch.vocabulary, arch.hidden)))
