@@ -37,16 +37,19 @@ def main() -> None:
     options.add_argument("--pair", help="a pair by name [the default one]")
     options.add_argument("--device", default="cuda")
     options.add_argument("--dtype")
+    options.add_argument("--weights")
+    options.add_argument("--draft-weights")
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--together", type=int, default=10, help="requests at once")
     options.add_argument("--prompts", type=int, default=len(PROMPTS))
     given = options.parse_args()
-    llm = LLM(pair=given.pair, device=given.device, dtype=given.dtype, max_batch=given.together, keep_experience=False, method="specbranch")
+    models = {name: getattr(given, name) for name in ("pair", "device", "dtype", "weights", "draft_weights")}
+    llm = LLM(**models, max_batch=given.together, keep_experience=False, method="specbranch")
     prompts = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS[: given.prompts]]
     found = [entry for name, shaping in SHAPINGS.items() for entry in compared(llm, prompts, name, shaping, given.tokens)]
     different = sum(entry["prompts"] - entry["same"] for entry in found)
     print(f"{different} of {sum(entry['prompts'] for entry in found)} texts differ from plain decoding")
-    print(json.dumps({"device": given.device, "dtype": llm.dtype, "different": different, "found": found}))
+    print(json.dumps({"device": given.device, "dtype": llm.dtype, "weights": llm.weights, "different": different, "found": found}))
     sys.exit(1 if different else 0)
 
 

@@ -7,10 +7,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from specbranch.config import WeightsName
 from specbranch.models.batch import Rows
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture, Rope
-from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.kv import PAGE, Memory, Pool, Table
 
 DTYPE = torch.bfloat16

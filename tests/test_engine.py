@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
+from specbranch.config import WeightsName
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
 from specbranch.models.cpu.kernels import load_kernel
@@ -263,6 +264,26 @@ def test_another_architecture_runs_through_transformers_and_says_so(tmp_path: Pa
     assert llm.generate(PROMPT, params).token_ids == plain_answer.token_ids
     with pytest.raises(ModelError, match="the native decoder runs"):
         LLM(folder, runner="native", device="cpu")
+
+
+def test_small_weights_are_refused_where_only_transformers_runs_the_model(tmp_path: Path, pair: tuple[str, str]) -> None:
+    folder = make_gpt2(tmp_path / "gpt2")
+    with pytest.raises(BadParameter, match=r"weights is 'int4', but the transformers runner stores.*Leave --weights out"):
+        LLM(folder, method="lookup", device="cpu", weights="int4")
+    llm = LLM(pair[0], method="lookup", device="cpu", runner="transformers", weights="bfloat16")
+    assert (llm.dtype, llm.weights) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize("method", ["speculative", "pearl", "specbranch", "tree"])
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_every_method_gives_the_text_of_the_stored_weights(weights: WeightsName, method: str, pair: tuple[str, str]) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+    asked: dict[str, Any] = {"device": "cpu", "context_length": 256, "weights": weights}
+    with LLM(*pair, method, draft_weights="int8", **asked) as llm:
+        output, plain = llm.generate(PROMPT, params), llm.using("autoregressive").generate(PROMPT, params)
+    assert output.token_ids == plain.token_ids
+    assert output.stats["accepted"] > 0 or METHODS[method].plans(llm.config)  # a planner may leave a dear draft
+    assert (llm.weights, llm.dtype) == (weights, "float32")
 
 
 def test_an_unknown_method_offers_the_nearest_name(pair: tuple[str, str]) -> None:

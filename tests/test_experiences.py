@@ -152,11 +152,12 @@ def test_an_llm_keeps_what_it_learns_and_another_takes_it_up(pair: tuple[str, st
 
 
 def test_other_circumstances_have_a_file_of_their_own(pair: tuple[str, str], tmp_path: Path) -> None:
-    for settings in ({}, {"dtype": "float64"}, {"runner": "transformers"}, {"draft": None, "method": "auto"}):
+    stored: list[dict[str, object]] = [{"weights": "int8"}, {"draft_weights": "int8"}]
+    for settings in ({}, {"dtype": "float64"}, {"runner": "transformers"}, {"draft": None, "method": "auto"}, *stored):
         models = {"target": pair[0], "draft": pair[1], "method": "specbranch", "device": "cpu"} | settings
         with LLM(**models) as llm:  # type: ignore[arg-type]
             llm.generate("one two three", SamplingParams(max_tokens=8))
-    assert len(kept(tmp_path / "experience")) == 4
+    assert len(kept(tmp_path / "experience")) == 6
 
 
 @pytest.mark.parametrize("settings", [{"keep_experience": False}, {"clock": "c10"}])

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbranch.config import ExecutorName
+from specbranch.config import WEIGHTS, ExecutorName, WeightsName
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
@@ -56,6 +56,7 @@ class ModelChoice:
     shorten: bool = False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
     cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
+    weights: WeightsName | None = None  # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -64,6 +65,8 @@ class ModelChoice:
             raise unknown("runner", str(self.runner), RUNNERS)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise unknown("dtype", str(self.dtype), DTYPES)
+        if self.weights is not None and self.weights not in WEIGHTS:
+            raise unknown("storage of weights", str(self.weights), WEIGHTS)
         if self.context_length is not None and (not isinstance(self.context_length, int) or self.context_length < 2):
             raise BadParameter(f"context_length is {self.context_length!r}; expected a whole number ≥ 2, or nothing.")
         if self.cache_tokens is not None and (not isinstance(self.cache_tokens, int) or self.cache_tokens < 1):
@@ -79,6 +82,7 @@ class Parts:
     executor: Executor
     runner: RunnerName
     dtype: str
+    weights: str
     captures: bool  # whether steps of a new size have something to set up
 
 
@@ -94,9 +98,9 @@ def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorN
     tokenizer = load_tokenizer(target)
     shared = None if draft is None else common_vocabulary(tokenizer, draft)
     verifier = make_verifier(target)
-    kind, dtype = _described(verifier.runner)
+    described = _described(verifier.runner)
     captures = any(torch_device(choice) == "cuda" for choice in (target, draft) if choice is not None)
-    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared, clock), kind, dtype, captures)
+    return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared, clock), *described, captures)
 
 
 def beside(draft: ModelChoice, target: str) -> ModelChoice:
@@ -129,18 +133,21 @@ def load_runner(choice: ModelChoice, beside: Runner | None = None) -> TorchRunne
 
         target = fetched(replace(choice, name=choice.shares))
         asked: dict[str, Any] = {"context_length": choice.context_length, "device": device, "dtype": dtype, "tail": choice.tail}
-        return load_draft(choice.name, target, beside=beside, cache_tokens=choice.cache_tokens, **asked)
+        return load_draft(choice.name, target, beside=beside, cache_tokens=choice.cache_tokens, weights=choice.weights, **asked)
     source = fetched(choice)
     asked = {"context_length": choice.context_length, "device": device, "dtype": dtype, "shorten": choice.shorten, "tail": choice.tail}
     if choice.runner in ("auto", "native"):
         from specbranch.models.native import load_native
 
         try:
-            return load_native(source, cache_tokens=choice.cache_tokens, **asked)
+            return load_native(source, cache_tokens=choice.cache_tokens, weights=choice.weights, **asked)
         except UnsupportedArchitecture as reason:
             if choice.runner == "native":
                 raise
             log.warning("%s Using the transformers runner instead, which is slower.", reason)
+    from specbranch.models.storage import alike
+
+    asked["dtype"] = alike(dtype, choice.weights, "transformers")
     from specbranch.models.transformers_runner import load_transformers
 
     return load_transformers(source, **asked)
@@ -251,6 +258,8 @@ def circumstances(target: ModelChoice, draft: ModelChoice | None, executor: Exec
         "draft_device": None if draft is None else _device_name(draft.device),
         "runner": parts.runner,
         "dtype": parts.dtype,
+        "weights": parts.weights,
+        "draft_weights": None if draft is None else draft.weights,
         "compiled": getattr(parts.verifier.runner, "compiled", False),
         "threads": torch.get_num_threads(),
         "executor": executor,
@@ -289,12 +298,12 @@ def torch_device(choice: ModelChoice) -> str:
     return chosen_device(choice.device).partition(":")[0]
 
 
-def _described(runner: Runner) -> tuple[RunnerName, str]:
-    """Return which runner it is, and its precision."""
+def _described(runner: Runner) -> tuple[RunnerName, str, str]:
+    """Return which runner it is, its precision, and how its matrices are stored."""
     from specbranch.models.native import NativeRunner
 
-    kind: RunnerName = "native" if isinstance(runner, NativeRunner) else "transformers"
-    return kind, str(getattr(runner, "dtype", None)).removeprefix("torch.")
+    dtype = str(getattr(runner, "dtype", None)).removeprefix("torch.")
+    return ("native", dtype, runner.weights) if isinstance(runner, NativeRunner) else ("transformers", dtype, dtype)
 
 
 def half_the_threads() -> int:

@@ -26,6 +26,8 @@ PARTS: dict[str, tuple[Part, ...]] = {  # what each policy has that can be left 
 TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
 LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
 ExecutorName = Literal["serial", "process"]
+WeightsName = Literal["float32", "bfloat16", "int8", "int4"]  # how matrices are stored
+WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
 
 
 def _require(ok: bool, name: str, got: object, expected: str) -> None:

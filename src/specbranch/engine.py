@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import ModelChoice, RunnerName, assemble, circumstances, cost_profile, make_forecaster
-from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig
+from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
@@ -58,6 +58,8 @@ class LLM:
         device: str | None = None,
         draft_device: str | None = None,
         dtype: str | None = None,
+        weights: WeightsName | None = None,
+        draft_weights: WeightsName | None = None,
         context_length: int | None = None,
         cache_tokens: int | None = None,
         max_batch: int = 1,
@@ -72,6 +74,8 @@ class LLM:
         Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real and time is modelled:
         all seconds in the statistics are those the profile charges. A profile measured with another pair is refused, unless forced.
         `predictor`: a folder that `specbranch train-predictor` wrote, for policy "paper"; the pairs known by name have one of their own.
+        `dtype`: the precision of computing. `weights`, `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8" or "int4";
+        the last two are another, coarser model, of which every method still gives exactly the text that plain decoding gives.
         `cache_tokens`: places in each model's cache for all requests together; nothing: what there is room for.
         What is learned of a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
         cache folder, unless `keep_experience` is false.
@@ -81,8 +85,9 @@ class LLM:
         self._overlap = executor == "process" or (profile is not None and profile.overlap)
         self._take_method(_config(speculative, method), named is not None)
         self.max_batch = _batch_size(max_batch)
-        choice = ModelChoice(self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens)
-        drafting = replace(choice, name=named, device=draft_device or device, shorten=True) if named and self._method.uses_draft else None
+        choice = ModelChoice(self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens, weights=weights)
+        other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights)
+        drafting = replace(other, name=named) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)
         folder = experience_folder() if keep_experience and profile is None else None
@@ -131,6 +136,11 @@ class LLM:
     def dtype(self) -> str:
         """The precision the target computes in."""
         return self._parts.dtype
+
+    @property
+    def weights(self) -> str:
+        """How the target's matrices are stored."""
+        return self._parts.weights
 
     @property
     def vocabulary(self) -> int:

@@ -18,6 +18,7 @@ from specbranch.engine import LLM
 from specbranch.errors import BadParameter
 
 NEAR = 1e-4  # logits
+NOTED = ("target", "context_length", "dtype", "weights", "runner")  # how an answer was made, saved with it
 
 Finding = Literal["identical", "near-tie", "different"]
 
@@ -34,6 +35,7 @@ class Saved:
     target: str | None = None
     context_length: int | None = None
     dtype: str | None = None
+    weights: str | None = None
     runner: str | None = None
 
     @classmethod
@@ -45,7 +47,7 @@ class Saved:
             raise BadParameter(
                 "The answer was sampled under the ratio rule, which promises the distribution, not the tokens; nothing to compare."
             )
-        noted = {name: values.get(name) for name in ("target", "context_length", "dtype", "runner")}
+        noted = {name: values.get(name) for name in NOTED}
         return cls(
             tuple(values["prompt_token_ids"]), tuple(values["token_ids"]), params, values["seed"], values.get("sample") or 0, **noted
         )
@@ -125,6 +127,7 @@ _OPTIONAL: dict[str, Check] = {
     "target": (_is_text, "the name of a model"),
     "context_length": (lambda value: _is_count(value, 2), "a whole number ≥ 2"),
     "dtype": (_is_text, "a name"),
+    "weights": (_is_text, "a name"),
     "runner": (_is_text, "a name"),
 }
 

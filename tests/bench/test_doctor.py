@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbranch.assembly import ModelChoice
 from specbranch.bench import doctor
 from specbranch.bench.doctor import Finding, Patient, Prediction, examine, recommendation
 from specbranch.distill.agreement import Agreement
+from specbranch.models.cpu.kernels import load_kernel
+from specbranch.models.native import load_native
 from specbranch.pairs import Pair
 from specbranch.sim.profile import CostProfile
 from tiny_pair import make_pair
@@ -44,6 +47,16 @@ def test_a_sound_pair_is_well_and_every_method_is_predicted(examined: tuple[doct
     methods = {one.method: one for one in report.predictions}
     assert {"autoregressive", "speculative", "pearl", "specbranch", "lookup", "auto"} <= methods.keys()
     assert methods["autoregressive"].speedup == 1.0 and all(one.speedup > 0 for one in report.predictions)
+
+
+def test_kernels_are_told_with_the_storage_of_weights(pair: tuple[str, str], tmp_path: Path) -> None:
+    small = doctor._kernel("target", load_native(pair[0], context_length=64, weights="int8"))
+    if load_kernel("int8") is not None:
+        assert small.level == "ok" and "is used, with weights in int8" in small.said
+    wide = LlamaConfig(vocab_size=99, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+    LlamaForCausalLM(wide).save_pretrained(tmp_path)
+    slow = doctor._kernel("draft", load_native(tmp_path, context_length=64, weights="int4"))
+    assert slow.level == "note" and "no compiled step for int4" in slow.said and "--draft-weights" in slow.advice
 
 
 def test_a_model_that_is_not_here_is_a_problem_and_the_rest_is_not_called_well(

@@ -35,6 +35,13 @@ MISTAKES = {
     "draft missing": (["--method", "pearl"], "needs a draft model"),
     "no such file": (["--target", "nowhere.gguf"], "nowhere.gguf"),
     "unknown device": (["--device", "gpu"], "device"),
+    "unknown weights": (["--weights", "int5"], "Unknown storage of weights 'int5'. Did you mean 'int"),
+    "unknown weights of a draft that is not used": (["--draft-weights", "int"], "Known: bfloat16, float32, int4, int8."),
+    "weights of another precision": (["--weights", "float32", "--dtype", "float64", "--device", "cpu"], "Leave --weights or --dtype out"),
+    "small weights on transformers": (
+        ["--weights", "int8", "--runner", "transformers", "--device", "cpu"],
+        "the transformers runner stores",
+    ),
     "unknown option": (["--temprature", "1"], "temperature"),
     "trace without a folder": (["--trace", "nowhere/x.json"], "there is no folder nowhere"),
     "trace into a folder": (["--trace", "/"], "cannot be written"),

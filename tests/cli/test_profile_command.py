@@ -43,6 +43,13 @@ def test_the_json_holds_profile_and_check(chosen: list[str], tmp_path: Path, com
     assert told["profile"]["overlap"] is False and len(told["profile"]["target"]) == 7
 
 
+def test_a_profile_says_how_both_models_are_stored(chosen: list[str], tmp_path: Path, command: Command) -> None:
+    file, weights = tmp_path / "mine.json", ("--weights", "int8", "--draft-weights", "int8", "--no-check")
+    done = command("profile", *chosen, *weights, "--out", str(file))
+    told = json.loads(file.read_text())["provenance"]
+    assert (told["weights"], told["draft_weights"]) == ("int8", "int8") and f"{told['dtype']}, target in int8, draft in int8" in done.out
+
+
 @pytest.mark.slow
 def test_side_by_side_says_how_much_they_slow_each_other_down(chosen: list[str], tmp_path: Path, command: Command) -> None:
     done = command("profile", *chosen, "--out", str(tmp_path / "both.json"), "--executor", "process", "--no-check")

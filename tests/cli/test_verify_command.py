@@ -54,11 +54,21 @@ def test_an_answer_is_verified_as_it_was_made(pair: tuple[str, str], tmp_path: P
     made = ["--target", pair[0], "--device", "cpu", "--dtype", "float64", "--context-length", "40", "--runner", "transformers"]
     (answer,) = command("generate", PROMPT, *made, "--ignore-eos", "--json").answers()
     assert len(answer["prompt_token_ids"]) + len(answer["token_ids"]) == 40
-    assert (answer["context_length"], answer["dtype"], answer["runner"]) == (40, "float64", "transformers")
+    assert (answer["context_length"], answer["dtype"], answer["weights"]) == (40, "float64", "float64")
+    assert answer["runner"] == "transformers"
     file = saved(answer, tmp_path)
     assert command("verify", file, "--device", "cpu").code == 0
     longer = command("verify", file, "--device", "cpu", "--context-length", "60", "--json")
     assert longer.code == 1 and record(longer.out)["position"] == len(answer["token_ids"])
+
+
+def test_an_answer_of_stored_weights_is_verified_with_these(models: list[str], tmp_path: Path, command: Command) -> None:
+    options = ("--weights", "int8", "--temperature", "1", "--seed", "4", "--max-tokens", "60", "--ignore-eos", "--json")
+    (answer,) = command("generate", PROMPT, *models, *options).answers()
+    assert (answer["dtype"], answer["weights"]) == ("float64", "int8")
+    assert command("verify", saved(answer, tmp_path), "--device", "cpu").code == 0
+    assert command("verify", saved({**answer, "weights": None}, tmp_path), "--device", "cpu").code == 1, "int8 is another model"
+    assert command("verify", saved({**answer, "weights": 8}, tmp_path), "--device", "cpu").code == 2
 
 
 def test_the_saved_circumstances_reach_the_model(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: Command) -> None:

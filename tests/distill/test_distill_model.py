@@ -79,7 +79,7 @@ def test_positions_and_segments_both_matter(target: tuple[Architecture, Weights]
 def test_embedding_and_head_are_the_targets_own_memory_and_a_trained_layer_is_not(target: tuple[Architecture, Weights]) -> None:
     _, weights = target
     stack = Stack(*target, (0,), trained=True)
-    assert stack.embedding.data_ptr() == weights.embedding.data_ptr() and stack.head.data_ptr() == weights.head.data_ptr()
+    assert stack.embedding.data_ptr() == weights.embedding.data_ptr() and stack.head.data_ptr() == weights.head.weight.data_ptr()
     assert not {"embedding", "head"} & stack.state_dict().keys()
     trained = stack.get_parameter("blocks.0.qkv_weight")
     assert trained.requires_grad and trained.data_ptr() != weights.layers[0].qkv.weight.data_ptr()

@@ -12,14 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbranch import LLM, SamplingParams
+from specbranch.assembly import ModelChoice, beside, drafter_recipe, make_drafter_by
 from specbranch.cli.main import run
+from specbranch.config import WeightsName
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.distill.draft_folder import read_draft
-from specbranch.distill.load import load_draft
+from specbranch.distill.load import _Builder, _own_storage, load_draft
 from specbranch.errors import ModelError
+from specbranch.exec.messages import Hello
+from specbranch.exec.wire import from_bytes, to_bytes
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.linear import KernelLinear, PlainLinear
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.native import load_native
 from specbranch.models.rows import collate
 from tiers import tiered
@@ -28,6 +34,7 @@ from tiny_pair import make_pair
 
 OPTIONS = ["--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--rows", "4", "--length", "128", "--tokens", "6000"]
 PROMPT = "A branch is a guess"
+needs_kernel = pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +65,28 @@ def test_a_distilled_draft_drafts_and_changes_nothing(name: str, executor: str, 
     assert output.stats["accepted"] > 0
 
 
+@pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
+@pytest.mark.parametrize(("weights", "draft_weights"), [("int8", None), (None, "int8"), ("int8", "bfloat16")])
+def test_stored_weights_change_the_model_and_nothing_else(
+    weights: WeightsName | None, draft_weights: WeightsName | None, executor: Any, drafts: dict[str, str], pair: tuple[str, str]
+) -> None:
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
+    asked: dict[str, Any] = {"device": "cpu", "context_length": 128, "weights": weights}
+    plain = LLM(pair[0], method="autoregressive", **asked).generate(PROMPT, params)
+    settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}, "draft_weights": draft_weights}
+    with LLM(pair[0], drafts["reduced"], **settings, **asked) as llm:
+        output = llm.generate(PROMPT, params)
+        assert llm.weights == (weights or "float32") and llm.dtype == "float32"
+    assert output.token_ids == plain.token_ids
+    assert output.stats["accepted"] > 0
+
+
 def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(drafts: dict[str, str], pair: tuple[str, str]) -> None:
     target = load_native(pair[0], context_length=64)
     draft = load_draft(drafts["whole"], pair[0], beside=target, context_length=64)
     assert draft.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
-    assert draft.decoder.head_weight is not None and target.decoder.head_weight is not None
-    assert draft.decoder.head_weight.data_ptr() == target.decoder.head_weight.data_ptr()
+    assert draft.decoder.head_matrix is not None and target.decoder.head_matrix is not None
+    assert draft.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
 
 
 def rows(runner, tokens: tuple[int, ...]) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -80,13 +103,13 @@ def test_a_reduced_head_scores_its_tokens_as_the_whole_head_would(drafts: dict[s
     scores = rows(reduced, (5, 6, 7))
     left_out = torch.ones(scores.shape[1], dtype=torch.bool).index_fill(0, ids, False)
     assert scores[:, left_out].eq(float("-inf")).all()
-    assert reduced.decoder.head_weight is None, "a head that is not used is not held"
+    assert reduced.decoder.head_matrix is None, "a head that is not used is not held"
     whole = load_native(pair[0], context_length=64, dtype=torch.float64).decoder.head
     reduced.decoder.head, reduced.decoder.columns = whole, None
     assert torch.allclose(rows(reduced, (5, 6, 7))[:, ids], scores[:, ids])
 
 
-@pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
+@needs_kernel
 def test_an_int8_draft_stays_in_int8_and_says_what_it_says_in_float32(
     drafts: dict[str, str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,9 +131,58 @@ def test_an_int8_draft_stays_in_int8_and_says_what_it_says_in_float32(
     torch.testing.assert_close(rows(plain, (5, 6, 7))[:, kept], found[:, kept], rtol=1e-4, atol=1e-4)
 
 
-def test_an_int8_draft_is_written_out_in_other_precisions(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+def test_an_int8_draft_is_written_out_on_a_cpu_without_a_kernel_for_its_precision(drafts: dict[str, str], pair: tuple[str, str]) -> None:
     draft = load_draft(drafts["int8"], pair[0], context_length=64, dtype=torch.float64)
     assert isinstance(draft.decoder.layers[0].down, PlainLinear) and draft.decoder.layers[0].down.weight.dtype is torch.float64
+
+
+@needs_kernel
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", ["reduced", "whole"])
+def test_a_draft_beside_a_target_in_int8_takes_the_head_that_it_has(
+    name: str, weights: WeightsName, drafts: dict[str, str], pair: tuple[str, str]
+) -> None:
+    target = load_native(pair[0], context_length=64, weights="int8")
+    beside = load_draft(drafts[name], pair[0], beside=target, context_length=64, weights=weights)
+    alone = load_draft(drafts[name], pair[0], context_length=64, weights=weights)
+    assert beside.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
+    assert beside.weights == alone.weights == weights
+    if name == "whole":
+        assert beside.decoder.head_matrix is not None and target.decoder.head_matrix is not None
+        assert beside.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
+    kept = slice(None) if alone.decoder.columns is None else alone.decoder.columns.ids
+    found, expected = (rows(runner, (5, 6, 7))[:, kept] for runner in (beside, alone))
+    assert (found - expected).abs().max() < (1e-4 if weights == "int8" else 0.05) * expected.abs().max()
+
+
+@needs_kernel
+def test_an_int8_draft_is_written_out_where_that_is_asked_for(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+    asked: dict[str, Any] = {"context_length": 64, "dtype": torch.float64}
+    stored = read_draft(drafts["int8"]).tensor("model.layers.0.mlp.down_proj.weight")
+    small, wide = (load_draft(drafts["int8"], pair[0], weights=weights, **asked) for weights in ("int8", None))
+    down = small.decoder.layers[0].down
+    assert isinstance(down, StoredLinear) and (small.weights, wide.weights) == ("int8", "float64")
+    torch.testing.assert_close(down.weight * down.scale.unsqueeze(-1), stored, rtol=1e-6, atol=0)
+    half = load_draft(drafts["int8"], pair[0], context_length=64, weights="bfloat16").decoder.layers[0].down
+    assert isinstance(half, KernelLinear) and torch.equal(half.weight, stored.bfloat16())
+
+
+def test_off_the_cpu_an_int8_draft_stays_so_unless_told(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+    draft = read_draft(drafts["int8"])
+    for dtype in (torch.bfloat16, torch.float32):
+        assert _own_storage(draft, torch.device("cuda"), dtype) == "int8"  # is only named here
+        built = _Builder(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")._layer(0).down
+        stored = draft.tensor("model.layers.0.mlp.down_proj.weight")
+        torch.testing.assert_close(built.widened(torch.float32), stored, rtol=1e-6, atol=0)
+    assert _own_storage(read_draft(drafts["whole"]), torch.device("cuda"), torch.bfloat16) is None
+
+
+def test_the_draft_process_stores_as_it_is_told(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+    choice = beside(ModelChoice(drafts["reduced"], device="cpu", context_length=64, dtype="float64", weights="int8"), pair[0])
+    sent = from_bytes(to_bytes(Hello((), drafter_recipe(choice, 400))))
+    assert isinstance(sent, Hello)
+    made = make_drafter_by(**sent.recipe.given)
+    assert made.runner.weights == "int8" and made.runner.dtype is torch.float64  # type: ignore[attr-defined]
 
 
 def test_a_draft_of_another_target_is_refused(drafts: dict[str, str], tmp_path: Path) -> None:

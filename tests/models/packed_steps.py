@@ -12,7 +12,8 @@ from specbranch.core.slots import ROOT, Slots
 from specbranch.models.batch import Rows, dealt, rows_of_chunk, rows_of_nodes
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.attention import Attend
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.step import GpuStep, Graphs
@@ -117,7 +118,7 @@ def decoder_of(model: PreTrainedModel, device: str, dtype: torch.dtype) -> Decod
         return LayerWeights(norms[0], qkv, norms[1], norms[2], out, norms[3], gate_up, down)
 
     layers = tuple(layer(index) for index in range(arch.layers))
-    weights = Weights(state["model.embed_tokens.weight"], layers, state["model.norm.weight"], state["lm_head.weight"])
+    weights = Weights(state["model.embed_tokens.weight"], layers, state["model.norm.weight"], Matrix(state["lm_head.weight"]))
     return Decoder(arch, weights, 1024)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specbranch import LLM, SamplingParams
+from specbranch.config import WeightsName
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
 from specbranch.recheck import NEAR
@@ -151,6 +152,19 @@ def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float
         answer, expected = llm.generate([prompt], params)[0], plain.generate([prompt], params)[0]
     assert answer.token_ids == expected.token_ids
     assert answer.stats["rollback"]["tree_siblings"] > 0 and answer.stats["accepted"] > 0
+
+
+@pytest.mark.parametrize("method", ["speculative", "pearl", "tree", "specbranch"])
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_stored_weights_have_a_text_of_their_own_and_every_method_gives_it(weights: WeightsName, method: str, default_model: Path) -> None:
+    with LLM(method=method, weights=weights, device="cpu", context_length=512) as llm:
+        own = llm.using("autoregressive")
+        for temperature in (0.0, 0.7, 1.3):
+            params = SamplingParams(temperature=temperature, seed=2, max_tokens=30, ignore_eos=True)
+            prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
+            answer, expected = llm.generate([prompt], params)[0], own.generate([prompt], params)[0]
+            assert answer.token_ids == expected.token_ids
+    assert llm.weights == weights
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
-from specbranch.models.files.weights import Matrix, ReducedHead, read_weights
+from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.kv import Pool, Table
 from specbranch.models.native import READ_COMPILED, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
@@ -127,7 +127,7 @@ def in_int8(folder: Path) -> NativeRunner:
     matrices = ("qkv", "out", "gate_up", "down")
     layers = tuple(replace(layer, **{name: getattr(layer, name).in_int8() for name in matrices}) for layer in weights.layers)
     ids = torch.arange(0, arch.vocabulary, 2)
-    head = ReducedHead(Matrix(weights.head[ids]).in_int8(), Columns(ids, arch.vocabulary))
+    head = ReducedHead(weights.head.rows(ids).in_int8(), Columns(ids, arch.vocabulary))
     return NativeRunner(Decoder(arch, replace(weights, layers=layers, reduced=head), 300), 200, 64)
 
 

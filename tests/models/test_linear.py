@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from specbranch.errors import BadParameter
 from specbranch.models.cpu import kernels, linear
 from specbranch.models.cpu.kernels import Machine, Stored, load_kernel, outputs_at_a_time, whole_numbers
-from specbranch.models.cpu.linear import MOST_ROWS, STORED_AS, KernelLinear, PlainLinear, choose_linear
+from specbranch.models.cpu.linear import MOST_ROWS, STORED_AS, KernelLinear, PlainLinear, choose_linear, small_linear, takes
 from specbranch.models.cpu.machine_code import _clean_mappings, compile_text
-from specbranch.models.files.weights import Matrix
+from specbranch.models.files.matrix import Matrix
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_linear.py"
 
@@ -151,15 +151,21 @@ def test_nothing_is_read_or_written_outside_int8_matrices(stored: Stored) -> Non
 
 
 @pytest.mark.parametrize("kind", [*KINDS, None])
-def test_int8_weights_are_written_out_where_another_kind_is_forced(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stored", ["int8", "bfloat16"])
+def test_small_weights_are_taken_by_the_kernel_unless_another_kind_is_forced(
+    stored: Stored, kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind:
         monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
-    small = Matrix(numbers(30, 40)).in_int8()
-    assert small.scale is not None
-    layer, x = choose_linear(small.weight, None, small.scale), numbers(3, 40, seed=1)
-    assert_close_to_float64(layer(x), x, small.weight * small.scale.unsqueeze(-1))
-    stays = kind in ("llvm", None) and load_kernel("int8") is not None
-    assert (isinstance(layer, KernelLinear) and layer.weight.dtype is STORED_AS[whole_numbers()]) == stays
+    here = kind in ("llvm", None) and load_kernel(stored) is not None
+    assert takes(stored, torch.device("cpu"), torch.float32) == here
+    assert not takes(stored, torch.device("cpu"), torch.float64) and not takes(stored, torch.device("cuda"), torch.float32)
+    if here:
+        small, x = Matrix(numbers(30, 40)).stored_as(stored), numbers(3, 40, seed=1)
+        assert small.scale is not None
+        layer = small_linear(small.weight, None, small.scale)
+        assert_close_to_float64(layer(x), x, small.widened(torch.float64))
+        assert layer.weight.dtype is STORED_AS[whole_numbers() if stored == "int8" else stored]
 
 
 def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> None:

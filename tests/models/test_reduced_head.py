@@ -20,7 +20,7 @@ from specbranch.models.columns import Columns
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
-from specbranch.models.files.weights import Matrix, ReducedHead, read_weights
+from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.native import NativeRunner, open_model
 from specbranch.models.noise import Noise
 from specbranch.models.reductions import leading
@@ -175,7 +175,7 @@ def runner(folder: Path, ids: Sequence[int] | None, fused: bool) -> NativeRunner
     weights = read_weights(arch, source, torch.device("cpu"), torch.float32)
     if ids is not None:
         kept = Columns(torch.tensor(ids), arch.vocabulary)
-        weights = replace(weights, reduced=ReducedHead(Matrix(weights.head[kept.ids]), kept))
+        weights = replace(weights, reduced=ReducedHead(weights.head.rows(kept.ids), kept))
     made = NativeRunner(Decoder(arch, weights, 128 + 64), 128)
     if not fused:
         made._fused = None

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.config import WEIGHTS, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
@@ -19,10 +20,12 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.models import room
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import locate
+from specbranch.models.files.weights import read_weights
 from specbranch.models.kv import PAGE, page_bytes
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.native import NativeRunner, load_native, open_model
 from specbranch.models.room import pool_pages, weight_bytes
-from tiny_models import GREEDY, saved, some_tokens, tiny
+from tiny_models import GREEDY, SHAPE, saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
 GPU = torch.device("cuda")  # is only named here
@@ -49,6 +52,18 @@ def test_weights_are_counted_as_they_are_loaded(folder: Path) -> None:
     assert weight_bytes(runner.architecture, torch.float32) == sum(matrix.nbytes for matrix in matrices)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", WEIGHTS)
+def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied: bool, tmp_path: Path) -> None:
+    sizes = {**SHAPE, "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4}  # not all of them fit int4
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
+    arch, source = open_model(locate(str(saved(model, tmp_path))))
+    # In float64, beside which every storage is another; a CPU may hold int8 otherwise than it is stored.
+    weights = read_weights(arch, source, torch.device("cpu"), torch.float64, stored)
+    held = [part for matrix in weights.matrices for part in (matrix.weight, matrix.scale) if part is not None]
+    assert weight_bytes(arch, torch.float64, stored) == sum(part.nbytes for part in (weights.embedding, *held))
+
+
 @pytest.mark.parametrize(
     ("gigabytes", "dtype", "places", "told"),
     [
@@ -59,7 +74,10 @@ def test_weights_are_counted_as_they_are_loaded(folder: Path) -> None:
             r"16\.1 GB in bfloat16, its cache 17\.2 GB; 17\.0 GB are .*16\.3 GB too few.*at most 7040",
         ),
         (20.0, torch.float32, 4096, r"32\.1 GB in float32.*--dtype bfloat16"),
-        (10.0, torch.bfloat16, 4096, r"6\.6 GB too few\. Free memory there, or choose a smaller model"),
+        (10.0, torch.bfloat16, 4096, r"6\.6 GB too few\. Load it with --weights int8 \(of a draft: --draft-weights int8\)\.$"),
+        (6.0, torch.bfloat16, 4096, r"GB too few\. Load it with --weights int4 "),
+        (12.0, torch.float32, 4096, r"32\.1 GB in float32.*GB too few\. Load it with --weights int8 "),
+        (5.0, torch.bfloat16, 4096, r"GB too few\. Free memory there, or choose a smaller model or another device\.$"),
     ],
 )
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
@@ -68,6 +86,22 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
     monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
     with pytest.raises(ModelError, match=told):
         pool_pages(large, dtype, GPU, places, 128)
+
+
+@pytest.mark.parametrize(("gigabytes", "stored", "larger"), [(10.0, "int8", None), (6.0, "int4", "int8")])
+def test_the_storage_that_is_named_does_fit(
+    gigabytes: float, stored: WeightsName, larger: WeightsName | None, large: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
+    assert pool_pages(large, torch.bfloat16, GPU, 4096, 128, stored=stored) >= 17
+    with pytest.raises(ModelError, match=f"--weights {stored}"):
+        pool_pages(large, torch.bfloat16, GPU, 4096, 128, stored=larger)
+
+
+def test_a_longer_context_or_smaller_weights_are_both_offered_where_both_fit(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(17e9))
+    with pytest.raises(ModelError, match=r"\. Set --context-length to at most 7040, or load it with --weights int8 \("):
+        pool_pages(large, torch.bfloat16, GPU, 40000, 128)
 
 
 def test_the_setting_that_is_named_does_fit(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_a_tensor_of_several_pieces_is_read_whole(tmp_path: Path) -> None:
 def test_tied_head_shares_the_embedding_and_matrices_are_fused(tmp_path: Path) -> None:
     arch, source = open_model(locate(str(saved(tiny("qwen2"), tmp_path))))
     weights = read_weights(arch, source, torch.device("cpu"), torch.float32)
-    assert weights.head.data_ptr() == weights.embedding.data_ptr()
+    assert weights.head.weight.data_ptr() == weights.embedding.data_ptr()
     assert weights.layers[0].qkv.weight.shape == (10 * arch.head_dim, arch.hidden)
     assert weights.layers[0].gate_up.weight.shape == (2 * arch.intermediate, arch.hidden)
 

@@ -364,14 +364,16 @@ def _kernel(name: str, runner: Any) -> Finding:
             "it runs on transformers, which is slower.",
             "The native decoder does not know its architecture, or --runner asked for this.",
         )
+    dtype = str(runner.dtype).removeprefix("torch.")
+    stored = "" if runner.weights == dtype else f", with weights in {runner.weights}"
     if runner.device.type != "cpu":
-        return Finding("ok", about, f"it runs on {runner.device}, in {str(runner.dtype).removeprefix('torch.')}.")
+        return Finding("ok", about, f"it runs on {runner.device}, in {dtype}{stored}.")
     if getattr(runner, "_fused", None) is not None:
-        return Finding("ok", about, "the compiled step agrees with the plain one on this machine and is used.")
-    if str(runner.dtype) != "torch.float32":
-        return Finding(
-            "note", about, f"there is no compiled step for {str(runner.dtype).removeprefix('torch.')}.", "Leave --dtype out for float32."
-        )
+        return Finding("ok", about, f"the compiled step agrees with the plain one on this machine and is used{stored}.")
+    if dtype != "float32":
+        return Finding("note", about, f"there is no compiled step for {dtype}.", "Leave --dtype out for float32.")
+    if runner.weights == "int4":
+        return Finding("note", about, "there is no compiled step for int4.", "Choose int8 with --weights, of a draft with --draft-weights.")
     advice = "Install llvmlite if it is missing; if it is there, this processor or these shapes have no kernel."
     return Finding("note", about, "the compiled step is not used here, so that small forwards are slower.", advice)
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from specbranch.bench.beside import Companion, Slowing, measure_slowing
 from specbranch.bench.provenance import Provenance
-from specbranch.bench.workers import Workers
+from specbranch.bench.workers import Workers, stored_in
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience
@@ -434,6 +434,8 @@ def _provenance(
         "executor": workers.executor,
         "threads": torch.get_num_threads(),
         "dtype": str(getattr(workers.verifier.runner, "dtype", "")).removeprefix("torch."),
+        "weights": stored_in(workers.verifier.runner),
+        "draft_weights": stored_in(workers.drafter.runner),
         "repeats": effort.repeats,
         "contexts": list(lengths[:2]),
         "prompt": lengths[2],

@@ -24,6 +24,7 @@ from specbranch.assembly import (
 from specbranch.bench.suites import load_suite
 from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
+from specbranch.core.runner import Runner
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe
@@ -87,6 +88,11 @@ def load_workers(target: ModelChoice, draft: ModelChoice, pair: str, executor: E
     drafter = make_drafter(draft, vocabulary, verifier.runner)
     recipe = drafter_recipe(draft, vocabulary)
     return Workers(pair, tokenizer, verifier, drafter, recipe, identity(names[0]), identity(names[1]), executor)
+
+
+def stored_in(runner: Runner) -> str:
+    """How a model's matrices are stored: a name, or the precision it computes in where it knows nothing else."""
+    return str(getattr(runner, "weights", getattr(runner, "dtype", ""))).removeprefix("torch.")
 
 
 def pair_name(pair: str | None, target: str, draft: str) -> str:

@@ -56,7 +56,8 @@ def _draft_choice(given: dict[str, Any]) -> ModelChoice:
     if draft is None:
         raise BadParameter("draft-eval needs a draft to look at. Give one with --draft, or name a --pair.")
     names: dict[str, Any] = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
-    return beside(ModelChoice(draft, device=given["draft_device"] or given["device"], shorten=True, **names), target)
+    device = given["draft_device"] or given["device"]
+    return beside(ModelChoice(draft, device=device, shorten=True, weights=given["draft_weights"], **names), target)
 
 
 def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> list[Text]:

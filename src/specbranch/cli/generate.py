@@ -166,7 +166,8 @@ def _answer(llm: LLM, text: str, params: SamplingParams, as_chat: bool, as_json:
 
 def _circumstances(llm: LLM) -> dict[str, Any]:
     """Return what `verify` needs to decode in the same way."""
-    return {"target": llm.target, "context_length": llm.context_length, "dtype": llm.dtype, "runner": llm.runner}
+    made = {"target": llm.target, "context_length": llm.context_length, "dtype": llm.dtype}
+    return {**made, "weights": llm.weights, "runner": llm.runner}
 
 
 def _numbered(llm: LLM, ids: list[int], params: SamplingParams) -> None:

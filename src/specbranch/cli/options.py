@@ -53,7 +53,13 @@ PAIR = (_pair("--pair", metavar="NAME", help=f"Target and draft by one name; `sp
 TARGET = (
     _model("--target", metavar="MODEL", help="Target model, instead of a pair's: a folder, a .gguf file, a Hub id, or a known name."),
     _model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]"),
-    _model("--dtype", metavar="TYPE", help="float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16]."),
+    _model("--dtype", metavar="TYPE", help="Computes in float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16]."),
+    _model(
+        "--weights",
+        metavar="TYPE",
+        help="How the target's matrices are stored: float32, bfloat16, int8 or int4. The last two make another, coarser model of it, with "
+        "a text of its own [as --dtype].",
+    ),
     _model("--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."),
     _model("--context-length", type=int, metavar="N", help="Tokens that prompt and answer may have together."),
     _model("--cache-tokens", type=int, metavar="N", help="Places in a model's cache for all requests together [what there is room for]."),
@@ -61,6 +67,11 @@ TARGET = (
 DRAFT = (
     _draft("--draft", metavar="MODEL", help="Draft model, with the target's vocabulary, or the name of a pair for its draft."),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
+    _draft(
+        "--draft-weights",
+        metavar="TYPE",
+        help="How the draft's matrices are stored, see --weights; this changes speed alone [int8 if its file is, else as --dtype].",
+    ),
 )
 SPECULATION = (
     _speculation(
@@ -176,6 +187,8 @@ def load_llm(given: dict[str, Any]) -> LLM:
         "device",
         "draft_device",
         "dtype",
+        "weights",
+        "draft_weights",
         "runner",
         "context_length",
         "cache_tokens",

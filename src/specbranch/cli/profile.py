@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +77,9 @@ def pair_choices(given: dict[str, Any]) -> tuple[Any, Any]:
     if draft is None:
         raise BadParameter("A target alone was given, and a pair is needed. Give its draft with --draft, or name a --pair.")
     names: dict[str, Any] = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
-    device = given["device"]
-    return ModelChoice(target, device=device, **names), ModelChoice(draft, device=given["draft_device"] or device, shorten=True, **names)
+    big = ModelChoice(target, device=given["device"], weights=given["weights"], **names)
+    draft_device, draft_weights = given["draft_device"] or given["device"], given["draft_weights"]
+    return big, ModelChoice(draft, device=draft_device, shorten=True, weights=draft_weights, **names)
 
 
 def _check_out(out: Path) -> None:
@@ -105,7 +106,7 @@ def _table(made: CostProfile) -> list[str]:
     threads = f"{told['threads']} thread" + "s" * (told["threads"] != 1)
     ratio = made.target_seconds(1) / made.draft_seconds(1)
     lines = [
-        f"{made.pair} on {made.hardware}: {threads}, {told['dtype']}, {told['executor']} executor",
+        f"{made.pair} on {made.hardware}: {threads}, {_precision(told)}, {told['executor']} executor",
         *_curve("Target forward", "tokens", made.target, made.target_per_context, long - short, (short, long)),
         *_curve("Draft step", "width", made.draft, made.draft_per_context, long - short, (short, long)),
         f"c = {ratio:.1f}: a target forward over one token costs as much as {ratio:.1f} draft steps",
@@ -114,6 +115,12 @@ def _table(made: CostProfile) -> list[str]:
         f"Spread (half of the middle 50 %): target {told['spread']['target']:.0%}, draft {told['spread']['draft']:.0%}",
     ]
     return lines + _warning(told["spread"])
+
+
+def _precision(told: Mapping[str, Any]) -> str:
+    """Name the precision, and how matrices are stored where that differs."""
+    stored = (("target", told["weights"]), ("draft", told["draft_weights"]))
+    return str(told["dtype"]) + "".join(f", {name} in {kind}" for name, kind in stored if kind != told["dtype"])
 
 
 def _warning(spread: dict[str, float]) -> list[str]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from specbranch.recheck import Recheck, Saved
 
 EXPECTED = "expected what `specbranch generate --json` prints"
-NOTED = ("target", "context_length", "dtype", "runner")  # how an answer was made, saved with it
 
 
 @click.command(cls=SectionedCommand)
@@ -35,15 +34,18 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     same; a first difference is named with both tokens and how close the target's choice was between them. Exit code 1 if an answer
     differs by more than a near-tie (1e-4 in logits). On GPUs rounding alone can make it larger where a model runs without our kernels.
 
-    Target, precision, runner and context length are those the answers were saved with, unless given; of a --pair its target is taken.
+    Target, precision, weights, runner and context length are those the answers were saved with, unless given; of a --pair its target
+    is taken.
     """
     from specbranch.cli.progress import tracked
-    from specbranch.recheck import recheck
+    from specbranch.recheck import NOTED, recheck
 
     answers, pair = read_answers(file), given.pop("pair")
     if pair is not None:
         given["target"], _ = chosen_models(pair, given["target"], None)
     settings = {name: _agreed(name, answers) if given[name] is None else given[name] for name in NOTED}
+    if settings["weights"] == settings["dtype"]:
+        settings["weights"] = None  # stored as it is computed in, also where that is float16, which no --weights names
     results: list[Recheck] = []
     with load_llm({**given, **settings, "method": "autoregressive"}) as plain:
         for number, answer in enumerate(tracked(answers, "Answers")):
@@ -99,6 +101,8 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 def _with_alternatives(answer: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
     """Yield an answer and the further samples it holds, which were made in the same way."""
+    from specbranch.recheck import NOTED
+
     others = answer.get("alternatives") or []
     if not isinstance(others, list) or not all(isinstance(other, dict) for other in others):
         raise BadParameter(f"{where} has alternatives that are no answers; {EXPECTED}.")

@@ -25,8 +25,9 @@ from specbranch.distill.draft_name import KEY
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import GGUF, HUGGING_FACE, LayerWeights, Matrix
+from specbranch.models.files.weights import GGUF, HUGGING_FACE, LayerWeights
 
 Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")

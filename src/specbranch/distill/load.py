@@ -1,7 +1,7 @@
 """Running a draft folder beside its target: the layers are the draft's, embedding and output head the target's.
 
 Owns how the two are put together. Invariant: nothing of the target is stored twice in one process but the rows of a reduced head, and those
-in int8 where the draft is; a draft of another target is refused.
+as the draft is; a draft of another target is refused.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specbranch.config import WeightsName
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.distill.draft_folder import DraftFile, fingerprint_of, read_draft
 from specbranch.errors import ModelError
 from specbranch.models.columns import Columns
-from specbranch.models.cpu.linear import takes_int8
+from specbranch.models.cpu.linear import takes
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
+from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, Matrix, ReducedHead, Weights, read_weights
+from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, ReducedHead, Weights, read_weights
 from specbranch.models.native import NativeRunner, native_runner, open_model
 from specbranch.models.room import pool_pages
+from specbranch.models.storage import agreed, tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,14 @@ class Shared:
     """What a draft takes from its target."""
 
     embedding: Tensor
-    head: Tensor  # [vocabulary, hidden]
+    head: Matrix  # [vocabulary, hidden], as the target has it, or as the draft does where it was read for it alone
 
     @classmethod
     def of(cls, runner: Runner | None, device: torch.device, dtype: torch.dtype) -> Shared | None:
         """Take it from a target that runs in this process, on the same device and in the same precision."""
         if not isinstance(runner, NativeRunner) or (runner.device, runner.dtype) != (device, dtype):
             return None
-        head = runner.decoder.head_weight
+        head = runner.decoder.head_matrix
         return None if head is None else cls(runner.decoder.embedding, head)
 
 
@@ -51,72 +54,87 @@ def load_draft(
     context_length: int | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    weights: WeightsName | None = None,
     tail: int = TAIL,
     cache_tokens: int | None = None,
 ) -> NativeRunner:
-    """Load a draft; what it shares is taken from the target that runs `beside` it, or read from the target's file."""
+    """Load a draft; what it shares is taken from the target that runs `beside` it, or read from the target's file.
+
+    `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`.
+    """
     place = torch.device(device)
-    precision = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    precision, stored = agreed(dtype, weights, place)
     target_arch, source = open_model(locate(str(target)))
     draft = read_draft(folder, fingerprint_of(target_arch, source))
+    stored = _own_storage(draft, place, precision) if weights is None else stored
     arch = Architecture.from_config(draft.config, draft.name)
     if (arch.hidden, arch.vocabulary) != (target_arch.hidden, target_arch.vocabulary):
         sizes = f"{arch.hidden} × {arch.vocabulary}, its target's is {target_arch.hidden} × {target_arch.vocabulary}"
         raise ModelError(f"{draft.name}: by its config.json the embedding is {sizes}. Make the draft again, or fetch it again.")
-    shared = Shared.of(beside, place, precision) or _read_shared(target_arch, source, place, precision)
+    shared = Shared.of(beside, place, precision) or _read_shared(target_arch, source, place, precision, stored)
     context = arch.choose_context(context_length, shorten=True)
-    weights = _Builder(arch, draft, place, precision).weights(shared)
+    held = _Builder(arch, draft, place, precision, stored).weights(shared)
+    tell(held, stored, place)
     pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0)
-    return native_runner(Decoder(arch, weights, context + tail), context, tail, pages)
+    return native_runner(Decoder(arch, held, context + tail), context, tail, pages)
 
 
-def _read_shared(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype) -> Shared:
+def _own_storage(draft: DraftFile, device: torch.device, dtype: torch.dtype) -> WeightsName | None:
+    """How a draft is stored unless told: as its file is, but on a CPU without the kernel, which would write int8 out at every step."""
+    worth = device.type != "cpu" or takes("int8", device, dtype)
+    return "int8" if draft.info.storage == "int8" and worth else None
+
+
+def _read_shared(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype, stored: WeightsName | None) -> Shared:
     """Read embedding and head, and of the layers only one, which is forgotten at once."""
-    whole = read_weights(replace(arch, layers=1), source, device, dtype)
+    whole = read_weights(replace(arch, layers=1), source, device, dtype, stored)
     return Shared(whole.embedding, whole.head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Puts a draft's weights together; what is stored in int8 stays so wherever there is a kernel for it, the head's rows included."""
+    """Puts a draft's weights together; what it has alone, the rows of a reduced head included, is `stored` so."""
 
     arch: Architecture
     draft: DraftFile
     device: torch.device
     dtype: torch.dtype
+    stored: WeightsName | None
 
     def weights(self, shared: Shared) -> Weights:
         layers = tuple(self._layer(index) for index in range(self.arch.layers))
-        return Weights(shared.embedding, layers, self._tensor("norm"), shared.head, self._reduced(shared.head))
+        return Weights(shared.embedding, layers, self._tensor("norm", self.dtype), shared.head, self._reduced(shared.head))
 
     def _layer(self, index: int) -> LayerWeights:
-        a = self.arch
+        a, dtype = self.arch, self.dtype
         return LayerWeights(
-            attention_norm=self._tensor("attention_norm", index),
+            attention_norm=self._tensor("attention_norm", dtype, index),
             qkv=self._matrix(("q", "k", "v"), index, a.qkv_bias),
-            q_norm=self._tensor("q_norm", index) if a.qk_norm else None,
-            k_norm=self._tensor("k_norm", index) if a.qk_norm else None,
+            q_norm=self._tensor("q_norm", dtype, index) if a.qk_norm else None,
+            k_norm=self._tensor("k_norm", dtype, index) if a.qk_norm else None,
             out=self._matrix(("out",), index, a.out_bias),
-            mlp_norm=self._tensor("mlp_norm", index),
+            mlp_norm=self._tensor("mlp_norm", dtype, index),
             gate_up=self._matrix(("gate", "up"), index, a.mlp_bias),
             down=self._matrix(("down",), index, a.mlp_bias),
         )
 
-    def _reduced(self, head: Tensor) -> ReducedHead | None:
+    def _reduced(self, head: Matrix) -> ReducedHead | None:
         """Copy a reduced head's rows: scattered among the target's, they could not be read at the memory's pace."""
         ids = self.draft.head_ids
         if ids is None:
             return None
-        columns = Columns(ids.to(self.device), head.shape[0])
-        return ReducedHead(self._held(Matrix(head.index_select(0, columns.ids))), columns)
+        columns = Columns(ids.to(self.device), head.weight.shape[0])
+        return ReducedHead(self._held(head.rows(columns.ids)), columns)
 
     def _matrix(self, parts: tuple[str, ...], index: int, bias: bool) -> Matrix:
-        weight = torch.cat([self._tensor(part, index) for part in parts])
-        return self._held(Matrix(weight, torch.cat([self._tensor(part, index, "bias") for part in parts]) if bias else None))
+        # In float32 until it is stored, so that numbers that were in int8 come out as they were.
+        weight = torch.cat([self._tensor(part, torch.float32 if self.stored else self.dtype, index) for part in parts])
+        biases = [self._tensor(part, self.dtype, index, "bias") for part in parts] if bias else None
+        return self._held(Matrix(weight, None if biases is None else torch.cat(biases)))
 
-    def _tensor(self, part: str, index: int = 0, suffix: str = "weight") -> Tensor:
+    def _tensor(self, part: str, dtype: torch.dtype, index: int = 0, suffix: str = "weight") -> Tensor:
         shape = self._shape(part) if suffix == "weight" else self._shape(part)[:1]
-        held = torch.empty(shape, device=self.device, dtype=self.dtype)
+        held = torch.empty(shape, device=self.device, dtype=dtype)
         self.draft.read(f"{HUGGING_FACE[part].format(index)}.{suffix}", held)
         return held
 
@@ -129,4 +147,4 @@ class _Builder:
         return rows.get(part, a.hidden), {"out": q, "down": a.intermediate}.get(part, a.hidden)
 
     def _held(self, matrix: Matrix) -> Matrix:
-        return matrix.in_int8() if self.draft.info.storage == "int8" and takes_int8(self.device, self.dtype) else matrix
+        return matrix.in_floats(self.dtype) if self.stored is None else matrix.stored_as(self.stored)

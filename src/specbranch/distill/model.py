@@ -19,7 +19,8 @@ from specbranch.distill.material import Batch
 from specbranch.errors import BadParameter
 from specbranch.models import rope
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.weights import LayerWeights, Weights
 
 CHUNK = 4096  # rows whose scores of the whole vocabulary exist at once
 
@@ -73,7 +74,8 @@ class Stack(nn.Module):
         self.norm = _parameter(weights.norm, trained)
         # Buffers that are not persistent: no checkpoint stores the target's matrices again.
         self.register_buffer("embedding", weights.embedding, persistent=False)
-        self.register_buffer("head", weights.head if head_ids is None else weights.head[head_ids.to(weights.head.device)], persistent=False)
+        head = weights.head if head_ids is None else weights.head.rows(head_ids.to(weights.head.weight.device))
+        self.register_buffer("head", head.weight, persistent=False)
         self.register_buffer("head_ids", head_ids, persistent=False)
         self._tables: tuple[Tensor, Tensor] | None = None
 

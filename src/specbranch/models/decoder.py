@@ -8,7 +8,7 @@ positions, and by code that its position alone decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from specbranch.models import rope
 from specbranch.models.chunk_attention import choose_attend_chunk
-from specbranch.models.cpu.linear import Linear, choose_linear
+from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.weights import LayerWeights, Matrix, Weights
+from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.weights import LayerWeights, Weights
+from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import PAGE, Memory, gathered, put
 
 
@@ -76,14 +78,16 @@ class Decoder:
     """Weights and position tables; the pool's memory comes with each step."""
 
     def __init__(self, arch: Architecture, weights: Weights, positions: int) -> None:
-        self.arch = arch
+        self.arch, self.stored = arch, weights.stored
         self.embedding = weights.embedding
         self.layers = tuple(_layer(arch, layer) for layer in weights.layers)
         self.norm = weights.norm
-        self.head_weight = None if weights.reduced else weights.head
         self.columns = weights.reduced.columns if weights.reduced else None
-        self.head = _linear(weights.reduced.matrix if weights.reduced else Matrix(weights.head))
         device, dtype = weights.norm.device, weights.norm.dtype
+        self.head = _linear(weights.reduced.matrix if weights.reduced else weights.head, dtype)
+        # The weight that is multiplied by, should that be another than was given: none is held twice.
+        held = getattr(self.head, "weight", weights.head.weight)
+        self.head_matrix = None if weights.reduced else replace(weights.head, weight=held)
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
         self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
@@ -185,14 +189,15 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _layer(arch: Architecture, weights: LayerWeights) -> Layer:
+    dtype = weights.attention_norm.dtype
     return Layer(
         attention_norm=weights.attention_norm,
-        qkv=_linear(weights.qkv),
+        qkv=_linear(weights.qkv, dtype),
         qk_norm=_joined_norm(arch, weights.q_norm, weights.k_norm),
-        out=_linear(weights.out),
+        out=_linear(weights.out, dtype),
         mlp_norm=weights.mlp_norm,
-        gate_up=_linear(weights.gate_up),
-        down=_linear(weights.down),
+        gate_up=_linear(weights.gate_up, dtype),
+        down=_linear(weights.down, dtype),
     )
 
 
@@ -203,5 +208,10 @@ def _joined_norm(arch: Architecture, q_norm: Tensor | None, k_norm: Tensor | Non
     return torch.cat((q_norm.expand(arch.heads, -1), k_norm.expand(arch.kv_heads, -1)))
 
 
-def _linear(matrix: Matrix) -> Linear:
-    return choose_linear(matrix.weight, matrix.bias, matrix.scale)
+def _linear(matrix: Matrix, dtype: torch.dtype) -> Linear:
+    """Return what multiplies by a matrix in this precision."""
+    if matrix.scale is None:
+        return choose_linear(matrix.weight, matrix.bias)
+    if takes(matrix.stored, matrix.weight.device, dtype):
+        return small_linear(matrix.weight, matrix.bias, matrix.scale)
+    return StoredLinear(matrix)

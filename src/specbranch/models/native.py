@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.config import WeightsName
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
@@ -35,6 +36,7 @@ from specbranch.models.model import TorchRunner
 from specbranch.models.room import pool_pages
 from specbranch.models.rows import TensorRow
 from specbranch.models.sheet import Arrays
+from specbranch.models.storage import agreed, tell
 
 log = logging.getLogger("specbranch")
 
@@ -77,6 +79,11 @@ class NativeRunner(TorchRunner):
     def context_length(self) -> int:
         """How many tokens one sequence may hold."""
         return self._context_length
+
+    @property
+    def weights(self) -> str:
+        """How the matrices are stored: float32, bfloat16, int8, int4 … ."""
+        return self.decoder.stored
 
     @property
     def compiled(self) -> bool:
@@ -290,21 +297,25 @@ def load_native(
     context_length: int | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    weights: WeightsName | None = None,
     tail: int = TAIL,
     shorten: bool = False,
     cache_tokens: int | None = None,
 ) -> NativeRunner:
     """Load a model folder, a GGUF file or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere.
 
-    `cache_tokens`: places for all sequences together; nothing: what there is room for.
+    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing: what there is room
+    for.
     """
     located = model if isinstance(model, Located) else locate(str(model))
     place = torch.device(device or "cpu")
-    precision = _dtype(dtype, place)
+    precision, stored = agreed(dtype, weights, place)
     arch, source = open_model(located)
     context = arch.choose_context(context_length, shorten=shorten)
-    pages = pool_pages(arch, precision, place, context, tail, cache_tokens)
-    return native_runner(Decoder(arch, read_weights(arch, source, place, precision), context + tail), context, tail, pages)
+    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, stored=stored)
+    held = read_weights(arch, source, place, precision, stored)
+    tell(held, stored, place)
+    return native_runner(Decoder(arch, held, context + tail), context, tail, pages)
 
 
 def native_runner(decoder: Decoder, context_length: int, tail: int, pages: int | None = None) -> NativeRunner:
@@ -327,15 +338,6 @@ def open_model(located: Located) -> tuple[Architecture, TensorSource]:
         ends = token_ids(_read_json(generation).get("eos_token_id"))
         arch = replace(arch, eos_ids=tuple(dict.fromkeys((*arch.eos_ids, *ends))))
     return arch, open_folder(located.path)
-
-
-def _dtype(asked: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    if asked is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise BadParameter(f"dtype is {asked!r}; expected float32, float64, bfloat16 or float16.")
-    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -35,18 +35,12 @@ STORED_AS: dict[Stored, torch.dtype] = {"float32": torch.float32, "bfloat16": to
 SECONDS = 0.03  # to spend on one trial of one shape
 
 
-def choose_linear(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear:
+def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return x ↦ x·Wᵀ + b in the kind that is best here for this shape; measures when a shape is new.
 
     The weight is used in place: it must not be moved or replaced afterwards, while new values written into it are seen. Only
-    "onednn", which is never chosen unasked, holds a second, packed copy. An int8 weight comes with a scale for each output; where the
-    kernel does not run it is written out in float32.
+    "onednn", which is never chosen unasked, holds a second, packed copy.
     """
-    if scale is not None:
-        small = load_kernel(whole_numbers()) if takes_int8(weight.device, scale.dtype) else None
-        if small is None:
-            return choose_linear(weight * scale.unsqueeze(-1), bias)
-        return KernelLinear(small, weight.to(STORED_AS[whole_numbers()]), bias, MOST_ROWS, scale)
     forced = forced_kind()
     if not _suits(weight, bias):
         return PlainLinear(weight, bias)
@@ -57,13 +51,22 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None, scale: Tensor | No
     return KernelLinear(kernel, weight, bias, MOST_ROWS) if kernel else PlainLinear(weight, bias)
 
 
-def takes_int8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether int8 weights are worth having for products in this precision: a quarter of the memory to read, and no copy in float32.
+def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLinear:
+    """Return x ↦ (x·Wᵀ)·scale + b for a weight in int8 or bfloat16 that the kernel `takes`; int8 may be held otherwise."""
+    stored = "bfloat16" if weight.dtype is torch.bfloat16 else whole_numbers()
+    kernel = load_kernel(stored)
+    assert kernel is not None
+    return KernelLinear(kernel, weight.to(STORED_AS[stored]), bias, MOST_ROWS, scale)
+
+
+def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies weights stored so in this precision: less memory to read, and no copy in float32.
 
     Nothing is measured: with few rows memory decides, which a trial on one cached matrix would not show.
     """
+    held: dict[str, Stored] = {"int8": whole_numbers(), "bfloat16": "bfloat16"}
     runs = device.type == "cpu" and dtype is torch.float32 and forced_kind() in (None, "llvm")
-    return runs and load_kernel(whole_numbers()) is not None
+    return runs and stored in held and load_kernel(held[stored]) is not None
 
 
 def forced_kind() -> Kind | None:
@@ -105,7 +108,7 @@ class PackedLinear:
 
 
 class KernelLinear:
-    """The small-row kernel; a row's result does not depend on the rows beside it. A weight in int8 has a scale for each output."""
+    """The small-row kernel; a row's result does not depend on the rows beside it. A weight stored small has a scale for each output."""
 
     kind: Kind = "llvm"
 

@@ -1,7 +1,8 @@
 """The decoder's weights, read one tensor at a time into the buffers it will use.
 
-Owns the names that tensors have in each kind of file. Invariant: no tensor exists twice while reading; q, k, v lie in one matrix, gate
-and up in another, and a tied head is the embedding itself.
+Owns the names that tensors have in each kind of file. Invariant: no tensor exists twice while reading, and a matrix that is to be stored
+smaller is so before the next one is read; q, k, v lie in one matrix, gate and up in another, and a tied head is the embedding itself, or
+a smaller copy of it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specbranch.config import WeightsName
 from specbranch.models.columns import Columns
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
 
 HUGGING_FACE = {
@@ -51,20 +54,6 @@ GGUF = {
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """The weight [out, in] of a linear map and its bias [out]; a weight in int8 has a scale [out] to be multiplied by."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: Tensor | None = None
-
-    def in_int8(self) -> Matrix:
-        """Return the nearest matrix in int8. One that was stored so before comes out with the same whole numbers."""
-        scale = self.weight.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        return Matrix((self.weight / scale.unsqueeze(-1)).round_().to(torch.int8), self.bias, scale)
-
-
-@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer."""
 
@@ -76,6 +65,11 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Matrix
     down: Matrix
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Its matrices."""
+        return self.qkv, self.out, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +87,34 @@ class Weights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Matrix
     reduced: ReducedHead | None = None  # takes the place of `head`
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All that is multiplied by."""
+        head = self.reduced.matrix if self.reduced else self.head
+        return (*(matrix for layer in self.layers for matrix in layer.matrices), head)
 
-def read_weights(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype) -> Weights:
-    """Read everything the architecture names; a missing or misshapen tensor is a ModelError."""
-    reader = _Reader(arch, source, device, dtype)
+    @property
+    def stored(self) -> str:
+        """How the layers' matrices are stored; int4 if any is, though those that do not fit it are in int8."""
+        kinds = [matrix.stored for layer in self.layers for matrix in layer.matrices]
+        return "int4" if "int4" in kinds else kinds[0]
+
+
+def read_weights(
+    arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype, stored: WeightsName | None = None
+) -> Weights:
+    """Read everything the architecture names; a missing or misshapen tensor is a ModelError.
+
+    `stored`: how matrices are kept; nothing: in `dtype`. The head comes first: it is the widest, and little else is there then.
+    """
+    reader = _Reader(arch, source, device, dtype, stored)
     embedding = reader.vocabulary_matrix("embedding")
+    head = reader.kept(Matrix(embedding if arch.tied else reader.vocabulary_matrix("head")))
     layers = tuple(reader.layer(index) for index in range(arch.layers))
-    return Weights(embedding, layers, reader.vector("norm", arch.hidden), embedding if arch.tied else reader.vocabulary_matrix("head"))
+    return Weights(embedding, layers, reader.vector("norm", arch.hidden), head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +123,10 @@ class _Reader:
     source: TensorSource
     device: torch.device
     dtype: torch.dtype
+    stored: WeightsName | None
+
+    def kept(self, matrix: Matrix) -> Matrix:
+        return matrix if self.stored is None else matrix.stored_as(self.stored)
 
     def layer(self, index: int) -> LayerWeights:
         a = self.arch
@@ -131,7 +147,7 @@ class _Reader:
 
     def matrix(self, parts: dict[str, int], columns: int, bias: bool, layer: int) -> Matrix:
         weight = self._stacked(parts, (columns,), "weight", layer)
-        return Matrix(weight, self._stacked(parts, (), "bias", layer) if bias else None)
+        return self.kept(Matrix(weight, self._stacked(parts, (), "bias", layer) if bias else None))
 
     def vocabulary_matrix(self, part: str) -> Tensor:
         """Read a matrix with a row a token; files may pad it with rows that mean nothing."""

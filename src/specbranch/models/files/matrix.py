@@ -1,0 +1,137 @@
+"""A matrix as it is stored: in floats, in int8 with a scale for each output, or in int4 with a scale for each group of inputs.
+
+Owns the layouts and the rounding to them, both on the device where the matrix lies. Invariant: whole numbers are symmetric around zero and
+a scale is in float32, so that a matrix is `number · scale` whatever precision it is multiplied in.
+
+int4 packs two numbers into a byte: within a group of 128 inputs byte j of 64 has input j in its low half and input j + 64 in its high
+half, each as the number plus 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specbranch.config import WeightsName
+
+GROUP = 128  # inputs that share a scale in int4
+HALF = GROUP // 2
+ZERO = 8  # what a half byte holds for zero
+LARGEST = {"int8": 127, "int4": 7}
+# Of the scale that reaches a group's greatest: trying smaller ones leaves a fifth less squared error.
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+TINY = torch.finfo(torch.float32).tiny  # of a scale: rows of zeros have one too
+AT_ONCE = 1 << 24  # numbers that are rounded at a time, as that is done in float32
+SMALL: dict[torch.dtype, Literal["int8", "int4"]] = {torch.int8: "int8", torch.uint8: "int4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The weight [out, in] of a linear map and its bias [out].
+
+    In int8 the weight has a scale [out] to be multiplied by, in int4 it is packed [out, in/2] with a scale [out, in/128]. A scale beside a
+    weight in bfloat16 says that it is to be multiplied in float32.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+    @property
+    def stored(self) -> str:
+        """The storage's name: float32, bfloat16, int8, int4 … ."""
+        return SMALL.get(self.weight.dtype) or str(self.weight.dtype).removeprefix("torch.")
+
+    def stored_as(self, kind: WeightsName) -> Matrix:
+        """Return the nearest matrix of a kind; int8 in place of int4 where the inputs are no whole groups.
+
+        Floats of another precision than before are taken for storage alone, beside which one computes in float32.
+        """
+        kind = "int8" if kind == "int4" and not fits_int4(self.ins) else kind
+        if kind == self.stored:
+            return self
+        if self.scale is not None:
+            return Matrix(self.widened(torch.float32), self.bias).stored_as(kind)
+        if kind in ("int8", "int4"):
+            return self._rounded(_in_int8 if kind == "int8" else _in_int4)
+        weight = self.weight.to(getattr(torch, kind))
+        return Matrix(weight, self.bias, torch.ones(weight.shape[0], device=weight.device))
+
+    def in_int8(self) -> Matrix:
+        """Return the nearest matrix in int8. One that was stored so before comes out with the same whole numbers."""
+        return self.stored_as("int8")
+
+    def in_int4(self) -> Matrix:
+        """Return the nearest matrix in int4, if the inputs are whole groups."""
+        return self.stored_as("int4")
+
+    def rows(self, ids: Tensor) -> Matrix:
+        """Return some of the outputs, stored alike."""
+        parts = [None if part is None else part.index_select(0, ids) for part in (self.weight, self.bias, self.scale)]
+        assert parts[0] is not None
+        return Matrix(parts[0], *parts[1:])
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in floats: each product with its scale rounded once."""
+        if self.scale is None:
+            return self.weight.to(dtype)
+        if self.stored == "int4":
+            return unpacked(self.weight, dtype).mul_(self.scale.unsqueeze(-1)).flatten(1)
+        return (self.weight.to(torch.promote_types(dtype, torch.float32)) * self.scale.unsqueeze(-1)).to(dtype)
+
+    def in_floats(self, dtype: torch.dtype) -> Matrix:
+        """Return it without a scale, to be multiplied in this precision."""
+        return replace(self, weight=self.widened(dtype), scale=None)
+
+    @property
+    def ins(self) -> int:
+        """How many inputs there are."""
+        return self.weight.shape[1] * (2 if self.stored == "int4" else 1)
+
+    def _rounded(self, rounding: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Matrix:
+        """Round some rows at a time, so that few are ever there in float32."""
+        some = torch.split(self.weight, max(AT_ONCE // self.ins, 1))
+        weight, scale = (torch.cat(part) for part in zip(*(rounding(rows.float()) for rows in some), strict=True))
+        return Matrix(weight, self.bias, scale)
+
+
+def fits_int4(ins: int) -> bool:
+    """Whether so many inputs are whole groups."""
+    return ins % GROUP == 0
+
+
+def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of a matrix in int4 [out, groups, GROUP], from -7 to 7."""
+    halves = weight.view(weight.shape[0], -1, HALF)
+    return torch.cat((halves & 15, halves >> 4), -1).to(dtype).sub_(ZERO)
+
+
+def _in_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _scale(rows, LARGEST["int8"])
+    return (rows / scale).round_().to(torch.int8), scale.squeeze(-1)
+
+
+def _in_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to the scale that leaves a group the least squared error: a smaller one cuts its greatest off and is finer for the others."""
+    groups = rows.view(rows.shape[0], -1, GROUP)
+    whole, least = _scale(groups, LARGEST["int4"]), groups.new_full((*groups.shape[:-1], 1), torch.inf)
+    scale = whole
+    for share in SHARES:
+        tried = whole * share
+        error = (_nearest(groups, tried).mul_(tried) - groups).square_().sum(-1, keepdim=True)
+        scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)
+    numbers = _nearest(groups, scale).add_(ZERO).to(torch.uint8)
+    return (numbers[..., :HALF] | numbers[..., HALF:] << 4).flatten(1), scale.squeeze(-1)
+
+
+def _nearest(groups: Tensor, scale: Tensor) -> Tensor:
+    return (groups / scale).round_().clamp_(-LARGEST["int4"], LARGEST["int4"])
+
+
+def _scale(numbers: Tensor, largest: int) -> Tensor:
+    """What the greatest of them is a multiple of, `largest` times."""
+    return (numbers.abs().amax(-1, keepdim=True) / largest).clamp_(min=TINY)
