@@ -20,7 +20,7 @@ from specbranch.errors import ModelError
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
-from specbranch.models.files.tensor_file import CALM, Entry, TensorFile
+from specbranch.models.files.tensor_file import CALM, PIECE, Entry, TensorFile, open_folder
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
 from specbranch.models.native import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
@@ -192,6 +192,20 @@ def test_a_tensor_of_several_pieces_is_read_whole(kind: str, dtype: torch.dtype,
     assert torch.equal(into, widened(packed, stored).to(dtype))
 
 
+def test_a_device_is_sent_stored_bytes_in_pieces_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+
+    def decode(raw: torch.Tensor) -> torch.Tensor:
+        sent.append(raw)
+        return torch.empty(raw.numel() // 144 * 256, device=raw.device)
+
+    monkeypatch.setattr("specbranch.models.files.tensor_file.PIECE", 1024)
+    file = written(tmp_path / "weights", "Q4_K", random_blocks("Q4_K", 10), decode)
+    file.read("w", torch.empty(2560, dtype=torch.bfloat16, device="meta"))
+    assert [(raw.device.type, raw.dtype, raw.numel()) for raw in sent] == [("meta", torch.uint8, 144 * n) for n in (4, 4, 2)]
+    assert PIECE % 256 == 0 and PIECE * 8 < 100e6
+
+
 def test_tied_head_shares_the_embedding_and_matrices_are_fused(tmp_path: Path) -> None:
     arch, source = open_model(locate(str(saved(tiny("qwen2"), tmp_path))))
     weights = read_weights(arch, source, torch.device("cpu"), torch.float32)
@@ -298,6 +312,8 @@ def test_tensor_of_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"'model\.norm\.weight' is stored as I32"):
         load_native(folder)
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is stored as I32"):
+        open_folder(folder).read("model.norm.weight", torch.empty(48, device="meta"))
 
 
 def test_mistyped_path_is_answered_with_the_nearest_name(tmp_path: Path) -> None:
