@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -18,13 +20,13 @@ from specbranch.errors import ModelError
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
-from specbranch.models.files.tensor_file import CALM, Entry, TensorFile
+from specbranch.models.files.tensor_file import CALM, PIECE, Entry, TensorFile, open_folder
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
 from specbranch.models.native import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
-F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
+F32 = gguf.GGMLQuantizationType.F32
 
 
 @pytest.fixture(autouse=True)
@@ -114,24 +116,94 @@ def test_llama3_scaling_comes_from_the_tensor_gguf_keeps_it_in(tmp_path: Path) -
     assert len(set(factors.tolist())) > 1
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_1"])
+HALVES = {  # where the blocks of each kind keep their numbers in half precision
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+
+
+def random_blocks(kind: str, blocks: int) -> np.ndarray:
+    """Blocks of random bytes with finite scales, negative and subnormal ones too: every pattern of bits that a file may hold."""
+    rng, size = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    held = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
+    for place in HALVES[kind]:
+        scales = rng.standard_normal(blocks) * 10.0 ** rng.integers(-7, 2, blocks)
+        held[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return held
+
+
+def widened(packed: np.ndarray, stored: gguf.GGMLQuantizationType) -> torch.Tensor:
+    """What the gguf package makes of the same bytes."""
+    return torch.from_numpy(gguf.quants.dequantize(packed, stored).reshape(-1).copy())
+
+
+def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Unlike torch.equal it tells -0 from 0."""
+    return torch.equal(got.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"])
 def test_unpacking_equals_the_gguf_package_bit_for_bit(kind: str) -> None:
     stored = gguf.GGMLQuantizationType[kind]
-    packed = gguf.quants.quantize(np.random.default_rng(0).standard_normal((6, 320), dtype=np.float32), stored)
+    packed = gguf.quants.quantize(np.random.default_rng(0).standard_normal((6, 1280), dtype=np.float32), stored)
     raw = torch.from_numpy(packed.view(np.uint8).reshape(-1).copy())
-    expected = torch.from_numpy(gguf.quants.dequantize(packed, stored).reshape(-1))
-    assert torch.equal(gguf_encoding(stored.value).decode(raw).float(), expected)
+    assert same_bits(gguf_encoding(stored.value).decode(raw).float(), widened(packed, stored))
 
 
-def test_a_tensor_of_several_pieces_is_read_whole(tmp_path: Path) -> None:
-    values = torch.randn(CALM * 5 // 2 // 32 * 32)
-    packed = gguf.quants.quantize(values.numpy(), Q8_0)
-    path = tmp_path / "weights"
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("blocks", [1, 700])
+def test_any_bytes_are_unpacked_as_the_gguf_package_does(kind: str, blocks: int) -> None:
+    stored, packed = gguf.GGMLQuantizationType[kind], random_blocks(kind, blocks)
+    got = gguf_encoding(stored.value).decode(torch.from_numpy(packed.reshape(-1)))
+    assert same_bits(got, widened(packed, stored))
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_blocks_are_unpacked_on_the_device_they_are_on(kind: str) -> None:
+    encoding = gguf_encoding(gguf.GGMLQuantizationType[kind].value)
+    found = encoding.decode(torch.empty(3 * encoding.size, dtype=torch.uint8, device="meta"))  # nothing can be read from there
+    assert (found.device.type, found.dtype, found.numel()) == ("meta", torch.float32, 3 * encoding.block)
+
+
+def written(path: Path, kind: str, packed: np.ndarray, decode: Callable[[torch.Tensor], torch.Tensor] | None = None) -> TensorFile:
+    """A file with one tensor w."""
+    encoding = gguf_encoding(gguf.GGMLQuantizationType[kind].value)
     path.write_bytes(b"head" + packed.tobytes())
-    file = TensorFile(path, {"w": Entry((values.numel(),), 4, gguf_encoding(Q8_0.value))})
-    into = torch.empty(values.numel(), dtype=torch.float64)
+    numbers = packed.size // encoding.size * encoding.block
+    return TensorFile(path, {"w": Entry((numbers,), 4, replace(encoding, decode=decode or encoding.decode))})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+def test_a_tensor_of_several_pieces_is_read_whole(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    stored = gguf.GGMLQuantizationType[kind]
+    packed = random_blocks(kind, CALM * 5 // 2 // gguf.GGML_QUANT_SIZES[stored][0])
+    file = written(tmp_path / "weights", kind, packed)
+    into = torch.empty(file.entries["w"].shape, dtype=dtype)
     file.read("w", into)
-    assert torch.equal(into.float(), torch.from_numpy(gguf.quants.dequantize(packed, Q8_0)))
+    assert torch.equal(into, widened(packed, stored).to(dtype))
+
+
+def test_a_device_is_sent_stored_bytes_in_pieces_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+
+    def decode(raw: torch.Tensor) -> torch.Tensor:
+        sent.append(raw)
+        return torch.empty(raw.numel() // 144 * 256, device=raw.device)
+
+    monkeypatch.setattr("specbranch.models.files.tensor_file.PIECE", 1024)
+    file = written(tmp_path / "weights", "Q4_K", random_blocks("Q4_K", 10), decode)
+    file.read("w", torch.empty(2560, dtype=torch.bfloat16, device="meta"))
+    assert [(raw.device.type, raw.dtype, raw.numel()) for raw in sent] == [("meta", torch.uint8, 144 * n) for n in (4, 4, 2)]
+    assert PIECE % 256 == 0 and PIECE * 8 < 100e6
 
 
 def test_tied_head_shares_the_embedding_and_matrices_are_fused(tmp_path: Path) -> None:
@@ -240,6 +312,8 @@ def test_tensor_of_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"'model\.norm\.weight' is stored as I32"):
         load_native(folder)
+    with pytest.raises(ModelError, match=r"'model\.norm\.weight' is stored as I32"):
+        open_folder(folder).read("model.norm.weight", torch.empty(48, device="meta"))
 
 
 def test_mistyped_path_is_answered_with_the_nearest_name(tmp_path: Path) -> None:

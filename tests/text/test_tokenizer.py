@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from small_tokenizers import KINDS, SENTENCES, byte_level, save
+from small_tokenizers import KINDS, SENTENCES, SPECIAL, byte_level, save
 from specbranch.errors import BadParameter, ModelError
+from specbranch.text.conversion import GGUF_CLASSES, _tokenizer_class
 from specbranch.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -249,6 +250,52 @@ def test_endings_of_a_gguf_are_read_past_its_arrays(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     assert _gguf_endings(tmp_path / "m.gguf") == [2, 4]
+
+
+def gguf_with(architecture: str, path: Path) -> Path:
+    """A GGUF without weights that holds the byte-level tokenizer."""
+    from gguf import GGUFWriter, TokenType
+
+    made = json.loads(byte_level().to_str())
+    tokens = sorted(made["model"]["vocab"], key=made["model"]["vocab"].__getitem__)
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2" if architecture.startswith("qwen") else "default")
+    writer.add_token_list([token.encode() for token in tokens])
+    writer.add_token_types([TokenType.CONTROL if token in SPECIAL else TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(merge).encode() for merge in made["model"]["merges"]])
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("architecture", [*GGUF_CLASSES, "falcon"])
+def test_a_gguf_is_read_by_the_class_that_transformers_chooses(architecture: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = gguf_with(architecture, tmp_path / "m.gguf")
+    chosen = _tokenizer_class(tmp_path, path.name)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=path.name)
+    assert chosen is (type(theirs) if architecture in GGUF_CLASSES else AutoTokenizer)
+    ours = Tokenizer.from_gguf(path, tmp_path / "cache")
+    theirs.save_pretrained(tmp_path / "theirs")
+    (kept,) = (tmp_path / "cache").iterdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (kept / file).read_text() == (tmp_path / "theirs" / file).read_text()
+    assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
+
+
+def test_a_class_that_is_named_beside_a_gguf_is_heeded(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = gguf_with("llama", tmp_path / "m.gguf")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    assert _tokenizer_class(tmp_path, path.name) is AutoTokenizer
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from typing import IO, Any
 from specbranch.errors import ModelError
 
 TOKENIZER = "tokenizer.json"
+# What transformers would choose for a GGUF of these architectures; to choose, it reads the whole file header by its slowest reader.
+GGUF_CLASSES = {"llama": "PreTrainedTokenizerFast", "qwen2": "Qwen2TokenizerFast", "qwen3": "Qwen2TokenizerFast"}
 
 
 def file_key(file: Path) -> str:
@@ -49,10 +51,8 @@ def kept_folder(cache_folder: Path | None, key: str) -> Iterator[Path]:
 
 def convert(source: Path, into: Path, gguf_file: str | None) -> None:
     """Let transformers read the tokenizer and save it as tokenizer.json; `into` appears whole or not at all."""
-    from transformers import AutoTokenizer
-
     try:
-        found = AutoTokenizer.from_pretrained(str(source), **({"gguf_file": gguf_file} if gguf_file else {}))
+        found = _tokenizer_class(source, gguf_file).from_pretrained(str(source), **({"gguf_file": gguf_file} if gguf_file else {}))
     except Exception as error:  # whatever a damaged or unknown file makes it raise
         raise ModelError(f"The tokenizer in {source / (gguf_file or '')} cannot be read: {error}") from error
     into.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,16 @@ def convert(source: Path, into: Path, gguf_file: str | None) -> None:
             raise ModelError(f"The tokenizer in {source} has no fast form, so it cannot be used here. Give a model with {TOKENIZER}.")
         _keep_endings(source, Path(folder), gguf_file)
         _move(Path(folder), into)
+
+
+def _tokenizer_class(source: Path, gguf_file: str | None) -> Any:
+    import transformers
+
+    if gguf_file is None or (source / "tokenizer_config.json").is_file():  # which names a class
+        return transformers.AutoTokenizer
+    entries = _gguf_entries(source / gguf_file)
+    architecture = next((value for key, value in entries if key == "general.architecture"), None)
+    return getattr(transformers, GGUF_CLASSES.get(str(architecture), "AutoTokenizer"))
 
 
 def _keep_endings(source: Path, into: Path, gguf_file: str | None) -> None:
@@ -77,7 +87,7 @@ def _keep_endings(source: Path, into: Path, gguf_file: str | None) -> None:
 
 
 def _gguf_endings(path: Path) -> list[int]:
-    found = _gguf_integers(path)
+    found = {key: value for key, value in _gguf_entries(path) if isinstance(value, int)}
     names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     return list(dict.fromkeys(found[name] for name in names if name in found))
 
@@ -87,17 +97,13 @@ _GGUF_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 1
 _GGUF_STRING = 8  # and 9 is an array of any of these
 
 
-def _gguf_integers(path: Path) -> dict[str, int]:
-    """Read the whole numbers of a GGUF header, stepping over its long arrays (general readers take seconds for those)."""
-    found: dict[str, int] = {}
+def _gguf_entries(path: Path) -> Iterator[tuple[str, int | float | str | None]]:
+    """Read a GGUF header entry by entry, stepping over its long arrays (general readers take seconds for those)."""
     with path.open("rb") as file:
         _, _, _, entries = struct.unpack("<4sIQQ", file.read(24))
         for _ in range(entries):
-            key = file.read(_number(file, "Q")).decode()
-            value = _step(file, _number(file, "I"))
-            if isinstance(value, int):
-                found[key] = value
-    return found
+            key, kind = _string(file), _number(file, "I")
+            yield key, _string(file) if kind == _GGUF_STRING else _step(file, kind)
 
 
 def _step(file: IO[bytes], kind: int) -> int | float | None:
@@ -115,6 +121,10 @@ def _step(file: IO[bytes], kind: int) -> int | float | None:
     for _ in range(count):
         _step(file, inner)
     return None
+
+
+def _string(file: IO[bytes]) -> str:
+    return file.read(_number(file, "Q")).decode(errors="replace")
 
 
 def _number(file: IO[bytes], code: str) -> Any:

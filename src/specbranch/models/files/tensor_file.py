@@ -1,7 +1,8 @@
 """Reading tensors from a weight file straight into their final place, in small pieces.
 
-Owns the byte ranges of one file. Files are read, not mapped: mapped pages would count as memory of this process. Invariant: a tensor
-that was read lies wholly inside the file; anything else is a ModelError that names file and tensor.
+Owns the byte ranges of one file. Files are read, not mapped: mapped pages would count as memory of this process. A device is sent the
+bytes as they are stored, and unpacks them itself. Invariant: a tensor that was read lies wholly inside the file; anything else is a
+ModelError that names file and tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from specbranch.errors import ModelError
 from specbranch.models.files.encodings import SAFETENSORS, Encoding
 
-PIECE = 4 << 20  # bytes sent to a device at once
+PIECE = 1 << 23  # numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block
 # Numbers converted at once on a CPU: they stay in its cache, and torch splits the work among threads only from 32768 on. Waking threads
 # for each operation costs more than it gains, and many times more where the cores are shared. A multiple of every block.
 CALM = 31744
@@ -89,16 +90,18 @@ class TensorFile:
             raise ModelError(f"{self.path}: tensor {tensor!r} could not be read ({error}). Fetch the file again.") from None
 
 
+@torch.inference_mode()  # a sixth less time a piece on a CPU
 def _fill(file: BinaryIO, entry: Entry, flat: Tensor) -> None:
     file.seek(entry.offset)
     if flat.device.type == "cpu" and flat.dtype == entry.encoding.dtype:
         return _read_exactly(file, flat.view(torch.uint8))
-    step = CALM if flat.device.type == "cpu" else PIECE // entry.encoding.size * entry.encoding.block
-    buffer = torch.empty(step // entry.encoding.block * entry.encoding.size, dtype=torch.uint8)
+    block, size = entry.encoding.block, entry.encoding.size
+    step = CALM if flat.device.type == "cpu" else PIECE
+    buffer = torch.empty(min(step, flat.numel()) // block * size, dtype=torch.uint8, pin_memory=flat.device.type == "cuda")
     for out in torch.split(flat, step):
-        raw = buffer[: out.numel() // entry.encoding.block * entry.encoding.size]
+        raw = buffer[: out.numel() // block * size]
         _read_exactly(file, raw)
-        out.copy_(entry.encoding.decode(raw.to(flat.device)))
+        out.copy_(entry.encoding.decode(raw.to(flat.device)))  # sent when `to` returns: the next piece is read while a GPU unpacks this one
     return None
 
 
