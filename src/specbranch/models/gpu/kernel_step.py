@@ -216,7 +216,8 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
     linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in NAMES)]
     suits = dtype in (torch.bfloat16, torch.float16) and arch.head_dim in (64, 128) and arch.hidden % 64 == 0 == arch.intermediate % 64
     known = all(isinstance(linear, (PlainLinear, StoredLinear)) and linear.weight.is_contiguous() for linear in linears)
-    return suits and known and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+    alike = all(len({getattr(layer, name).weight.dtype for layer in decoder.layers}) == 1 for name in NAMES) if known else False
+    return suits and alike and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
 
 def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
