@@ -65,8 +65,8 @@ def best_cuts(case: Case, name: str, step: KernelStep, model: Shaped, replays: i
 
 def cuts(name: str, stored: str, of: Product) -> Iterator[Cut]:
     """All cuts that are worth trying."""
-    steps = (128,) if stored == "int4" else (128, 256) if stored == "int8" else (64, 128)
-    swaps = (False,) if stored == "int4" else (True, False)
+    steps = (128,) if stored == "int4" else (128, 256) if stored == "int8" else (128,) if of.ins % 128 == 0 else (64,)
+    swaps = (True, False) if stored == "bfloat16" else (False,)
     for tile, step, swap, stages, parts, warps in product((32, 64, 128), steps, swaps, (3, 4, 6, 8), PARTS.get(name, (1,)), (4,)):
         fits = of.ins % step == 0 and (name != "qkv" or of.outs % tile == 0)
         shared = (tile * step * {"int8": 1, "int4": 0.5}.get(stored, 2) + 16 * step * 2) * stages

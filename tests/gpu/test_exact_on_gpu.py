@@ -45,7 +45,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         parameter.data.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.0))
     folder = Path(tmp_path_factory.mktemp(kind))
     model.save_pretrained(folder)
-    made = load_native(folder, context_length=2000, device="cuda", dtype=dtype)
+    made = load_native(folder, context_length=2000, device="cuda", dtype=dtype, cache_tokens=700 * 256)
     assert isinstance(made._graphs.step, KernelStep) == (dtype != "float32")  # type: ignore[attr-defined]
     return made
 

@@ -15,6 +15,24 @@ it needs.
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
+
+
+def _nibbles_in(kind: str, ones: int, offset: int) -> str:
+    """PTX that makes eight floats of the nibbles of four bytes: `ones` before each, `offset` subtracted from each pair."""
+    halves = [("and.b32 t, $4, 0x0f0f0f0f;", 0), ("shr.u32 t, $4, 4; and.b32 t, t, 0x0f0f0f0f;", 2)]
+    picked = ((0, 0x4140), (1, 0x4342))  # a byte, then the ones, twice
+    lines = []
+    for half, first in halves:
+        lines.append(half)
+        for out, pick in picked:
+            lines.append(f"prmt.b32 ${first + out}, t, 0x{ones * 0x01010101:08x}, {pick};")
+            lines.append(f"sub.{kind} ${first + out}, ${first + out}, o;")
+    return f"{{.reg .b32 t, o; mov.b32 o, 0x{offset * 0x00010001:08x}; {' '.join(lines)}}}"
+
+
+BFLOAT16_NIBBLES = tl.constexpr(_nibbles_in("bf16x2", 0x43, 0x4308))
+FLOAT16_NIBBLES = tl.constexpr(_nibbles_in("f16x2", 0x64, 0x6408))
 
 
 @triton.jit
@@ -60,6 +78,24 @@ def _whole_product(x, w, columns, there, first, K, part, ROWS: tl.constexpr, TIL
 
 
 @triton.jit
+def _nibbles(both, DTYPE: tl.constexpr):
+    """The low and the high halves of bytes, less 8, as floats.
+
+    In machine code four bytes at a time: beside the bits of 128 (of 1024 in float16) a nibble is the number's own end, so 136 (1032) is
+    subtracted and nothing is converted.
+    """
+    if cuda_capability_geq(9, 0):
+        if tl.bfloat16 == DTYPE:
+            low, high = tl.inline_asm_elementwise(BFLOAT16_NIBBLES, "=r,=r,=r,=r,r", [both], (tl.bfloat16, tl.bfloat16), True, 4)
+        else:
+            low, high = tl.inline_asm_elementwise(FLOAT16_NIBBLES, "=r,=r,=r,=r,r", [both], (tl.float16, tl.float16), True, 4)
+    else:
+        low = ((both & 15).to(tl.int8) - 8).to(DTYPE)
+        high = ((both >> 4).to(tl.int8) - 8).to(DTYPE)
+    return low, high
+
+
+@triton.jit
 def _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
                     PARTS: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """A step is a group of 128 inputs: the low nibbles of its 64 bytes are the first half of them, the high ones the second."""
@@ -76,8 +112,9 @@ def _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.con
         both = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
         low, high = tl.load(x_at), tl.load(x_at + 64)
         by = tl.load(scale_at) if FULL else tl.load(scale_at, mask=there, other=0.0)
-        sums = tl.dot(low, tl.trans(((both & 15).to(tl.int8) - 8).to(low.dtype)))
-        sums = tl.dot(high, tl.trans(((both >> 4).to(tl.int8) - 8).to(low.dtype)), sums)
+        of_low, of_high = _nibbles(both, low.dtype)
+        sums = tl.dot(low, tl.trans(of_low))
+        sums = tl.dot(high, tl.trans(of_high), sums)
         acc += sums * by[None, :]
         w_at += 64
         x_at += 128

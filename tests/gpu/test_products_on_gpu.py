@@ -1,0 +1,56 @@
+"""Every pinned cut of a product: what it gives is right, and a row's bits do not hang on how many rows there are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specbranch.models.cpu.linear import PlainLinear
+from specbranch.models.files.matrix import Matrix
+from specbranch.models.gpu import kernel_step
+from specbranch.models.gpu.kernel_step import CUTS, INT4_CUTS, INT8_CUTS, Stored, product_of
+from specbranch.models.gpu.stored import StoredLinear
+
+pytestmark = pytest.mark.gpu
+SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 301, 384), ("qkv", 2048, 1536), ("down", 1536, 8960)]
+CASES = [("plain", *case) for case in [*CUTS, *SMALL]] + [("int8", *case) for case in [*INT8_CUTS, *SMALL]]
+CASES += [("int4", *case) for case in [*INT4_CUTS, ("out", 2048, 2048), ("down", 1536, 8960)]]
+NO_NORM = SimpleNamespace(qk_norm=False)
+
+
+def multiplied(name: str, linear: PlainLinear | StoredLinear, x: torch.Tensor) -> torch.Tensor:
+    """x·Wᵀ by the head's kernel, cut as the product is; rows are divided by the root of ones."""
+    from specbranch.models.gpu import product_kernels
+
+    product = product_of(name, linear, NO_NORM)  # type: ignore[arg-type]
+    rows = len(x)
+    tile = product.cut.rows(rows)
+    held = torch.zeros(-(-rows // tile) * tile, product.ins, device="cuda", dtype=x.dtype)
+    held[:rows] = x
+    squares, out = torch.full((len(held), 1), float(product.ins), device="cuda"), torch.zeros(len(held), product.outs, device="cuda")
+    weight, _, scale = product.tensors()
+    how = {**product.how(rows, False), "PARTS": 1}
+    grid = product.row_tiles(rows), -(-product.outs // product.cut.tile)
+    product_kernels.scored[grid](held, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=1, **how)
+    return out[:rows]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("stored", "name", "outs", "ins"), CASES)
+def test_a_row_has_the_same_bits_in_a_tile_of_any_size(stored: Stored, name: str, outs: int, ins: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(outs)
+    weight = torch.randn(outs, ins, device="cuda", dtype=dtype) * ins**-0.5
+    x = torch.randn(130, ins, device="cuda", dtype=dtype)
+    linear = PlainLinear(weight, None) if stored == "plain" else StoredLinear(Matrix(weight).stored_as(stored))
+    expected = (
+        x.float() @ (weight if stored == "plain" else Matrix(linear.weight, None, linear.scale).widened(torch.float32)).float().T
+    ).cpu()
+    alone = torch.cat([multiplied(name, linear, x[row : row + 1]) for row in (0, 15, 17, 31, 64, 100, 129)])
+    assert (alone.cpu() - expected[[0, 15, 17, 31, 64, 100, 129]]).abs().max() < 0.02
+    for count in (16, 18, 32, 64, 130):
+        among = multiplied(name, linear, x[:count])
+        for at, row in enumerate((0, 15, 17, 31, 64, 100, 129)):
+            if row < count:
+                assert torch.equal(among[row], alone[at]), f"row {row} among {count}, by {kernel_step.cut_of(name, outs, ins, stored)}"
