@@ -76,7 +76,9 @@ def cuts(name: str, stored: str, of: Product) -> Iterator[Cut]:
 
 def time_cut(name: str, products: list[Product], step: KernelStep, model: Shaped, replays: int) -> float:
     """Microseconds of one product; infinite where it does not run."""
-    packed, bucket = pack(model.rows(1), model.spare)
+    rows = model.rows(1)
+    packed, bucket = pack(rows, model.spare)
+    rows[0].table.shrink(0)
     brought = views(torch.from_numpy(packed).to("cuda"), bucket)
     runs: dict[str, Callable[[Product], object]] = {
         "qkv": lambda one: step._attended(0, one, brought, 1),

@@ -9,8 +9,7 @@ import torch
 
 from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import Matrix
-from specbranch.models.gpu import kernel_step
-from specbranch.models.gpu.kernel_step import CUTS, INT4_CUTS, INT8_CUTS, Stored, product_of
+from specbranch.models.gpu.kernel_step import CUTS, INT4_CUTS, INT8_CUTS, ROW_TILE, Stored, cut_of, product_of
 from specbranch.models.gpu.stored import StoredLinear
 
 pytestmark = pytest.mark.gpu
@@ -26,13 +25,12 @@ def multiplied(name: str, linear: PlainLinear | StoredLinear, x: torch.Tensor) -
 
     product = product_of(name, linear, NO_NORM)  # type: ignore[arg-type]
     rows = len(x)
-    tile = product.cut.rows(rows)
-    held = torch.zeros(-(-rows // tile) * tile, product.ins, device="cuda", dtype=x.dtype)
+    held = torch.zeros(-(-rows // ROW_TILE) * ROW_TILE, product.ins, device="cuda", dtype=x.dtype)
     held[:rows] = x
     squares, out = torch.full((len(held), 1), float(product.ins), device="cuda"), torch.zeros(len(held), product.outs, device="cuda")
     weight, _, scale = product.tensors()
-    how = {**product.how(rows, False), "PARTS": 1}
-    grid = product.row_tiles(rows), -(-product.outs // product.cut.tile)
+    how = {**product.how(False), "PARTS": 1}
+    grid = len(held) // ROW_TILE, -(-product.outs // product.cut.tile)
     product_kernels.scored[grid](held, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=1, **how)
     return out[:rows]
 
@@ -53,4 +51,4 @@ def test_a_row_has_the_same_bits_in_a_tile_of_any_size(stored: Stored, name: str
         among = multiplied(name, linear, x[:count])
         for at, row in enumerate((0, 15, 17, 31, 64, 100, 129)):
             if row < count:
-                assert torch.equal(among[row], alone[at]), f"row {row} among {count}, by {kernel_step.cut_of(name, outs, ins, stored)}"
+                assert torch.equal(among[row], alone[at]), f"row {row} among {count}, by {cut_of(name, outs, ins, stored)}"

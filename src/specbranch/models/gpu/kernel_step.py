@@ -39,10 +39,6 @@ class Cut:
     warps: int = 4
     stages: int = 4
 
-    def rows(self, rows: int) -> int:
-        """How many rows a program takes, of so many: more than 16 where the same instructions do that, in the same order (tested)."""
-        return ROW_TILE if rows <= ROW_TILE else min(rows, 64 if self.swap else 32)
-
 
 # What won on one H200, by what the product is for and its shape (outputs, inputs). Anything else takes SAFE, or SAFE_SMALL.
 CUTS: dict[tuple[str, int, int], Cut] = {
@@ -97,21 +93,11 @@ class Product:
         """Weight, bias and scale; a kernel wants some tensor also where it reads none."""
         return self.weight, _or(self.bias, self.weight), _or(self.scale, self.weight)
 
-    def row_tiles(self, rows: int) -> int:
-        """How many programs share some rows."""
-        return -(-rows // self.cut.rows(rows))
-
-    def how(self, rows: int, early: bool) -> dict[str, Any]:
+    def how(self, early: bool) -> dict[str, Any]:
         """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be masked."""
         cut = self.cut
-        shape = {
-            "ROWS": cut.rows(rows),
-            "TILE": cut.tile,
-            "STEP": cut.step,
-            "PARTS": cut.parts,
-            "SWAP": cut.swap,
-            "STORED": BITS[stored_as(self.weight)],
-        }
+        shape = {"ROWS": ROW_TILE, "TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap}
+        shape["STORED"] = BITS[stored_as(self.weight)]
         shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
         return {**shape, "num_warps": cut.warps, "num_stages": cut.stages, **launch(early)}
 
@@ -177,38 +163,36 @@ class KernelStep(GpuStep):
     def _attended(self, index: int, product: Product, step: Views, rows: int) -> Tensor:
         arch, (keys, values) = self.decoder.arch, self._sides[index]
         norm = self.decoder.layers[index].qk_norm
-        self._kernels.qkv[(product.row_tiles(rows), product.outs // product.cut.tile)](
+        self._kernels.qkv[(_row_tiles(rows), product.outs // product.cut.tile)](
             self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos, self.decoder.sin,
             step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, rows, arch.hidden,
             HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=product.bias is not None,
-            NORMED=norm is not None, NORMS=self._norms["down"], **product.how(rows, self._early),
+            NORMED=norm is not None, NORMS=self._norms["down"], **product.how(self._early),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
         return self.attend(queries, keys, values, step)
 
     def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, rows: int) -> None:
-        self._kernels.added[(product.row_tiles(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
+        self._kernels.added[(_row_tiles(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
             x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, product.outs,
-            product.ins, BIASED=product.bias is not None, NORMS=self._norms[name], **product.how(rows, self._early),
+            product.ins, BIASED=product.bias is not None, NORMS=self._norms[name], **product.how(self._early),
         )  # fmt: skip
 
     def _gate(self, product: Product, rows: int) -> None:
         outs = product.outs // 2
-        self._kernels.gated[(product.row_tiles(rows), -(-outs // (product.cut.tile // 2)))](
+        self._kernels.gated[(_row_tiles(rows), -(-outs // (product.cut.tile // 2)))](
             self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, product.ins,
-            BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(rows, self._early),
+            BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(self._early),
         )  # fmt: skip
 
     def _score(self, rows: int) -> Tensor:
         product = self._head
         if rows not in self._scored:
-            self._scored[rows] = torch.zeros(product.row_tiles(rows) * product.cut.rows(rows), product.outs, device=self._stream.device)[
-                :rows
-            ]
+            self._scored[rows] = torch.zeros(_row_tiles(rows) * ROW_TILE, product.outs, device=self._stream.device)[:rows]
         out, (weight, _, scale) = self._scored[rows], product.tensors()
-        self._kernels.scored[(product.row_tiles(rows), -(-product.outs // product.cut.tile))](
+        self._kernels.scored[(_row_tiles(rows), -(-product.outs // product.cut.tile))](
             self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs, product.ins,
-            NORMS=self._norms["down"], **product.how(rows, self._early),
+            NORMS=self._norms["down"], **product.how(self._early),
         )  # fmt: skip
         return out
 
@@ -245,6 +229,10 @@ def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
 def stored_as(weight: Tensor) -> Stored:
     """What a matrix is stored as."""
     return "int8" if weight.dtype is torch.int8 else "int4" if weight.dtype is torch.uint8 else "plain"
+
+
+def _row_tiles(rows: int) -> int:
+    return -(-rows // ROW_TILE)
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:
