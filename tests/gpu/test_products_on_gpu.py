@@ -9,13 +9,12 @@ import torch
 
 from specbranch.models.cpu.linear import PlainLinear
 from specbranch.models.files.matrix import Matrix
-from specbranch.models.gpu.kernel_step import CUTS, INT4_CUTS, INT8_CUTS, ROW_TILE, Stored, cut_of, product_of
+from specbranch.models.gpu.kernel_step import PINNED, ROW_TILE, Stored, cut_of, product_of
 from specbranch.models.gpu.stored import StoredLinear
 
 pytestmark = pytest.mark.gpu
 SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 301, 384), ("qkv", 2048, 1536), ("down", 1536, 8960)]
-CASES = [("plain", *case) for case in [*CUTS, *SMALL]] + [("int8", *case) for case in [*INT8_CUTS, *SMALL]]
-CASES += [("int4", *case) for case in [*INT4_CUTS, ("out", 2048, 2048), ("down", 1536, 8960)]]
+CASES = [(stored, *case) for stored, cuts in PINNED.items() for case in [*cuts, *SMALL] if stored != "int4" or case[2] % 128 == 0]
 NO_NORM = SimpleNamespace(qk_norm=False)
 
 

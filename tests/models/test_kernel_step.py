@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from specbranch.models.gpu.kernel_step import CUTS, INT4_CUTS, INT8_CUTS, KernelStep, Stored, cut_of, kernels_fit, step_of
+from specbranch.models.gpu.kernel_step import PINNED, KernelStep, Stored, cut_of, kernels_fit, step_of
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.native import load_native
 from tiny_models import saved, tiny
 
 SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 49152, 576), ("head", 301, 384)]
-KNOWN = {"plain": CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
 
 
-@pytest.mark.parametrize("stored", KNOWN)
-@pytest.mark.parametrize(("purpose", "outs", "ins"), sorted({*CUTS, *INT8_CUTS, *INT4_CUTS, *SMALL}))
+@pytest.mark.parametrize("stored", PINNED)
+@pytest.mark.parametrize(("purpose", "outs", "ins"), sorted({*SMALL, *chain(*PINNED.values())}))
 def test_a_cut_reads_all_of_a_product_in_whole_steps(purpose: str, outs: int, ins: int, stored: Stored) -> None:
     if stored == "int4" and ins % 128:
         pytest.skip("such a matrix stays in int8")
     cut = cut_of(purpose, outs, ins, stored)
-    assert cut == KNOWN[stored].get((purpose, outs, ins), cut)
+    assert cut == PINNED[stored].get((purpose, outs, ins), cut)
     assert ins % cut.step == 0 and ins // cut.step >= cut.parts
     assert cut.tile in (16, 32, 64, 128) and cut.step in (64, 128, 256)
     assert stored != "int4" or (cut.step == 128 and not cut.swap)

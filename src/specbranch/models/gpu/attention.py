@@ -25,9 +25,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
 BLOCK, TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
 WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
-NEAR = 2048  # positions before this are taken in such blocks, those behind in blocks of twice the size: partial results are read again
 LINE = 32  # places of an own line at a time
-CHUNK = 16  # blocks that are joined at a time
+CHUNK = 32  # blocks that are joined at a time
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel is launched when the one before it has ended
@@ -63,8 +62,8 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     block, tile = (WIDE_BLOCK, WIDE_TILE) if keys.element_size() > 2 else (BLOCK, TILE)
     tile_rows = min(GROUP_ROWS, max(tile // padded, 1))
     groups, pages = step.tables.shape
-    slots = 1 + blocks_of(pages, block)
-    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block, "NEAR": NEAR}
+    slots = 1 + pages * PAGE // block
+    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block}
     tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": LINE, "OWN": OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
@@ -83,12 +82,6 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
         sums, tops, totals, step.shared, out, slots, **shape, CHUNK=CHUNK, EARLY=early, num_warps=JOIN_WARPS, **launch(early)
     )
     return out
-
-
-def blocks_of(pages: int, block: int = BLOCK) -> int:
-    """How many blocks so many pages are taken in."""
-    near = min(pages * PAGE, NEAR)
-    return near // block + (pages * PAGE - near) // (2 * block)
 
 
 @cache

@@ -44,31 +44,22 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
 
 
 @triton.jit
-def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, count, block, most, head, scale, page_stride, slots,
+def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, most, head, scale, page_stride, slots,
                   TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared positions end."""
+    j = start + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    kept = live[:, None] & (d < DIM)[None, :]
-    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=kept, other=0.0)
-    top = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, WIDTH), tl.float32)
-    for part in range(count):
-        j = start + part * BLOCK + tl.arange(0, BLOCK)
-        place = page.to(tl.int64) * page_stride + head * PAGE * DIM + (j % PAGE)[:, None] * DIM + d[None, :]
-        written = (j < most)[:, None] & (d < DIM)[None, :]  # what no row of the tile shares may be anything, NaN too
-        k = tl.load(keys + place, mask=written, other=0.0)
-        v = tl.load(values + place, mask=written, other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(j[None, :] < end[:, None], scores, float("-inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = new
-    _leave(sums, tops, totals, acc, top, total, at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
+    place = page.to(tl.int64) * page_stride + head * PAGE * DIM + (j % PAGE)[:, None] * DIM + d[None, :]
+    written = (j < most)[:, None] & (d < DIM)[None, :]  # what no row of the tile shares may be anything, NaN too
+    k = tl.load(keys + place, mask=written, other=0.0)
+    v = tl.load(values + place, mask=written, other=0.0)
+    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(j[None, :] < end[:, None], scores, float("-inf"))
+    top = tl.max(scores, 1)
+    p = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    _leave(sums, tops, totals, acc, top, tl.sum(p, 1), at.to(tl.int64) * slots + 1 + start // BLOCK, live, DIM, WIDTH)
 
 
 @triton.jit
@@ -81,17 +72,11 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
     tl.store(sums + into[:, None] * DIM + d[None, :], average.to(sums.dtype.element_ty), mask=live[:, None] & (d < DIM)[None, :])
 
 
-@triton.jit
-def _begin(block, BLOCK: tl.constexpr, NEAR: tl.constexpr):
-    """Where a block of positions begins: those before NEAR are BLOCK long, those behind twice that."""
-    return tl.where(block * BLOCK < NEAR, block * BLOCK, NEAR + (block - NEAR // BLOCK) * 2 * BLOCK)
-
-
 # Rows and pages are no reason to compile another kernel, not even where they are 1.
 @triton.jit(do_not_specialize=["rows", "pages", "slots"])
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
                     TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
     if EARLY:  # see product_kernels
@@ -104,9 +89,7 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
                   slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
     else:
         tile = (program - rows) // (slots - 1)
-        block = (program - rows) % (slots - 1)
-        start = _begin(block, BLOCK, NEAR)
-        count = tl.where(block * BLOCK < NEAR, 1, 2)
+        start = (program - rows) % (slots - 1) * BLOCK
         group = tile // TILES
         m = tl.arange(0, TILE_ROWS * PADDED)
         within = tile % TILES * TILE_ROWS + m // PADDED
@@ -117,13 +100,13 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
         if start < most:
             page = tl.load(tables + group * pages + start // PAGE)
             at = row * HEADS + head * SHARE + m % PADDED
-            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, count, block, most, head, scale, page_stride,
-                          slots, TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
+            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, most, head, scale, page_stride, slots,
+                          TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])
 def join(sums, tops, totals, shared, out, slots,
-         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr, CHUNK: tl.constexpr,
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
          EARLY: tl.constexpr):  # fmt: skip
     """Join the results of one row and head: the own line, then as many blocks as the row shares, CHUNK at a time."""
     if EARLY:
@@ -136,8 +119,7 @@ def join(sums, tops, totals, shared, out, slots,
     top = tl.load(tops + first)
     total = tl.load(totals + first)
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-    end = tl.load(shared + row)
-    blocks = tl.where(end <= NEAR, tl.cdiv(end, BLOCK), NEAR // BLOCK + tl.cdiv(end - NEAR, 2 * BLOCK))
+    blocks = tl.cdiv(tl.load(shared + row), BLOCK)
     for begin in range(0, blocks, CHUNK):
         b = begin + tl.arange(0, CHUNK)
         tops_here = tl.load(tops + first + 1 + b, mask=b < blocks, other=float("-inf"))

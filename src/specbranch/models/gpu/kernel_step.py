@@ -6,7 +6,7 @@ and from a pinned table, never from the rows of a step or from a trial at run ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from specbranch.models.kv import PAGE, Memory
 
 ROW_TILE = 16
 NAMES = ("qkv", "out", "gate_up", "down")
-Stored = Literal["plain", "int8", "int4"]
+Stored = Literal["plain", "int8", "int4"]  # plain: in the precision that is computed in
 BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
 
 
@@ -40,42 +40,57 @@ class Cut:
     stages: int = 4
 
 
-# What won on one H200, by what the product is for and its shape (outputs, inputs). Anything else takes SAFE, or SAFE_SMALL.
-CUTS: dict[tuple[str, int, int], Cut] = {
+Cuts = dict[tuple[str, int, int], Cut]  # by what the product is for and its shape: outputs, inputs
+
+# What won on one H200 (`scripts/find_cuts.py`). Other shapes, and all on another kind of GPU, take what `safe_cut` says.
+CUTS: Cuts = {
+    ("qkv", 960, 576): Cut(32, 64, 1, False, 4, 6),
+    ("gate_up", 3072, 576): Cut(32, 64, 1, False, 4, 3),
+    ("down", 576, 1536): Cut(32, 128, 4, False, 4, 4),
+    ("qkv", 3072, 2048): Cut(64, 128, 1, True, 4, 6),
+    ("out", 2048, 2048): Cut(64, 128, 4, True, 4, 4),
+    ("down", 2048, 8192): Cut(64, 128, 4, True, 4, 4),
     ("out", 4096, 4096): Cut(32, 128, 1, False, 4, 6),
     ("gate_up", 22016, 4096): Cut(64, 128, 1, False, 4, 3),
     ("down", 4096, 11008): Cut(64, 128, 2, True, 4, 6),
     ("qkv", 6144, 4096): Cut(64, 128, 1, True, 4, 6),
     ("gate_up", 28672, 4096): Cut(128, 128, 1, True, 4, 3),
     ("down", 4096, 14336): Cut(64, 128, 2, True, 4, 6),
-    ("qkv", 3072, 2048): Cut(64, 128, 1, True, 4, 6),
-    ("out", 2048, 2048): Cut(64, 128, 4, True, 4, 4),
-    ("down", 2048, 8192): Cut(64, 128, 4, True, 4, 4),
     ("out", 7168, 7168): Cut(64, 128, 1, True, 4, 6),
     ("gate_up", 38400, 7168): Cut(64, 128, 1, False, 4, 3),
     ("down", 7168, 19200): Cut(64, 128, 1, True, 4, 6),
 }
-INT8_CUTS: dict[tuple[str, int, int], Cut] = {
-    ("qkv", 3072, 2048): Cut(64, 256, 1, False, 4, 4),
-    ("out", 2048, 2048): Cut(32, 256, 4, False, 4, 6),
-    ("gate_up", 16384, 2048): Cut(64, 128, 1, False, 4, 8),
+INT8_CUTS: Cuts = {
+    ("qkv", 3072, 2048): Cut(32, 256, 1, False, 4, 3),
+    ("out", 2048, 2048): Cut(64, 128, 4, False, 4, 4),
+    ("gate_up", 16384, 2048): Cut(128, 256, 1, False, 4, 4),
     ("down", 2048, 8192): Cut(32, 256, 4, False, 4, 6),
-    ("head", 128256, 2048): Cut(128, 128, 1, False, 4, 4),
+    ("head", 128256, 2048): Cut(64, 256, 1, False, 4, 3),
 }
-INT4_CUTS: dict[tuple[str, int, int], Cut] = {}
-SAFE = Cut()
-SAFE_INT8 = Cut(swap=False)
-SAFE_INT4 = Cut(64, 128, 1, False, 4, 4)
-SAFE_HEAD = Cut(128, 128, 1, True, 4, 3)
-SAFE_SMALL = Cut(step=64)  # of a length that 128 does not divide
+INT4_CUTS: Cuts = {
+    ("qkv", 3072, 2048): Cut(32, 128, 1, False, 4, 3),
+    ("gate_up", 16384, 2048): Cut(32, 128, 1, False, 4, 3),
+}
+PINNED: dict[Stored, Cuts] = {"plain": CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
 
 
-def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain") -> Cut:
+def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain", hopper: bool = True) -> Cut:
     """Return how a product is cut up."""
-    if stored == "int4":
-        return INT4_CUTS.get((purpose, outs, ins), SAFE_INT4)
-    cuts, safe = (CUTS, SAFE_HEAD if purpose == "head" else SAFE) if stored == "plain" else (INT8_CUTS, SAFE_INT8)
-    return cuts.get((purpose, outs, ins)) or (safe if ins % safe.step == 0 else SAFE_SMALL)
+    safe = safe_cut(purpose, outs, ins, stored)
+    if not hopper:
+        return safe
+    return PINNED[stored].get((purpose, outs, ins)) or (
+        replace(safe, tile=128, stages=3) if (purpose, stored) == ("head", "plain") else safe
+    )
+
+
+def safe_cut(purpose: str, outs: int, ins: int, stored: Stored) -> Cut:
+    """A cut for any shape on any GPU: columns in tiles of 64, and where these are few, the length in parts."""
+    step = 128 if ins % 128 == 0 else 64
+    tiles, parts = -(-outs // 64), 1
+    while purpose in ("out", "down") and parts < 4 and tiles * parts < 128 and ins >= 8 * step * parts:
+        parts *= 2
+    return Cut(64, step, parts, stored == "plain", 4, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +220,8 @@ def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
     outs, ins = weight.shape[0], weight.shape[1] * (2 if stored == "int4" else 1)
     if scale is not None and stored == "int4":
         scale = scale.t().contiguous()  # a step reads one group of all its outputs
-    cut = cut_of(name, outs, ins, stored)
+    hopper = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device)[0] == 9
+    cut = cut_of(name, outs, ins, stored, hopper)
     if name == "qkv" and arch.qk_norm:
         cut = Cut(arch.head_dim, cut.step, swap=cut.swap)  # a norm is over a whole head
     return Product(weight, linear.bias, scale, outs, ins, cut)
