@@ -128,7 +128,7 @@ def as_transformers(arch: Architecture, weights: Weights, device: torch.device) 
 
 def named(arch: Architecture, weights: Weights) -> dict[str, Tensor]:
     """Name views of the weights as transformers does."""
-    whole = {"embedding": weights.embedding, "norm": weights.norm, "head": weights.head}
+    whole = {"embedding": weights.embedding, "norm": weights.norm, "head": weights.head.weight}
     found = {f"{HUGGING_FACE[part]}.weight": tensor for part, tensor in whole.items()}
     kv = arch.kv_heads * arch.head_dim
     for index, layer in enumerate(weights.layers):

@@ -47,6 +47,7 @@ CUTS: Cuts = {
     ("qkv", 960, 576): Cut(32, 64, 1, False, 4, 6),
     ("gate_up", 3072, 576): Cut(32, 64, 1, False, 4, 3),
     ("down", 576, 1536): Cut(32, 128, 4, False, 4, 4),
+    ("head", 49152, 576): Cut(128, 64, 1, True, 4, 3),
     ("qkv", 3072, 2048): Cut(64, 128, 1, True, 4, 6),
     ("out", 2048, 2048): Cut(64, 128, 4, True, 4, 4),
     ("down", 2048, 8192): Cut(64, 128, 4, True, 4, 4),
@@ -70,6 +71,12 @@ INT8_CUTS: Cuts = {
 INT4_CUTS: Cuts = {
     ("qkv", 3072, 2048): Cut(32, 128, 1, False, 4, 3),
     ("gate_up", 16384, 2048): Cut(32, 128, 1, False, 4, 3),
+}
+ROOMY: dict[tuple[str, Stored], dict[str, int]] = {  # of other shapes, where there is as much fast memory
+    ("head", "plain"): {"tile": 128, "stages": 3},
+    ("head", "int8"): {"step": 256, "stages": 3},
+    ("qkv", "int8"): {"tile": 32, "step": 256, "stages": 3},
+    ("gate_up", "int8"): {"tile": 128, "step": 256},
 }
 PINNED: dict[Stored, Cuts] = {"plain": CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
 
