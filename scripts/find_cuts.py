@@ -20,7 +20,7 @@ from shapes import Shaped
 from specbranch.models.gpu.kernel_step import Cut, KernelStep, Product
 from specbranch.models.gpu.layout import pack, views
 
-PARTS = {"out": (1, 2, 4), "down": (1, 2, 4)}
+PARTS = {"out": (1, 2, 4, 5), "down": (1, 2, 4, 5)}
 NAMES = ("qkv", "out", "gate_up", "down", "head")
 
 
@@ -67,7 +67,7 @@ def cuts(name: str, stored: str, of: Product) -> Iterator[Cut]:
     """All cuts that are worth trying."""
     steps = (128,) if stored == "int4" else (128, 256) if stored == "int8" else (128,) if of.ins % 128 == 0 else (64,)
     swaps = (True, False) if stored == "bfloat16" else (False,)
-    for tile, step, swap, stages, parts, warps in product((32, 64, 128), steps, swaps, (3, 4, 6, 8), PARTS.get(name, (1,)), (4,)):
+    for tile, step, swap, stages, parts, warps in product((16, 32, 64, 128), steps, swaps, (3, 4, 6, 8), PARTS.get(name, (1,)), (4,)):
         fits = of.ins % step == 0 and (name != "qkv" or of.outs % tile == 0)
         shared = (tile * step * {"int8": 1, "int4": 0.5}.get(stored, 2) + 16 * step * 2) * stages
         if fits and shared <= 220_000 and not (swap and tile < 64):

@@ -23,9 +23,10 @@ log = logging.getLogger("specbranch")
 
 Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
-BLOCK, TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
-WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
-LINE = 32  # places of an own line at a time
+BLOCK, TILE = 64, 64  # shared positions of a program, and queries, rows and heads taken together
+NEAR = 2048  # behind so many positions blocks are twice as long: partial results are read again
+WIDE_BLOCK, WIDE_TILE = 16, 16  # in float32, which has no fast products and twice the size
+LINE = 64  # places of an own line at a time
 CHUNK = 16  # blocks that are joined at a time
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
@@ -62,8 +63,8 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     block, tile = (WIDE_BLOCK, WIDE_TILE) if keys.element_size() > 2 else (BLOCK, TILE)
     tile_rows = min(GROUP_ROWS, max(tile // padded, 1))
     groups, pages = step.tables.shape
-    slots = 1 + pages * PAGE // block
-    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block}
+    slots = 1 + blocks_of(pages, block)
+    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block, "NEAR": NEAR}
     tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": LINE, "OWN": OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
@@ -82,6 +83,12 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
         sums, tops, totals, step.shared, out, slots, **shape, CHUNK=CHUNK, EARLY=early, num_warps=JOIN_WARPS, **launch(early)
     )
     return out
+
+
+def blocks_of(pages: int, block: int = BLOCK) -> int:
+    """How many blocks so many pages are taken in."""
+    near = min(pages * PAGE, NEAR)
+    return near // block + (pages * PAGE - near) // (2 * block)
 
 
 @cache

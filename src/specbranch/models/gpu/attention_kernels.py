@@ -44,7 +44,7 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
 
 
 @triton.jit
-def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, most, head, scale, page_stride, slots,
+def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, most, head, scale, page_stride, slots,
                   TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared positions end."""
     j = start + tl.arange(0, BLOCK)
@@ -59,7 +59,7 @@ def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, star
     top = tl.max(scores, 1)
     p = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
     acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    _leave(sums, tops, totals, acc, top, tl.sum(p, 1), at.to(tl.int64) * slots + 1 + start // BLOCK, live, DIM, WIDTH)
+    _leave(sums, tops, totals, acc, top, tl.sum(p, 1), at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
 @triton.jit(do_not_specialize=["rows", "pages", "slots"])
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
                     TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
     if EARLY:  # see product_kernels
@@ -89,7 +89,9 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
                   slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
     else:
         tile = (program - rows) // (slots - 1)
-        start = (program - rows) % (slots - 1) * BLOCK
+        block = (program - rows) % (slots - 1)
+        is_near = block * BLOCK < NEAR
+        start = tl.where(is_near, block * BLOCK, NEAR + (block - NEAR // BLOCK) * 2 * BLOCK)
         group = tile // TILES
         m = tl.arange(0, TILE_ROWS * PADDED)
         within = tile % TILES * TILE_ROWS + m // PADDED
@@ -100,13 +102,17 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
         if start < most:
             page = tl.load(tables + group * pages + start // PAGE)
             at = row * HEADS + head * SHARE + m % PADDED
-            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, start, most, head, scale, page_stride, slots,
-                          TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
+            if is_near:
+                _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, most, head, scale, page_stride, slots,
+                              TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
+            else:
+                _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, most, head, scale, page_stride, slots,
+                              TILE_ROWS * PADDED, DIM, WIDTH, PAGE, 2 * BLOCK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])
 def join(sums, tops, totals, shared, out, slots,
-         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr, CHUNK: tl.constexpr,
          EARLY: tl.constexpr):  # fmt: skip
     """Join the results of one row and head: the own line, then as many blocks as the row shares, CHUNK at a time."""
     if EARLY:
@@ -119,7 +125,8 @@ def join(sums, tops, totals, shared, out, slots,
     top = tl.load(tops + first)
     total = tl.load(totals + first)
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
-    blocks = tl.cdiv(tl.load(shared + row), BLOCK)
+    end = tl.load(shared + row)
+    blocks = tl.where(end <= NEAR, tl.cdiv(end, BLOCK), NEAR // BLOCK + tl.cdiv(end - NEAR, 2 * BLOCK))
     for begin in range(0, blocks, CHUNK):
         b = begin + tl.arange(0, CHUNK)
         tops_here = tl.load(tops + first + 1 + b, mask=b < blocks, other=float("-inf"))

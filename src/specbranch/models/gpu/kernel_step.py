@@ -48,6 +48,8 @@ CUTS: Cuts = {
     ("gate_up", 3072, 576): Cut(32, 64, 1, False, 4, 3),
     ("down", 576, 1536): Cut(32, 128, 4, False, 4, 4),
     ("head", 49152, 576): Cut(128, 64, 1, True, 4, 3),
+    ("out", 1536, 1536): Cut(64, 128, 4, True, 4, 6),
+    ("gate_up", 17920, 1536): Cut(64, 128, 1, True, 4, 3),
     ("qkv", 3072, 2048): Cut(64, 128, 1, True, 4, 6),
     ("out", 2048, 2048): Cut(64, 128, 4, True, 4, 4),
     ("down", 2048, 8192): Cut(64, 128, 4, True, 4, 4),
@@ -67,16 +69,19 @@ INT8_CUTS: Cuts = {
     ("gate_up", 16384, 2048): Cut(128, 256, 1, False, 4, 4),
     ("down", 2048, 8192): Cut(32, 256, 4, False, 4, 6),
     ("head", 128256, 2048): Cut(64, 256, 1, False, 4, 3),
+    ("out", 4096, 4096): Cut(64, 128, 4, False, 4, 8),
+    ("down", 4096, 14336): Cut(32, 256, 4, False, 4, 4),
 }
 INT4_CUTS: Cuts = {
     ("qkv", 3072, 2048): Cut(32, 128, 1, False, 4, 3),
     ("gate_up", 16384, 2048): Cut(32, 128, 1, False, 4, 3),
 }
-ROOMY: dict[tuple[str, Stored], dict[str, int]] = {  # of other shapes, where there is as much fast memory
+ROOMY: dict[tuple[str, Stored], dict[str, Any]] = {  # of other shapes, where there is as much fast memory
     ("head", "plain"): {"tile": 128, "stages": 3},
-    ("head", "int8"): {"step": 256, "stages": 3},
+    ("head", "int8"): {"tile": 128, "step": 256, "stages": 3},
     ("qkv", "int8"): {"tile": 32, "step": 256, "stages": 3},
-    ("gate_up", "int8"): {"tile": 128, "step": 256},
+    ("gate_up", "int8"): {"tile": 128, "step": 256, "stages": 3},
+    ("down", "int8"): {"tile": 32, "step": 256},
 }
 PINNED: dict[Stored, Cuts] = {"plain": CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
 
@@ -86,9 +91,8 @@ def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain", hopper: 
     safe = safe_cut(purpose, outs, ins, stored)
     if not hopper:
         return safe
-    return PINNED[stored].get((purpose, outs, ins)) or (
-        replace(safe, tile=128, stages=3) if (purpose, stored) == ("head", "plain") else safe
-    )
+    roomy = safe if ins % 256 else replace(safe, **ROOMY.get((purpose, stored), {}))
+    return PINNED[stored].get((purpose, outs, ins), roomy)
 
 
 def safe_cut(purpose: str, outs: int, ins: int, stored: Stored) -> Cut:

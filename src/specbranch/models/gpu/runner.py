@@ -24,7 +24,7 @@ from specbranch.models import sample, verdict
 from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu import asking
-from specbranch.models.gpu.attention import BLOCK
+from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.choice import BEFORE, Chooser
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Choosing, brought_moves, most_moves, pack
@@ -243,9 +243,8 @@ class GpuRunner(NativeRunner):
     def _most_rows(self, work: Sequence[Rows]) -> int:
         """How many rows a step takes: behind long texts fewer, as each row has a partial result for every block."""
         arch, pages = self.architecture, max(-(-(part.start + len(part.tokens)) // PAGE) for part in work)
-        row = (
-            arch.heads * (arch.head_dim * self.dtype.itemsize + 8) * (1 + 2 * pages * PAGE // BLOCK)
-        )  # a bucket may have twice as many pages
+        blocks = blocks_of(2 * pages)  # a bucket may have twice as many pages
+        row = arch.heads * (arch.head_dim * self.dtype.itemsize + 8) * (1 + blocks)
         return min(self._graphs.step.most_rows, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
 
     def _is_one_step(self, rows: list[Rows]) -> bool:
