@@ -23,11 +23,11 @@ log = logging.getLogger("specbranch")
 
 Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
-BLOCK, TILE = 64, 64  # shared positions of a program, and queries, rows and heads taken together
-NEAR = 2048  # behind so many positions blocks are twice as long: partial results are read again
-WIDE_BLOCK, WIDE_TILE = 16, 16  # in float32, which has no fast products and twice the size
-LINE = 64  # places of an own line at a time
-CHUNK = 16  # blocks that are joined at a time
+BLOCK, TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
+NEAR = 2048  # behind so many positions blocks are several times as long where few queries are taken together: results are read again
+WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
+LINE = 32  # places of an own line at a time
+CHUNK = 16  # blocks that are joined at a time; where there are more, twice as many
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel is launched when the one before it has ended
@@ -63,8 +63,9 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     block, tile = (WIDE_BLOCK, WIDE_TILE) if keys.element_size() > 2 else (BLOCK, TILE)
     tile_rows = min(GROUP_ROWS, max(tile // padded, 1))
     groups, pages = step.tables.shape
-    slots = 1 + blocks_of(pages, block)
-    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block, "NEAR": NEAR}
+    long = 2 if tile_rows * padded <= GROUP_ROWS else 1
+    slots = 1 + blocks_of(pages, block, long)
+    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block, "LONG": long, "NEAR": NEAR}
     tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": LINE, "OWN": OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
@@ -85,10 +86,10 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     return out
 
 
-def blocks_of(pages: int, block: int = BLOCK) -> int:
-    """How many blocks so many pages are taken in."""
+def blocks_of(pages: int, block: int = BLOCK, long: int = 1) -> int:
+    """How many blocks so many pages are taken in, those far behind `long` times as long."""
     near = min(pages * PAGE, NEAR)
-    return near // block + (pages * PAGE - near) // (2 * block)
+    return near // block + (pages * PAGE - near) // (long * block)
 
 
 @cache

@@ -44,22 +44,42 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
 
 
 @triton.jit
-def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, most, head, scale, page_stride, slots,
-                  TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride, slots,
+                  TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+                  LONG: tl.constexpr):  # fmt: skip
     """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared positions end."""
-    j = start + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
-    place = page.to(tl.int64) * page_stride + head * PAGE * DIM + (j % PAGE)[:, None] * DIM + d[None, :]
+    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    offset = page.to(tl.int64) * page_stride + head * PAGE * DIM
+    if LONG == 1:
+        top, total, acc = _read(queries, keys + offset, values + offset, end, start, most, scale, top, total, acc, DIM, WIDTH, PAGE, BLOCK)
+    else:
+        for part in range(count):
+            top, total, acc = _read(queries, keys + offset, values + offset, end, start + part * BLOCK, most, scale, top, total, acc, DIM,
+                                    WIDTH, PAGE, BLOCK)  # fmt: skip
+    _leave(sums, tops, totals, acc, top, total, at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
+
+
+@triton.jit
+def _read(queries, keys, values, end, start, most, scale, top, total, acc, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Add what BLOCK positions of a page give to what was read before."""
+    d = tl.arange(0, WIDTH)
+    j = start + tl.arange(0, BLOCK)
+    place = (j % PAGE)[:, None] * DIM + d[None, :]
     written = (j < most)[:, None] & (d < DIM)[None, :]  # what no row of the tile shares may be anything, NaN too
     k = tl.load(keys + place, mask=written, other=0.0)
     v = tl.load(values + place, mask=written, other=0.0)
-    queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(j[None, :] < end[:, None], scores, float("-inf"))
-    top = tl.max(scores, 1)
-    p = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    _leave(sums, tops, totals, acc, top, tl.sum(p, 1), at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
+    new = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    return new, total * fade + tl.sum(p, 1), acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
 
 
 @triton.jit
@@ -76,7 +96,7 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
 @triton.jit(do_not_specialize=["rows", "pages", "slots"])
 def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
                     HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr,
                     TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
     if EARLY:  # see product_kernels
@@ -91,7 +111,7 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
         tile = (program - rows) // (slots - 1)
         block = (program - rows) % (slots - 1)
         is_near = block * BLOCK < NEAR
-        start = tl.where(is_near, block * BLOCK, NEAR + (block - NEAR // BLOCK) * 2 * BLOCK)
+        start = tl.where(is_near, block * BLOCK, NEAR + (block - NEAR // BLOCK) * LONG * BLOCK)
         group = tile // TILES
         m = tl.arange(0, TILE_ROWS * PADDED)
         within = tile % TILES * TILE_ROWS + m // PADDED
@@ -102,19 +122,16 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
         if start < most:
             page = tl.load(tables + group * pages + start // PAGE)
             at = row * HEADS + head * SHARE + m % PADDED
-            if is_near:
-                _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, most, head, scale, page_stride, slots,
-                              TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
-            else:
-                _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, most, head, scale, page_stride, slots,
-                              TILE_ROWS * PADDED, DIM, WIDTH, PAGE, 2 * BLOCK)  # fmt: skip
+            count = tl.where(is_near, 1, LONG)
+            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride, slots,
+                          TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK, LONG)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])
 def join(sums, tops, totals, shared, out, slots,
-         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr, CHUNK: tl.constexpr,
-         EARLY: tl.constexpr):  # fmt: skip
-    """Join the results of one row and head: the own line, then as many blocks as the row shares, CHUNK at a time."""
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr,
+         CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Join the results of one row and head: the own line, then as many blocks as the row shares."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -126,17 +143,25 @@ def join(sums, tops, totals, shared, out, slots,
     total = tl.load(totals + first)
     acc = tl.load(sums + first * DIM + d, mask=d < DIM, other=0.0).to(tl.float32) * total
     end = tl.load(shared + row)
-    blocks = tl.where(end <= NEAR, tl.cdiv(end, BLOCK), NEAR // BLOCK + tl.cdiv(end - NEAR, 2 * BLOCK))
-    for begin in range(0, blocks, CHUNK):
-        b = begin + tl.arange(0, CHUNK)
-        tops_here = tl.load(tops + first + 1 + b, mask=b < blocks, other=float("-inf"))
-        totals_here = tl.load(totals + first + 1 + b, mask=b < blocks, other=0.0)
-        here = (first + 1 + b)[:, None] * DIM + d[None, :]
-        sums_here = tl.load(sums + here, mask=(b < blocks)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
-        new = tl.maximum(top, tl.max(tops_here, 0))
-        fade = tl.exp2(top - new)
-        weight = tl.exp2(tops_here - new) * totals_here
-        total = total * fade + tl.sum(weight, 0)
-        acc = acc * fade + tl.sum(weight[:, None] * sums_here, 0)
-        top = new
+    blocks = tl.where(end <= NEAR, tl.cdiv(end, BLOCK), NEAR // BLOCK + tl.cdiv(end - NEAR, LONG * BLOCK))
+    if blocks <= CHUNK:  # which of the two it is hangs on the row's own position
+        top, total, acc = _joined(sums, tops, totals, first + 1, 0, blocks, top, total, acc, DIM, WIDTH, CHUNK)
+    else:
+        for begin in range(0, blocks, 2 * CHUNK):
+            top, total, acc = _joined(sums, tops, totals, first + 1, begin, blocks, top, total, acc, DIM, WIDTH, 2 * CHUNK)
     tl.store(out + at * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _joined(sums, tops, totals, first, begin, blocks, top, total, acc, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Add the results of some blocks to what was joined before."""
+    d = tl.arange(0, WIDTH)
+    b = begin + tl.arange(0, CHUNK)
+    there = b < blocks
+    tops_here = tl.load(tops + first + b, mask=there, other=float("-inf"))
+    totals_here = tl.load(totals + first + b, mask=there, other=0.0)
+    sums_here = tl.load(sums + (first + b)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    new = tl.maximum(top, tl.max(tops_here, 0))
+    fade = tl.exp2(top - new)
+    weight = tl.exp2(tops_here - new) * totals_here
+    return new, total * fade + tl.sum(weight, 0), acc * fade + tl.sum(weight[:, None] * sums_here, 0)
