@@ -123,8 +123,8 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
             page = tl.load(tables + group * pages + start // PAGE)
             at = row * HEADS + head * SHARE + m % PADDED
             count = tl.where(is_near, 1, LONG)
-            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride, slots,
-                          TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK, LONG)  # fmt: skip
+            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride,
+                          slots, TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK, LONG)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])

@@ -23,6 +23,7 @@ from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import PAGE, Memory
 
 ROW_TILE = 16
+MOST_STAGES = {1: 8, 2: 4, 4: 3}  # that fit in fast memory, by the tiles of rows that a program takes
 NAMES = ("qkv", "out", "gate_up", "down")
 Stored = Literal["plain", "int8", "int4"]  # plain: in the precision that is computed in
 BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
@@ -121,13 +122,13 @@ class Product:
         """Weight, bias and scale; a kernel wants some tensor also where it reads none."""
         return self.weight, _or(self.bias, self.weight), _or(self.scale, self.weight)
 
-    def how(self, early: bool) -> dict[str, Any]:
+    def how(self, rows: int, early: bool) -> dict[str, Any]:
         """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be masked."""
-        cut = self.cut
-        shape = {"ROWS": ROW_TILE, "TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap}
+        cut, many = self.cut, tiles_together(rows)
+        shape = {"MANY": many, "TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap}
         shape["STORED"] = BITS[stored_as(self.weight)]
         shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
-        return {**shape, "num_warps": cut.warps, "num_stages": cut.stages, **launch(early)}
+        return {**shape, "num_warps": cut.warps, "num_stages": min(cut.stages, MOST_STAGES[many]), **launch(early)}
 
 
 class KernelStep(GpuStep):
@@ -191,36 +192,36 @@ class KernelStep(GpuStep):
     def _attended(self, index: int, product: Product, step: Views, rows: int) -> Tensor:
         arch, (keys, values) = self.decoder.arch, self._sides[index]
         norm = self.decoder.layers[index].qk_norm
-        self._kernels.qkv[(_row_tiles(rows), product.outs // product.cut.tile)](
+        self._kernels.qkv[(_programs(rows), product.outs // product.cut.tile)](
             self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos, self.decoder.sin,
             step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, rows, arch.hidden,
             HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=product.bias is not None,
-            NORMED=norm is not None, NORMS=self._norms["down"], **product.how(self._early),
+            NORMED=norm is not None, NORMS=self._norms["down"], **product.how(rows, self._early),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
         return self.attend(queries, keys, values, step)
 
     def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, rows: int) -> None:
-        self._kernels.added[(_row_tiles(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
+        self._kernels.added[(_programs(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
             x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, product.outs,
-            product.ins, BIASED=product.bias is not None, NORMS=self._norms[name], **product.how(self._early),
+            product.ins, BIASED=product.bias is not None, NORMS=self._norms[name], **product.how(rows, self._early),
         )  # fmt: skip
 
     def _gate(self, product: Product, rows: int) -> None:
         outs = product.outs // 2
-        self._kernels.gated[(_row_tiles(rows), -(-outs // (product.cut.tile // 2)))](
+        self._kernels.gated[(_programs(rows), -(-outs // (product.cut.tile // 2)))](
             self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, product.ins,
-            BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(self._early),
+            BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(rows, self._early),
         )  # fmt: skip
 
     def _score(self, rows: int) -> Tensor:
         product = self._head
         if rows not in self._scored:
-            self._scored[rows] = torch.zeros(_row_tiles(rows) * ROW_TILE, product.outs, device=self._stream.device)[:rows]
+            self._scored[rows] = torch.zeros(-(-rows // ROW_TILE) * ROW_TILE, product.outs, device=self._stream.device)[:rows]
         out, (weight, _, scale) = self._scored[rows], product.tensors()
-        self._kernels.scored[(_row_tiles(rows), -(-product.outs // product.cut.tile))](
+        self._kernels.scored[(_programs(rows), -(-product.outs // product.cut.tile))](
             self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs, product.ins,
-            NORMS=self._norms["down"], **product.how(self._early),
+            NORMS=self._norms["down"], **product.how(rows, self._early),
         )  # fmt: skip
         return out
 
@@ -260,8 +261,14 @@ def stored_as(weight: Tensor) -> Stored:
     return "int8" if weight.dtype is torch.int8 else "int4" if weight.dtype is torch.uint8 else "plain"
 
 
-def _row_tiles(rows: int) -> int:
-    return -(-rows // ROW_TILE)
+def tiles_together(rows: int) -> int:
+    """How many tiles of rows a program takes: what it has read of the weights serves all of them."""
+    return min(power_of_two(-(-rows // ROW_TILE)), max(MOST_STAGES))
+
+
+def _programs(rows: int) -> int:
+    """How many programs share some rows."""
+    return -(-rows // (ROW_TILE * tiles_together(rows)))
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:
