@@ -1,8 +1,8 @@
 """Checking a saved answer against plain decoding: token for token, and where they part, how close the choice was.
 
 Owns what a saved answer must hold, and the comparison. Invariant: an answer passes only if it equals autoregressive decoding, or first
-departs from it at a near-tie, which another order of float32 sums can turn either way. What bfloat16 on a GPU turns may be
-wider, and does not pass then.
+departs from it at a near-tie, which another order of float32 sums can turn either way. The transformers runner on a GPU in bfloat16 may
+turn more.
 """
 
 from __future__ import annotations

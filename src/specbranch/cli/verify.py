@@ -32,7 +32,7 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
 
     FILE ('-' for standard input) holds what `generate --json` printed. For each answer it says whether autoregressive decoding gives the
     same; a first difference is named with both tokens and how close the target's choice was between them. Exit code 1 if an answer
-    differs by more than a near-tie (1e-4 in logits). On GPUs rounding alone can make it larger where a model runs without our kernels.
+    differs by more than a near-tie (1e-4 in logits). On GPUs rounding alone can make it larger with the transformers runner.
 
     Target, precision, weights, runner and context length are those the answers were saved with, unless given; of a --pair its target
     is taken.
