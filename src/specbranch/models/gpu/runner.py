@@ -184,14 +184,13 @@ class GpuRunner(NativeRunner):
         return lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told)
 
     def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
-        """The token of every row by the match rule [rows]."""
-        chooser, none = self._graphs.chooser, torch.zeros(2, dtype=torch.int32, device=self.device)
-        assert chooser is not None
-        parts = [
-            chooser(logits[at : at + MOST_ROWS], choice[:, at : at + MOST_ROWS], none, 1)[:, 0].long()
-            for at in range(0, len(logits), MOST_ROWS)
-        ]
-        return torch.cat(parts)
+        """The token of every row by the match rule, over the whole vocabulary [rows]."""
+        chooser = self._graphs.chooser
+        if chooser is None or self.decoder.columns is not None:
+            chooser = Chooser(self._graphs.step.picks, logits.shape[1])
+        none = torch.zeros(2, dtype=torch.int32, device=self.device)
+        parts = zip(torch.split(logits, MOST_ROWS), torch.split(choice, MOST_ROWS, dim=1), strict=True)
+        return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
 
     def _probed(self, rows: Sequence[TensorRow], tokens: Tensor) -> Tensor | None:
         """What the probe makes of rows and the tokens they led to; anything of a row that was made before anybody asked."""
@@ -295,6 +294,7 @@ class GpuRunner(NativeRunner):
         super()._copy(copies)
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
+        self._ahead = None  # a page it wrote to may have been given back, and may be written to now
         self._up({})
         with self._here():
             super()._extend(seq, tokens)
