@@ -22,7 +22,7 @@ PROMPTS = (
     *("Name the planets in order.", "What is the difference between TCP and UDP?", "Write a limerick about a cat."),
     "How does a bicycle stay upright?",
 )
-METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "tree", "lookup")
+METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "tree", "lookup", "lookahead")
 SHAPINGS: dict[str, dict[str, Any]] = {
     "0": {"temperature": 0.0},
     "0.7": {"temperature": 0.7},

@@ -77,12 +77,25 @@ def test_an_impossible_sampling_parameter_is_a_sentence(name: str, value: Any, e
         ("stop_below", NAN, "a number from 0 to 1"),
         ("ngram_min", 0, "a whole number ≥ 1"),
         ("ngram_max", 0, "a whole number ≥ ngram_min (1)"),
+        ("lookahead_window", 0, "a whole number ≥ 1"),
+        ("lookahead_window", 2.5, "a whole number ≥ 1"),
+        ("lookahead_candidates", 0, "a whole number ≥ 1"),
+        ("lookahead_ngram", 2, "a whole number from 3 to 16"),
+        ("lookahead_ngram", 17, "a whole number from 3 to 16"),
     ],
 )
 def test_an_impossible_speculative_setting_is_a_sentence(name: str, value: Any, expected: str) -> None:
     with pytest.raises(BadParameter) as caught:
         SpeculativeConfig(**{name: value})
     assert str(caught.value).startswith(f"{name} is {value!r}; expected {expected}")
+
+
+def test_a_lookahead_window_and_its_candidates_fit_a_caches_tail() -> None:
+    assert SpeculativeConfig(lookahead_window=16, lookahead_ngram=5, lookahead_candidates=16).lookahead_window == 16
+    with pytest.raises(
+        BadParameter, match=r"· \(lookahead_ngram − 1\) is 132; expected at most 128, the nodes a cache's tail holds; lower one"
+    ):
+        SpeculativeConfig(lookahead_window=17, lookahead_ngram=5, lookahead_candidates=16)
 
 
 def test_the_longest_ngram_is_not_shorter_than_the_shortest() -> None:

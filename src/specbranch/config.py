@@ -25,6 +25,8 @@ PARTS: dict[str, tuple[Part, ...]] = {  # what each policy has that can be left 
 
 TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
 LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
+MOST_NODES = 128  # of a cache's tail: lookahead's window and candidates fit it
+NGRAMS = (3, 16)  # shortest and longest n-gram of lookahead decoding
 ExecutorName = Literal["serial", "process"]
 WeightsName = Literal["float32", "bfloat16", "int8", "int4"]  # how matrices are stored
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
@@ -126,10 +128,14 @@ class SpeculativeConfig:
     until_target: bool = False  # draft on until the target is done, instead of a fixed length
     ngram_max: int = 4
     ngram_min: int = 1
+    lookahead_window: int = 15  # W in lookahead decoding's paper, which has these three for a model of 7B
+    lookahead_ngram: int = 5  # N
+    lookahead_candidates: int = 15  # G: n-grams kept, and verified, for each first token
     without: tuple[Part, ...] = ()  # parts of the policy to leave out, to see what each brings (PARTS)
 
     def __post_init__(self) -> None:
         self._check_parts()
+        self._check_lookahead()
         _require(self.method is None or isinstance(self.method, str), "method", self.method, "a name")
         asked = self.num_speculative_tokens
         _require(
@@ -144,6 +150,16 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown(name, str(value), choices)
+
+    def _check_lookahead(self) -> None:
+        for name in ("lookahead_window", "lookahead_candidates"):
+            _require(_is_count(getattr(self, name), 1), name, getattr(self, name), "a whole number ≥ 1")
+        shortest, longest = NGRAMS
+        size, width = self.lookahead_ngram, self.lookahead_window + self.lookahead_candidates
+        _require(_is_count(size, shortest) and size <= longest, "lookahead_ngram", size, f"a whole number from {shortest} to {longest}")
+        nodes = width * (size - 1)
+        fits = f"at most {MOST_NODES}, the nodes a cache's tail holds; lower one of them"
+        _require(nodes <= MOST_NODES, "(lookahead_window + lookahead_candidates) · (lookahead_ngram − 1)", nodes, fits)
 
     def _check_parts(self) -> None:
         parts = (self.without,) if isinstance(self.without, str) else self.without

@@ -9,7 +9,7 @@ import pytest
 
 from specbranch.bench.ledger import BookingPlayer, Books, has_book
 from specbranch.bench.methods import default_setting
-from specbranch.bench.play import Draft, Player
+from specbranch.bench.play import Draft, Player, Target
 from specbranch.bench.record import Record, Task
 from specbranch.bench.replay import Memory
 from specbranch.bench.tuning import SPACES
@@ -40,6 +40,13 @@ def draft(tmp_path: Path) -> Iterator[Draft]:
     memory.close()
 
 
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    memory = Memory(tmp_path / "target.sqlite")
+    yield Target("toy", memory, ToyRunner(law()))
+    memory.close()
+
+
 def record_of(case: Case) -> Record:
     answer = plainly(case, law())
     return Record(Task(case.prompt, case.params, case.seed, ()), answer.tokens, ())
@@ -59,15 +66,15 @@ def test_what_plans_by_itself_and_nothing_else_has_no_book() -> None:
 
 
 @pytest.mark.parametrize("method", BOOKED)
-def test_a_book_charges_what_a_play_is_charged(method: str, draft: Draft) -> None:
+def test_a_book_charges_what_a_play_is_charged(method: str, draft: Draft, target: Target) -> None:
     profiles = [PROFILE, TURNS, FAR, load_profile("c10"), load_profile("h200-1b-8b")]
     seen = set()
     for case in CASES:
         for length in (2, 7):
-            config = setting(method, num_speculative_tokens=length, max_branches=3, stop_below=0.5)
-            book = BookingPlayer(record_of(case), draft).book(config)
+            config = setting(method, num_speculative_tokens=length, max_branches=3, stop_below=0.5, lookahead_window=length)
+            book = BookingPlayer(record_of(case), draft, target=target).book(config)
             for profile in profiles:
-                stats = Player(record_of(case), draft).play(config, profile)
+                stats = Player(record_of(case), draft, target=target).play(config, profile)
                 assert told(book.charged(profile)) == pytest.approx(told(stats), rel=1e-6)
                 assert book.seconds(profile) == pytest.approx(stats.decode_seconds, rel=1e-6)
             seen.add(book.seconds(PROFILE))

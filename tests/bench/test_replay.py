@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.bench.forecasts import RecordedForecaster
-from specbranch.bench.play import Diverged, Draft, Player
+from specbranch.bench.play import Diverged, Draft, Player, Target
 from specbranch.bench.reader import ROWS, Reader
 from specbranch.bench.record import Record, Task
 from specbranch.bench.replay import NONE, WIDTH, Entry, Memory, RecordedRunner
@@ -74,15 +74,23 @@ def draft(tmp_path: Path) -> Iterator[Draft]:
     memory.close()
 
 
-@pytest.mark.parametrize(
-    "config", tiered(CONFIGS, lambda config: config in CONFIGS[::4]), ids=lambda c: f"{c.method}-{c.policy}-{c.num_speculative_tokens}"
-)
-def test_a_replay_counts_and_charges_what_a_live_run_does(config: SpeculativeConfig, draft: Draft) -> None:
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    memory = Memory(tmp_path / "target.sqlite")
+    yield Target("toy", memory, CountingRunner(law()))
+    memory.close()
+
+
+QUICK = [*CONFIGS[::4], FIXED[[config.method for config in FIXED].index("lookahead")]]
+
+
+@pytest.mark.parametrize("config", tiered(CONFIGS, QUICK.__contains__), ids=lambda c: f"{c.method}-{c.policy}-{c.num_speculative_tokens}")
+def test_a_replay_counts_and_charges_what_a_live_run_does(config: SpeculativeConfig, draft: Draft, target: Target) -> None:
     drafted = 0
     mine, theirs = Experience(PROFILE), Experience(PROFILE)  # each learns from its own runs
     for case in CASES:
         live = decode(virtual_clock(DRIFT), case, config, experience=mine).stats
-        player = Player(record_of(case), draft, Heard())
+        player = Player(record_of(case), draft, Heard(), target)
         replayed = player.play(config, PROFILE, experience=theirs)
         player.close()
         assert asdict(replayed) == asdict(live)
@@ -104,6 +112,29 @@ def test_what_was_drafted_once_is_never_drafted_again(config: SpeculativeConfig,
     other = Player(player.record, replace(draft, memory=again))
     assert asdict(other.play(config, PROFILE)) == asdict(first)
     assert runner.fed == fed and again.misses == 0
+
+
+def test_what_a_target_guessed_off_its_record_is_asked_once(target: Target, tmp_path: Path) -> None:
+    config, runner = SpeculativeConfig(method="lookahead", lookahead_window=4), target.runner
+    assert isinstance(runner, CountingRunner)
+    player = Player(record_of(CASES[0]), None, target=target)
+    first = player.play(config, PROFILE)
+    fed, misses = runner.fed, target.memory.misses
+    assert fed > 0 < misses and first.accepted > 0
+    assert asdict(player.play(config, PROFILE)) == asdict(first)
+    again = Memory(tmp_path / "target.sqlite")  # and from the file alone
+    assert asdict(Player(player.record, None, target=replace(target, memory=again)).play(config, PROFILE)) == asdict(first)
+    assert (runner.fed, target.memory.misses, again.misses) == (fed, misses, 0)
+    player.close()
+    other = Player(player.record, None, target=replace(target, identity="another"))
+    other.play(config, PROFILE)
+    other.close()
+    assert target.memory.misses == 2 * misses
+
+
+def test_a_method_that_has_the_target_guess_needs_the_target(draft: Draft) -> None:
+    with pytest.raises(BadParameter, match="'lookahead' asks what it would say to guesses of its own"):
+        Player(record_of(CASES[0]), draft).play(SpeculativeConfig(method="lookahead"), PROFILE)
 
 
 def test_another_draft_seed_or_temperature_remembers_apart(draft: Draft) -> None:

@@ -19,7 +19,10 @@ from specbranch.sim.profile import CostProfile
 from tiers import tiered
 from toybench import Case, Ending, decode, serial, virtual_clock
 
-METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "tree", "specbranch:confidence", "specbranch", "auto", "lookup")
+METHODS = (
+    *("autoregressive", "speculative", "adaptive", "pearl", "tree", "specbranch:confidence", "specbranch", "auto"),
+    *("lookup", "lookahead"),
+)
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
 TURNS = CostProfile(target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False)  # often only the text is looked up
 ENDINGS = (Ending("long", max_tokens=60), Ending("stopped", max_tokens=80, stop_token_ids=(3,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [BRANCHES, "lookup"])
+@pytest.mark.parametrize("method", [BRANCHES, "lookup", "lookahead"])
 def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_worse(method: str, fresh: Lab) -> None:
     found = Tuner(fresh, goal(DEAR, 16)).search(method)
     usual = default_setting(method).config
@@ -212,5 +213,14 @@ def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:
 
 
 def test_without_a_draft_only_what_needs_none_is_searched() -> None:
-    assert candidates(has_draft=False) == ("autoregressive", "lookup")
+    assert candidates(has_draft=False) == ("autoregressive", "lookup", "lookahead")
     assert candidates(has_draft=True)[0] == "autoregressive" and {BRANCHES, "tree", "specbranch"} < set(candidates(has_draft=True))
+
+
+def test_every_setting_that_a_search_of_lookahead_may_come_to_is_valid() -> None:
+    space = SPACES["lookahead"]
+    places = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+    made = [tuning._config("lookahead", values) for values in places]
+    assert {config.lookahead_window for config in made} == set(space["lookahead_window"])
+    shorter = [config for config, values in zip(made, places, strict=True) if config.lookahead_ngram != values["lookahead_ngram"]]
+    assert 0 < len(shorter) < len(made) / 4 and min(config.lookahead_ngram for config in shorter) >= 3

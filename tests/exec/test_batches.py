@@ -72,7 +72,8 @@ NAMES = (*METHODS, "confidence")
 def config_of(method: str, rule: Rule) -> SpeculativeConfig:
     policy: PolicyName | None = "confidence" if method == "confidence" else None
     named = "specbranch" if policy else method
-    return SpeculativeConfig(method=named, policy=policy, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule)
+    ahead = {"lookahead_window": 3, "lookahead_ngram": 3, "lookahead_candidates": 3}
+    return SpeculativeConfig(method=named, policy=policy, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule, **ahead)
 
 
 def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeConfig]]:

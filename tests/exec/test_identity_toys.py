@@ -53,7 +53,7 @@ from toybench import (
 TEMPERATURES = (0.0, 0.7, 1.3)
 DRIFTS = (0.08, 0.3, 0.8)
 SEEDS = 24
-REPEATING = 2  # vocabulary of the text that lookup is tried on: n-grams recur
+BY_NGRAMS = {"lookup": 2, "lookahead": 3}  # without a draft: the vocabulary of texts in which n-grams recur, and do not end too soon
 KINDS = ("serial", "process", "process until target", "clock", "clock until target")
 FORKING = ("pearl", "confidence")  # the methods that can draft until the target is done
 ENOUGH = 100
@@ -69,6 +69,7 @@ CONFIGS = {
     "tree": SpeculativeConfig(method="tree"),
     "specbranch": SpeculativeConfig(method="specbranch", ngram_max=2),
     "lookup": SpeculativeConfig(method="lookup", num_speculative_tokens=2),
+    "lookahead": SpeculativeConfig(method="lookahead", lookahead_window=4, lookahead_ngram=3, lookahead_candidates=4),
     "auto": SpeculativeConfig(method="auto", ngram_max=2),
     "wandering": SpeculativeConfig(method="auto"),  # plans without a reason
 }
@@ -134,11 +135,11 @@ class Cell(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        return REPEATING if self.method == "lookup" else VOCABULARY
+        return BY_NGRAMS.get(self.method, VOCABULARY)
 
     @property
     def drafts(self) -> tuple[float, ...]:
-        return DRIFTS if self.method not in ("lookup", "autoregressive") else (0.0,)
+        return DRIFTS if self.method not in (*BY_NGRAMS, "autoregressive") else (0.0,)
 
     def config(self) -> SpeculativeConfig:
         # Until the target is done: longer than there is time for, so that it is time that ends a branch.
@@ -165,7 +166,7 @@ class Cell(NamedTuple):
         return "process until target" if self.kind == "process" and self.method in PLANNED else self.kind
 
     def cases(self, block: int = 0) -> list[Case]:
-        count = (3 if self.method == "lookup" else 2 if self.method in PLANNED else 1) * SEEDS
+        count = (4 if self.method in BY_NGRAMS else 2 if self.method in PLANNED else 1) * SEEDS
         return [case(block * count + seed, self.temperature, self.vocabulary) for seed in range(count)]
 
 
@@ -230,7 +231,7 @@ def hardness(cell: Cell, runs: dict[float, list[Session]]) -> dict[str, int]:
     sessions = [session for of_one in runs.values() for session in of_one]
     names = ["rounds_rejected_inside", "rounds_all_accepted"] if cell.method != "autoregressive" else []
     names += ["branch_hits_other"] if cell.method in ("confidence", "paper", "last", "specbranch", "auto", "wandering") else []
-    names += ["siblings"] if cell.method in PLANNED else []
+    names += ["siblings"] if cell.method in (*PLANNED, "lookahead") else []
     return {name: total(sessions, name) for name in names}
 
 
@@ -292,6 +293,9 @@ def test_a_perfect_draft_is_never_rejected_by_a_planner(method: str, kind: str, 
         assert total(sessions, "rejected") == 0 or method == "wandering"  # which may send the second best alone
 
 
+BY_RATIO = ("autoregressive", "speculative", "adaptive", "pearl", "confidence", *BY_NGRAMS)
+
+
 def ratio_case(seed: int, temperature: float) -> Case:
     plain = case(seed, temperature)
     return Case(plain.prompt, temperature, seed, plain.ending, rule="ratio")
@@ -299,7 +303,7 @@ def ratio_case(seed: int, temperature: float) -> Case:
 
 @pytest.mark.parametrize("heads", ["sampled", "top"])
 @pytest.mark.parametrize("kind", ["process", "clock"])
-@pytest.mark.parametrize("method", tiered(("autoregressive", "speculative", "adaptive", "pearl", "confidence", "lookup"), "pearl".__eq__))
+@pytest.mark.parametrize("method", tiered(BY_RATIO, ("pearl", "lookahead").__contains__))
 def test_under_ratio_every_executor_gives_what_serial_gives(
     method: str, kind: str, heads: HeadKind, executor_of: Callable[[str, float, int], Executor]
 ) -> None:
@@ -313,7 +317,7 @@ def test_under_ratio_every_executor_gives_what_serial_gives(
             assert answer(session) == answer(expected)
             assert session.stats.accepted_at == expected.stats.accepted_at
             sessions.append(session)
-        assert method in ("autoregressive", "lookup") or 0 < acceptance(sessions) < 1
+        assert method in ("autoregressive", *BY_NGRAMS) or 0 < acceptance(sessions) < 1
 
 
 def test_under_ratio_another_seed_gives_another_output() -> None:

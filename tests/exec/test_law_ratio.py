@@ -68,6 +68,9 @@ class Case:
             heads=self.heads,
             stop_below=self.stop_below,
             ngram_max=2,
+            lookahead_window=6,
+            lookahead_ngram=3,
+            lookahead_candidates=6,
         )
 
     def start(self, session: Session) -> Rounds:
@@ -102,6 +105,7 @@ CASES = {
     "speculative-confidence": Case("speculative", CHAIN, policy="confidence"),
     "adaptive": Case("adaptive", CHAIN, make=strict_entropy),
     "lookup": Case("lookup", CHAIN),
+    "lookahead": Case("lookahead", (ALL, SIBLING)),  # its pool is filled too late for more of a window of five tokens
     "pearl-sampled": Case("pearl", FORK, heads="sampled"),
     "pearl-top": Case("pearl", FORK, heads="top"),
     "pearl-confidence": Case("pearl", (ALL, HIT, OTHER, TRIMMED), policy="confidence"),
@@ -123,7 +127,7 @@ CASES = {
 }
 
 
-QUICK = ("speculative-confidence", "adaptive", "lookup", "pearl-sampled", "pearl-top")  # of trees: tests/core/test_verify.py
+QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled", "pearl-top")  # of trees: tests/core/test_verify.py
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))
@@ -165,6 +169,14 @@ class OneUniform(ToyRunner):
         return uniform
 
 
+class OneForABlock(ToyRunner):
+    """Fault: all tokens of a block are drawn with the variate of its first."""
+
+    def _uniform(self, trial: Trial) -> Uniform:
+        right = super()._uniform(trial)
+        return lambda depth, purpose, attempt: right(0, purpose, attempt)
+
+
 class CutAtOwnProbability(Confidence):
     """Fault: a token is kept or not by its own q(x), so unlikely draws are never tested."""
 
@@ -186,6 +198,7 @@ FAULTS = {
     "argmax residual": Case("speculative", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
     "argmax residual at a branch point": Case("specbranch", policy="confidence", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
     "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, runner=OneUniform)),
+    "one variate for a block of looked-ahead tokens": Case("lookahead", pair=Pair(TARGET, DRAFT, runner=OneForABlock)),
     "cut at the token's own probability": Case("speculative", make=lambda: CutAtOwnProbability(3, 0.5)),
     "cut a surviving branch at the token's own probability": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top")),
     "the same with a sampled head": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "sampled")),

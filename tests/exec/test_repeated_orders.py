@@ -35,7 +35,7 @@ from toybench import (
 
 DRIFT = 0.3
 ENDING = Ending("some", max_tokens=40)
-METHODS_TRIED = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "tree", "lookup", "wandering")
+METHODS_TRIED = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "tree", "lookup", "lookahead", "wandering")
 EXECUTORS: dict[str, Callable[[], Executor]] = {
     "serial": lambda: serial(DRIFT),
     "process": lambda: process(DRIFT),
@@ -99,7 +99,7 @@ def test_repeated_orders_change_no_token(inner: Executor, method: str) -> None:
     assert min(executor.repeated.values()) > 3 and (drafted > 100 or method == "autoregressive")
 
 
-@pytest.mark.parametrize("method", ["speculative", "pearl", "lookup"])
+@pytest.mark.parametrize("method", ["speculative", "pearl", "lookup", "lookahead"])
 def test_repeated_orders_change_no_token_under_the_ratio_rule(inner: Executor, method: str) -> None:
     for seed in range(4):
         case = Case((seed, 3), 1.0, seed, ENDING, "ratio")

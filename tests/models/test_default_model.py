@@ -116,6 +116,15 @@ def test_generate_of_transformers_gives_our_greedy_answers(number: int, plain: L
     assert ours == theirs or near_tie(plain, prompt, ours, theirs)
 
 
+def test_lookahead_gives_the_tokens_of_plain_decoding_in_fewer_forwards(plain: LLM) -> None:
+    prompt = plain.tokenizer.chat([{"role": "user", "content": "Count from one to forty in words, one number a line."}])
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    small = {"method": "lookahead", "lookahead_window": 5, "lookahead_ngram": 4, "lookahead_candidates": 5}
+    answer, expected = (llm.generate([prompt], params)[0] for llm in (plain.using(speculative=small), plain))
+    assert answer.token_ids == expected.token_ids or near_tie(plain, prompt, list(answer.token_ids), list(expected.token_ids))
+    assert answer.stats["accepted"] > 4 and answer.stats["target_forwards"] < 44
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_lookup_gives_the_tokens_of_plain_decoding(temperature: float, plain: LLM) -> None:
     text = "The keeper lit the lamp. The keeper wound the clock. The keeper wrote the log. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from specbranch.config import SamplingParams
-from specbranch.core.orders import Context, Sparse, Verify
+from specbranch.core.orders import Aside, Context, Sparse, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Head, Judged, Proposal, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
@@ -121,6 +122,27 @@ def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner
             heads += trial.head is not None and one.token == trial.head.token
     assert taken > 5, "nothing was ever taken"
     assert heads > 2 or "ratio" not in name, "no head was ever taken"
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, "mixed"])
+def test_what_is_told_aside_is_what_the_reference_tells(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
+    rng, verifiers = random.Random(name), [Verifier(runner) for runner in both]
+    for number in range(8):
+        orders = {}
+        for seq in range(rng.choice((1, 3))):
+            request = replace(rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name], seed=number, foretold=False)
+            text = some_tokens(rng.choice((4, 40, 300)), seed=rng.randrange(1000))
+            shape = tree(rng, text, range(VOCABULARY), drawn=False)
+            aside = Aside(shape.tokens, shape.parents or (), tuple(rng.sample(range(len(shape.tokens)), len(shape.tokens) // 2)))
+            orders[seq] = replace(tree(rng, text, likely_after(both[0], text, request), request.by_ratio), aside=aside)
+            for verifier in verifiers:
+                verifier.open(seq, replace(request, prompt_length=len(text)))
+        found = [verifier.judge(verifier.score(orders, {})[0], {}) for verifier in verifiers]
+        assert [(v.path, v.token, v.told) for v in found[0].values()] == [(v.path, v.token, v.told) for v in found[1].values()]
+        assert [len(v.told) for v in found[1].values()] == [len(order.aside.told) for order in orders.values() if order.aside]
+        for seq, verifier in itertools.product(orders, verifiers):
+            verifier.leave(seq)
+            verifier.runner.check()
 
 
 def network(seen: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A pair at the bench: its target answers each prompt once, its draft is asked only what it was never asked before.
+"""A pair at the bench: its target answers each prompt once, and both models are asked only what they were never asked before.
 
 Owns the loaded pair and the folder of what it said. Invariant: every method is given the same prompts, those of plain decoding: where a
 conversation goes on, the answers before are the target's own.
@@ -18,7 +18,7 @@ from typing import Any, Self
 from specbranch.assembly import identity
 from specbranch.bench.forecasts import Forecasts
 from specbranch.bench.ledger import Books
-from specbranch.bench.play import Draft, Player
+from specbranch.bench.play import Draft, Player, Target
 from specbranch.bench.record import Record, Records, Task
 from specbranch.bench.replay import Memory
 from specbranch.bench.suites import Prompt
@@ -82,7 +82,13 @@ class Lab:
         self._records = Records(place / "records", self.identity["target_identity"])
         self.draft = self._remembering(draft, place)
         self.forecasts = self._foretelling(predictor, draft, place)
-        self.books = Books(self.draft, self.forecasts)
+        known = self.identity["target_identity"]
+        self.target = Target(known, Memory(place / "targets" / f"{known}.sqlite"), self.llm.target_runner)
+        self.books = Books(self.draft, self.forecasts, self.target)
+
+    @property
+    def _memories(self) -> list[Memory]:
+        return [model.memory for model in (self.draft, self.target) if model is not None]
 
     @property
     def digest(self) -> str:
@@ -114,21 +120,21 @@ class Lab:
 
     @contextmanager
     def player(self, record: Record) -> Iterator[Player]:
-        """Play one record; the draft's cache is freed at the end."""
-        player = Player(record, self.draft, self.forecasts)
+        """Play one record; the models' caches are freed at the end."""
+        player = Player(record, self.draft, self.forecasts, self.target)
         try:
             player.read_ahead()
             yield player
         finally:
             player.close()
-            if self.draft:
-                self.draft.memory.forget()
+            for memory in self._memories:
+                memory.forget()
 
     def close(self) -> None:
         """Let go of models and files."""
         self.books.close()
-        if self.draft:
-            self.draft.memory.close()
+        for memory in self._memories:
+            memory.close()
         self.llm.close()
 
     def __enter__(self) -> Self:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from specbranch.bench.forecasts import Forecasts
-from specbranch.bench.play import Draft, Player
+from specbranch.bench.play import Draft, Player, Target
 from specbranch.bench.record import Record, Task
 from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
@@ -78,10 +78,10 @@ def has_book(config: SpeculativeConfig) -> bool:
 
 
 class Books:
-    """What was played with one draft; asked again, by whatever clock, nothing is played again. To be closed."""
+    """What was played with one pair; asked again, by whatever clock, nothing is played again. To be closed."""
 
-    def __init__(self, draft: Draft | None, forecasts: Forecasts | None = None) -> None:
-        self._draft, self._forecasts = draft, forecasts
+    def __init__(self, draft: Draft | None, forecasts: Forecasts | None = None, target: Target | None = None) -> None:
+        self._draft, self._forecasts, self._target = draft, forecasts, target
         self._held: dict[tuple[Task, SpeculativeConfig], Book] = {}
         on_cpu = draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"  # elsewhere a cache is all there from the beginning
         self._most = OPEN if on_cpu else 1
@@ -104,7 +104,7 @@ class Books:
         self._held.clear()
 
     def close(self) -> None:
-        """Free the draft's caches; the books stay."""
+        """Free the models' caches; the books stay."""
         for player in self._players.values():
             player.close()
         self._players.clear()
@@ -115,9 +115,10 @@ class Books:
         if player is None:
             if len(self._players) >= self._most:
                 self._players.pop(next(iter(self._players))).close()
-            if self._draft:
-                self._draft.memory.forget()
-            player = BookingPlayer(record, self._draft, self._forecasts)
+            for model in (self._draft, self._target):
+                if model:
+                    model.memory.forget()
+            player = BookingPlayer(record, self._draft, self._forecasts, self._target)
             player.read_ahead()
         self._players[record.task] = player
         return player
@@ -135,8 +136,8 @@ class BookingPlayer(Player):
         numbers = (number for target, steps in meter.rounds for number in (len(steps), *target, *(x for step in steps for x in step)))
         return Book(stats, array("f", numbers))
 
-    def _executor(self, profile: CostProfile, knows: bool = False) -> VirtualClock:
-        made = super()._executor(profile, knows)
+    def _executor(self, profile: CostProfile, knows: bool, guesses: bool) -> VirtualClock:
+        made = super()._executor(profile, knows, guesses)
         return _Rounds(made.target, made.draft, profile)
 
 

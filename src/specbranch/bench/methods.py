@@ -30,6 +30,7 @@ SHOWN = {  # what of a configuration is told beside a row, by method
     "specbranch": ("without",),
     "auto": ("without",),
     "lookup": ("num_speculative_tokens", "ngram_max", "ngram_min"),
+    "lookahead": ("lookahead_window", "lookahead_ngram", "lookahead_candidates"),
 }
 
 

@@ -11,7 +11,7 @@ from specbranch.bench.forecasts import Forecasts
 from specbranch.bench.foresight import read_ahead
 from specbranch.bench.reader import Reader
 from specbranch.bench.record import Record
-from specbranch.bench.replay import Knowing, MemoRunner, Memory, RecordedRunner
+from specbranch.bench.replay import Beyond, Guessed, Knowing, MemoRunner, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -20,6 +20,7 @@ from specbranch.core.runner import Runner
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats
 from specbranch.core.trace import Trace
+from specbranch.errors import BadParameter
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
@@ -58,19 +59,34 @@ class Draft:
         return kind(self.identity, record, self.memory, reader, self.runner.vocabulary, self.runner.context_length)
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target of a replay, for what it says off its record: who it is, what it said there before, and the model."""
+
+    identity: str
+    memory: Memory
+    runner: Runner
+
+
 class Player:
     """Plays one record again and again, with other methods, settings and profiles; to be closed."""
 
-    def __init__(self, record: Record, draft: Draft | None, forecasts: Forecasts | None = None) -> None:
-        self.record, self.draft, self.forecasts = record, draft, forecasts
+    def __init__(self, record: Record, draft: Draft | None, forecasts: Forecasts | None = None, target: Target | None = None) -> None:
+        self.record, self.draft, self.forecasts, self.target = record, draft, forecasts, target
         self._reader = draft.reader(record) if draft else None
+        self._asked = Reader(target.runner, record) if target else None
 
     def play(
         self, config: SpeculativeConfig, profile: CostProfile, trace: Trace | None = None, experience: Experience | None = None
     ) -> Stats:
         """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto` goes by, and adds to."""
         method = find_method(config.method or "autoregressive", self.draft is not None)
-        executor = self._executor(profile, knows=config.policy == "oracle")
+        if method.guesses and self.target is None:
+            raise BadParameter(
+                f"A record holds what the target said, and method {config.method!r} asks what it would say to guesses of its own. Give the "
+                "replay the target, or leave the method out."
+            )
+        executor = self._executor(profile, config.policy == "oracle", method.guesses)
         heeds = method.heeds_signals(config) and self.forecasts is not None and self.forecasts.longest >= config.num_speculative_tokens
         if heeds and self.forecasts is not None:
             executor.target.forecaster = self.forecasts.of(self.record)
@@ -91,16 +107,22 @@ class Player:
             self.draft.read_ahead(self.record, self._reader)
 
     def close(self) -> None:
-        """Free the draft's cache."""
-        if self._reader:
-            self._reader.close()
+        """Free the models' caches."""
+        for reader in (self._reader, self._asked):
+            if reader:
+                reader.close()
 
-    def _executor(self, profile: CostProfile, knows: bool = False) -> VirtualClock:
+    def _executor(self, profile: CostProfile, knows: bool, guesses: bool) -> VirtualClock:
         """Put the workers together."""
         capacity = len(self.record.text) + 256  # room for what is drafted beyond the end
-        target = Verifier(RecordedRunner(self.record, 1 << 31, capacity))
+        target = Verifier(RecordedRunner(self.record, 1 << 31, capacity, self._beyond() if guesses else None))
         draft = self.draft.worker(self.record, self._reader, knows) if self.draft and self._reader else None
         return VirtualClock(target, draft, profile)
+
+    def _beyond(self) -> Beyond | None:
+        if self.target is None or self._asked is None:
+            return None
+        return Guessed(self.target.identity, self.record, self.target.memory, self._asked)
 
     def _session(self, foretold: bool) -> Session:
         task = self.record.task

@@ -1,15 +1,15 @@
-"""Decoding without the target, and mostly without the draft: a Runner over a record, and a Runner whose proposals are remembered.
+"""Decoding mostly without the models: a Runner over the target's record, and a Runner whose proposals are remembered.
 
 Owns both. They take the models' places under the unchanged workers, so orders, verdicts, stops and counts are the real ones. Invariants:
-what is said after a prefix of the record is the record's next token, and after anything else no token at all; a remembered proposal is
-the one the draft made after those very tokens.
+what is said after a prefix of the record is the record's next token; after anything else it is no token at all, or, where just that is
+asked, as lookahead decoding does of its guesses, what the target itself says; what is remembered was said after those very tokens.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -30,6 +30,7 @@ AT_HAND = 300_000  # proposals kept in memory: about 200 MB
 TABLE, READ = "proposals_2", "read_2"
 
 Mark = TypeVar("Mark")
+Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # texts that left a record: what the target says after each
 
 
 class Places(Generic[Mark]):
@@ -114,16 +115,22 @@ class Places(Generic[Mark]):
 
 
 class RecordedRunner(Places[int]):
-    """A target that can say nothing but its record. A mark tells how many tokens of the record were followed, NONE once it was left."""
+    """A target that can say little but its record. A mark tells how many tokens of the record were followed, NONE once it was left."""
 
-    def __init__(self, record: Record, vocabulary: int, context_length: int) -> None:
+    def __init__(self, record: Record, vocabulary: int, context_length: int, beyond: Beyond | None = None) -> None:
+        """`beyond` says what the target says after a text that left the record, where a trial begins there; nothing: no token."""
         super().__init__(vocabulary, context_length)
-        self._record, self._text = record, record.text
+        self._record, self._text, self._beyond = record, record.text, beyond
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Add nodes, and judge by the record."""
         self.feed(work)
         judged = [self._judged(trial) for trial in trials]
+        astray = [at for at, trial in enumerate(trials) if not 0 <= self._marks[trial.seq][trial.root] < len(self._text)]
+        if astray and self._beyond is not None:
+            texts = [self._slots[trials[at].seq].sequence(trials[at].root) for at in astray]
+            for at, token in zip(astray, self._beyond(texts), strict=True):
+                judged[at] = Judged((), token)
         return lambda: judged
 
     def _judged(self, trial: Trial) -> Judged:
@@ -207,6 +214,10 @@ class Memory:
             self._held[key] = Entry.unpacked(line[0])
         return self._held[key]
 
+    def all(self, keys: Sequence[bytes]) -> list[Entry]:
+        """Return what is remembered under keys, each of which is known."""
+        return [entry for key in keys if (entry := self.find(key)) is not None]
+
     def add(self, entries: dict[bytes, Entry]) -> None:
         """Remember."""
         self._held |= entries
@@ -255,6 +266,23 @@ class Reads(Protocol):
         ...
 
 
+class Guessed:
+    """What a target says off a record, remembered; the model reads what is not."""
+
+    def __init__(self, target: str, record: Record, memory: Memory, reader: Reads) -> None:
+        self._memory, self._reader = memory, reader
+        self._first = f"{target} {record.task.sampling}".encode()
+
+    def __call__(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """Return the target's token after each text."""
+        keys = [_digest(self._first + struct.pack(f"<{len(text)}I", *text)) for text in texts]
+        missing = {key: text for key, text in zip(keys, texts, strict=True) if self._memory.find(key) is None}
+        if missing:
+            read = self._reader.read(list(missing.values()))
+            self._memory.add({key: replace(one, tokens=one.tokens[:1], odds=one.odds[:1]) for key, one in zip(missing, read, strict=True)})
+        return [entry.tokens[0] for entry in self._memory.all(keys)]
+
+
 class MemoRunner(Places[bytes]):
     """A draft that proposes what is remembered, and has the model read what is not. A mark is a digest of draft, sampling and all tokens
     up to a node."""
@@ -271,8 +299,7 @@ class MemoRunner(Places[bytes]):
         missing = {key: self._before(ask) for key, ask in zip(keys, asks, strict=True) if self._memory.find(key) is None}
         if missing:
             self._memory.add(dict(zip(missing, self._reader.read(list(missing.values())), strict=True)))
-        entries = [self._memory.find(key) for key in keys]
-        return [entry.proposal(ask) for entry, ask in zip(entries, asks, strict=True) if entry is not None]
+        return [entry.proposal(ask) for entry, ask in zip(self._memory.all(keys), asks, strict=True)]
 
     def _before(self, ask: Ask) -> list[int]:
         return self._slots[ask.seq].sequence(ask.node)

@@ -29,7 +29,7 @@ from specbranch.bench.record import Record
 from specbranch.bench.results import BASELINE
 from specbranch.bench.run import Clock, Progress
 from specbranch.bench.suites import SHIPPED, Suite, load_suite
-from specbranch.config import SpeculativeConfig
+from specbranch.config import MOST_NODES, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
 from specbranch.extras import OPTUNA
@@ -61,6 +61,11 @@ SPACES: dict[str, Knobs] = {
     "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
     "specbranch:oracle": {"num_speculative_tokens": range(1, 17), "max_branches": range(1, 7)},
     "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
+    "lookahead": {
+        "lookahead_window": (1, 2, 3, 4, 5, 6, 7, 10, 15, 20),
+        "lookahead_ngram": range(3, 8),
+        "lookahead_candidates": (1, 2, 3, 4, 5, 7, 10, 15),
+    },
     "tree": {},  # these plan by themselves
     "specbranch": {},
 }
@@ -300,6 +305,10 @@ def _config(method: str, values: Mapping[str, int | float]) -> SpeculativeConfig
     made = dict(values)
     if "ngram_min" in values:  # the shortest n-gram is no longer than the longest
         made["ngram_min"] = min(values["ngram_min"], values["ngram_max"])
+    if "lookahead_ngram" in values:  # what does not fit a cache's tail is tried with shorter n-grams
+        made["lookahead_ngram"] = min(
+            values["lookahead_ngram"], MOST_NODES // int(values["lookahead_window"] + values["lookahead_candidates"]) + 1
+        )
     config = default_setting(method, made).config
     assert config is not None
     return config

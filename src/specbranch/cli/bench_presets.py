@@ -13,7 +13,8 @@ from specbranch.core.methods import METHODS
 from specbranch.pairs import PAIRS
 from specbranch.sim.shipped import shipped_profiles
 
-MODELLED = (*(name for name in METHODS if name != "specbranch"), "specbranch:confidence", "specbranch:paper", "specbranch")
+QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)  # replayed; lookahead has the target decode anew
+MODELLED = (*(name for name in QUICKLY if name != "specbranch"), "specbranch:confidence", "specbranch:paper", "specbranch")
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64, "tune": False},
     "wall": {

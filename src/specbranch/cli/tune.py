@@ -37,7 +37,11 @@ PLAIN = "autoregressive"
 @with_options(PAIR)
 @_what("--target", metavar="MODEL", help="Target model, instead of a pair's.")
 @_what("--draft", metavar="MODEL", help="Draft model, beside --target.")
-@_what("--methods", metavar="A,B,…", help="Methods, or METHOD:POLICY, to search among; plain decoding always takes part [all].")
+@_what(
+    "--methods",
+    metavar="A,B,…",
+    help="Methods, or METHOD:POLICY, to search among; plain decoding always takes part [all but lookahead, which takes hours].",
+)
 @_what("--trials", type=click.IntRange(min=1), metavar="N", help="Settings to try of a method with several knobs [40].")
 @_how("--profile", metavar="PROFILE", help="Hardware: a shipped profile, see below, or a FILE.json [this machine, measured first].")
 @_how("--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same.")
@@ -119,11 +123,13 @@ class Request:
 def _request(given: dict[str, Any]) -> Request:
     from specbranch.bench.tuning import SPACES, candidates, has_several_values
     from specbranch.cli.progress import pulled
+    from specbranch.core.methods import METHODS
     from specbranch.extras import OPTUNA
 
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     known = candidates(draft is not None)
-    names = [name.strip() for name in (given["methods"] or ",".join(known)).split(",") if name.strip()]
+    usual = [name for name in known if name not in METHODS or not METHODS[name].guesses]  # else the target decodes anew for each setting
+    names = [name.strip() for name in (given["methods"] or ",".join(usual)).split(",") if name.strip()]
     for name in names:
         if name not in SPACES:
             raise unknown("method to tune", name, SPACES)

@@ -1,6 +1,6 @@
 """The decoding methods by name, what each needs, and which one fits.
 
-Owns the table; how a method drafts and verifies is in `rounds` and `tree_rounds`.
+Owns the table; how a method drafts and verifies is in `rounds`, `tree_rounds` and `lookahead`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from specbranch.config import PARTS, HeadKind, Part, PolicyName, SpeculativeConfig
 from specbranch.core import rounds
 from specbranch.core.experience import Experience
+from specbranch.core.lookahead import lookahead
 from specbranch.core.lookup import Ngrams
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy, make_policy
@@ -34,6 +35,7 @@ class Method:
     policy: PolicyName = "fixed"
     heads: HeadKind = "sampled"  # under the ratio rule; under match heads are always the top ones
     without: tuple[Part, ...] = ()  # parts of the planner it does not have
+    guesses: bool = False  # it has the target guess, beyond what is verified
 
     @property
     def uses_draft(self) -> bool:
@@ -96,6 +98,7 @@ METHODS: dict[str, Method] = {
         rounds.specbranch, "SpecBranch: trees and branches while the target verifies, planned by what pays", policy="planner"
     ),
     "lookup": Method(rounds.lookup, "prompt n-grams instead of a draft model", needs_draft=False),
+    "lookahead": Method(lookahead, "the target guesses its own n-grams (lookahead decoding)", needs_draft=False, guesses=True),
     "auto": Method(None, "like specbranch, with a draft or without one: whatever pays", needs_draft=False, policy="planner"),
 }
 

@@ -114,11 +114,27 @@ class Grow:
 
 
 @dataclass(frozen=True, slots=True)
+class Aside:
+    """Tokens that are read and never taken; after those in `told` the verdict tells what the target says.
+
+    `parents[i]` is the index of token i's parent among them, -1 for the root.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    told: tuple[int, ...]
+
+    def depth(self, node: int) -> int:
+        """Return how many of its tokens lead to a node, itself included."""
+        return 0 if node < 0 else 1 + self.depth(self.parents[node])
+
+
+@dataclass(frozen=True, slots=True)
 class Verify:
     """Judge `tokens` after the sequence `on`. `parents[i]` is the index of node i's parent, -1 for the root; None: a chain.
 
     `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here, the same will be
-    asked behind the verdict's token, so that a model may begin with that.
+    asked behind the verdict's token, so that a model may begin with that. `aside` is read in the same forward.
     """
 
     on: Context
@@ -126,6 +142,7 @@ class Verify:
     parents: tuple[int, ...] | None = None
     q: tuple[Sparse | None, ...] | None = None
     goes_on: bool = False
+    aside: Aside | None = None
 
     def parent(self, node: int) -> int:
         """Return the index of the node's parent, -1 for the root."""
@@ -197,6 +214,7 @@ class Verdict:
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each accepted node, then one for `token`
     signal: Signal | None = None  # H-RAD's, made where the features live
+    told: tuple[int, ...] = ()  # what the target says after the nodes of the order's `aside` that were to be told
 
 
 @dataclass(frozen=True, slots=True)

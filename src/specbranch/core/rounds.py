@@ -80,14 +80,14 @@ def prefill(session: Session, with_draft: bool) -> Generator[Orders, Reports, Ve
     draft = session.draft(PREFILL) if with_draft else None
     reports = yield Orders(draft, session.verify())
     session.stats.take(reports)
-    verdict = _verdict(reports)
+    verdict = verdict_of(reports)
     session.commit((), verdict)
     return verdict
 
 
 def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) -> InFlight:
     """Commit a verdict and settle the branches; returns what the surviving one drafted beyond its head, trimmed, or None."""
-    verdict, kept, stats = _verdict(reports), reports.kept, session.stats
+    verdict, kept, stats = verdict_of(reports), reports.kept, session.stats
     taken = session.commit(pending.tokens, verdict, kept is not None)
     ended = taken <= len(verdict.path)
     stats.take(reports)
@@ -126,7 +126,8 @@ def _counted(session: Session, drafted: Branch, kept: Branch) -> Branch:
     return kept
 
 
-def _verdict(reports: Reports) -> Verdict:
+def verdict_of(reports: Reports) -> Verdict:
+    """Return the verdict of a verify order, which every executor reports."""
     if reports.verdict is None:
         raise ValueError("the executor reported no verdict for a verify order")
     return reports.verdict

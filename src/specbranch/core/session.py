@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from specbranch.core.orders import NOTHING, Branch, Context, Draft, Grow, Plan, TokenLogprobs, Verdict, Verify
+from specbranch.core.orders import NOTHING, Aside, Branch, Context, Draft, Grow, Plan, TokenLogprobs, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.stats import Stats
 from specbranch.core.trees import Growth, Tree
@@ -76,9 +76,10 @@ class Session:
         """Order the next token, and say whether one more will be wanted."""
         return Verify(self._context("target"), goes_on=self.room > 1)
 
-    def verify_tree(self, tree: Tree) -> Verify:
-        """Order a tree to be judged."""
-        return Verify(self._context("target"), tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes))
+    def verify_tree(self, tree: Tree, aside: Aside | None = None) -> Verify:
+        """Order a tree to be judged, and what else is to be read with it."""
+        tokens, parents = tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes)
+        return Verify(self._context("target"), tokens, parents, aside=aside)
 
     def commit(self, pending: Sequence[int], verdict: Verdict, foreseen: bool = False) -> int:
         """Append the accepted ones of the pending tokens, then the target's own, up to the request's end; returns how many were appended.

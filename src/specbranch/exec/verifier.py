@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specbranch.core.orders import Branch, Context, Verdict, Verify
+from specbranch.core.orders import Aside, Branch, Context, Verdict, Verify
 from specbranch.core.runner import Feed, Forecaster, Head, Judged, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
 from specbranch.exec.worker import Stale, Worker, chain_after
 
+NOTHING_ASIDE = Aside((), (), ())
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Orders whose forward was started: the verdicts that come with it, and those that wait for a sampled head."""
+    """Orders whose forward was started: the verdicts that come with it, what is told aside, and those that wait for a sampled head."""
 
     judged: tuple[Trial, ...]
+    told: tuple[Trial, ...]
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
 
@@ -42,6 +45,7 @@ class Verifier(Worker):
         """
         work: list[Feed] = []
         trials: list[Trial] = []
+        told: list[Trial] = []
         failed: dict[int, SpecBranchError] = {}
         for session, order in orders.items():
             try:
@@ -51,16 +55,22 @@ class Verifier(Worker):
             else:
                 work += [feed] if feed.tokens else []
                 trials.append(_with_head(trial, heads or {}))
+                told += _told(trial)
         waiting = tuple(trial for trial in trials if heads is None and self.request(trial.seq).by_ratio)
         judged = tuple(trial for trial in trials if heads is not None or not self.request(trial.seq).by_ratio)
         self._count(work)
-        return Scored(judged, self.runner.verify(work, judged), waiting), failed
+        return Scored(judged, tuple(told), self.runner.verify(work, (*judged, *told)), waiting), failed
 
     def judge(self, scored: Scored, heads: Mapping[int, Branch]) -> dict[int, Verdict]:
         """Decide each order; `heads` as for `score`, for those that were not told there."""
         waiting = [_with_head(trial, heads) for trial in scored.waiting]
-        judged = [*scored.verdicts(), *(self.runner.verify((), waiting)() if waiting else ())]
-        return {trial.seq: self._verdict(trial, found) for trial, found in zip((*scored.judged, *waiting), judged, strict=True)}
+        found = scored.verdicts()
+        judged = [*found[: len(scored.judged)], *(self.runner.verify((), waiting)() if waiting else ())]
+        said: dict[int, list[int]] = {}
+        for trial, one in zip(scored.told, found[len(scored.judged) :], strict=True):
+            said.setdefault(trial.seq, []).append(one.token)
+        trials = (*scored.judged, *waiting)
+        return {t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in zip(trials, judged, strict=True)}
 
     def margin(self, session: int, tokens: Sequence[int], first: int, second: int) -> float:
         """Return by how many logits the target prefers `first` to `second` after these tokens; 0 is a tie."""
@@ -69,26 +79,38 @@ class Verifier(Worker):
         return self.runner.margin(session, len(self.slots(session).tokens) - 1, first, second)
 
     def _work(self, session: int, order: Verify) -> tuple[Feed, Trial]:
+        count, aside = len(order.tokens), order.aside or NOTHING_ASIDE
         try:
             _, rest = self.align(session, order.on)  # all of the context is committed, so the tail is empty now
         except Stale:
             _, rest = self.align(session, order.on.whole())
-        count, root = len(order.tokens), len(rest) - 1
-        self.runner.demand(session, len(rest) + count)
-        # Behind `rest` node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT.
-        below = tuple(len(rest) + order.parent(n) for n in range(count))
+        if aside.tokens:  # these may leave no more room than for the last token
+            rest = self._catch_up(session, rest, len(rest), at_once=max(self.slots(session).room - count - len(aside.tokens), 1))
+        root = len(rest) - 1
+        self.runner.demand(session, len(rest) + count + len(aside.tokens))
+        # Behind `rest` node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT; what is aside comes last.
+        below = (*(len(rest) + order.parent(n) for n in range(count)), *(root if p < 0 else len(rest) + count + p for p in aside.parents))
         foretold = self.forecaster is not None and self.request(session).foretold
         nodes = tuple(range(len(rest), len(rest) + count))
         trial = Trial(session, order, root, nodes, None, self.request(session).params.logprobs, foretold)
-        return Feed(session, (*rest, *order.tokens), (*chain_after(ROOT, 0, len(rest)), *below)), trial
+        return Feed(session, (*rest, *order.tokens, *aside.tokens), (*chain_after(ROOT, 0, len(rest)), *below)), trial
 
-    def _verdict(self, trial: Trial, found: Judged) -> Verdict:
+    def _verdict(self, trial: Trial, found: Judged, told: tuple[int, ...]) -> Verdict:
         line = [*range(trial.root + 1), *(trial.nodes[n] for n in found.path)]
         self.runner.keep(trial.seq, line, len(line))
         signal = None
         if trial.foretold and self.forecaster is not None:
             signal = self.forecaster.signal(found.said, len(trial.order.on) + len(found.path))
-        return Verdict(found.path, found.token, found.logprobs, signal)
+        return Verdict(found.path, found.token, found.logprobs, signal, told)
+
+
+def _told(trial: Trial) -> list[Trial]:
+    """Ask for the target's token after those nodes aside of which it is to be told: each is a trial of nothing at that node."""
+    aside, first = trial.order.aside, trial.root + 1 + len(trial.nodes)
+    if aside is None:
+        return []
+    on = len(trial.order.on)
+    return [Trial(trial.seq, Verify(Context(on + aside.depth(node), ())), first + node, ()) for node in aside.told]
 
 
 def _with_head(trial: Trial, heads: Mapping[int, Branch]) -> Trial:

@@ -129,12 +129,12 @@ class Worker:
         """Note that nodes are about to be fed, in one forward."""
         self.rows_fed += sum(len(item.tokens) for item in work)
 
-    def _catch_up(self, session: int, rest: list[int], committed: int) -> list[int]:
+    def _catch_up(self, session: int, rest: list[int], committed: int, at_once: int = AT_ONCE) -> list[int]:
         """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those left to feed."""
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
             self._extend(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
-        while committed > AT_ONCE:
+        while committed > at_once:
             count = min(committed - 1, STRIDE, max(self.slots(session).room, 1))  # without room the cache says so
             work = [Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))]
             self._count(work)
