@@ -24,7 +24,7 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, ReducedHead, Weights, read_weights
+from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, ReducedHead, Weights, part_shape, read_weights
 from specbranch.models.native import NativeRunner, native_runner, open_model
 from specbranch.models.room import pool_pages
 from specbranch.models.storage import agreed, tell
@@ -133,18 +133,10 @@ class _Builder:
         return self._held(Matrix(weight, None if biases is None else torch.cat(biases)))
 
     def _tensor(self, part: str, dtype: torch.dtype, index: int = 0, suffix: str = "weight") -> Tensor:
-        shape = self._shape(part) if suffix == "weight" else self._shape(part)[:1]
+        shape = part_shape(self.arch, part)[: None if suffix == "weight" else 1]
         held = torch.empty(shape, device=self.device, dtype=dtype)
         self.draft.read(f"{HUGGING_FACE[part].format(index)}.{suffix}", held)
         return held
-
-    def _shape(self, part: str) -> tuple[int, ...]:
-        a = self.arch
-        if part.endswith("norm"):
-            return (a.head_dim if part in ("q_norm", "k_norm") else a.hidden,)
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        rows = {"q": q, "k": kv, "v": kv, "gate": a.intermediate, "up": a.intermediate}
-        return rows.get(part, a.hidden), {"out": q, "down": a.intermediate}.get(part, a.hidden)
 
     def _held(self, matrix: Matrix) -> Matrix:
         return matrix.in_floats(self.dtype) if self.stored is None else matrix.stored_as(self.stored)

@@ -85,6 +85,12 @@ class Architecture:
     window: int | None  # active sliding window
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    charged: int | None = None  # rows of the output head where they are not the vocabulary's: those behind it are never looked at
+
+    @property
+    def head_rows(self) -> int:
+        """How many rows the output head has."""
+        return self.charged or self.vocabulary
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length"):
