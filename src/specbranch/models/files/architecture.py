@@ -59,6 +59,7 @@ class Rope:
     truncate: bool = True  # yarn: bounds rounded outwards to whole dimensions
     magnitude: float = 1.0  # yarn: what cos and sin are multiplied by
     divisors: tuple[float, ...] = ()  # one a frequency, as GGUF stores llama3's
+    times: int = 1  # how often each frequency is there: heads may be so much larger than those it was made for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
