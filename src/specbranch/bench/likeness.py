@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specbranch.assembly import ModelChoice, load_runner, load_tokenizer
 from specbranch.config import SamplingParams
@@ -29,7 +29,7 @@ TEXTS = (
 LENGTH = 128  # most tokens of a text
 STEPS = 16  # tokens at the end of a text that are compared
 PLACES = 1024  # of the cache: three short texts, one after the other
-EXACT = "float32"
+EXACT: Literal["float32"] = "float32"
 # Of the largest logit. Half precision rounds other numbers in another shape, so what it does to the source itself counts as well.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 OWN = 3.0  # times as far as rounding takes the source from itself in float32

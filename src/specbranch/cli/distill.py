@@ -175,8 +175,8 @@ class _Run:
         from specbranch.assembly import ModelChoice, chosen_device
         from specbranch.cli.progress import pulled
         from specbranch.distill.draft_folder import fingerprint_of, refuse_other_draft
-        from specbranch.models.files.locate import locate
         from specbranch.models.files.inflation import is_inflation
+        from specbranch.models.files.locate import locate
         from specbranch.models.native import open_model
 
         if given["only_write"] and given["material"] is not None:

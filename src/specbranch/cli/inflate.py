@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,9 +56,9 @@ def inflate(model: str, as_json: bool, **given: Any) -> None:
     specbranch inflate smollm2-weak --shape 68m --out weak-68m
     specbranch generate --target smollm2-7b --draft weak-68m "Once upon a time"
 
-    For benches of speculative decoding without large weights: what draft and target agree on is real, and so is what a step takes. DIR holds
-    a recipe of a few hundred bytes and goes wherever a model is named. The weights are made where the model runs, from MODEL and the seed, and
-    are written nowhere. What is added is random and multiplied by zero at the end; tokenizer, context and end tokens stay MODEL's.
+    For benches of speculative decoding without large weights: what draft and target agree on is real, and so is what a step takes. DIR
+    holds a recipe of a few hundred bytes and goes wherever a model is named. The weights are made where the model runs, from MODEL and the
+    seed, and are written nowhere. What is added is random and multiplied by zero at last; tokenizer, context and end tokens stay MODEL's.
 
     Both are loaded here once, and their logits compared: without agreement nothing is written. A shape must be at least as large as the
     model in every number but the vocabulary, whose head has the larger number of rows. MODEL may be a draft made by `distill`, or a pair's
@@ -220,12 +220,17 @@ def _table(record: Mapping[str, Any], job: _Job, found: Likeness) -> str:
     large = replace(recipe.sizes, vocabulary=recipe.head_rows)
     rows = [(name.replace("_", " "), f"{value:,}", f"{large.sizes()[name]:,}") for name, value in small.sizes().items()]
     rows[-1] = ("head rows", *rows[-1][1:])
-    rows.append(("matrices", *(f"{_step_parameters(shape) / 1e9:.3g}B" for shape in (small, large))))
-    rows.append((f"weights, {job.dtype}", *(f"{_bytes(arch, job.dtype) / 1e9:.2f} GB" for arch in (job.small, job.large))))
+    rows.append(("matrices", *_pair(f"{_step_parameters(shape) / 1e9:.3g}B" for shape in (small, large))))
+    rows.append((f"weights, {job.dtype}", *_pair(f"{_bytes(arch, job.dtype) / 1e9:.2f} GB" for arch in (job.small, job.large))))
     lines = [f"  {name:18} {before:>10} {after:>10}" for name, before, after in (("", "source", "inflated"), *rows)]
     random = recipe.head_rows - recipe.head_scored
     head = f"Of the head's rows {recipe.head_scored:,} score a token; {random:,} are random and never looked at.\n" if random else ""
     return f"{recipe.name} is in {record['out']}.\n" + "\n".join(lines) + f"\n{head}{_compared(found)}"
+
+
+def _pair(told: Iterable[str]) -> tuple[str, str]:
+    before, after = told
+    return before, after
 
 
 def _shape_of(arch: Architecture) -> Shape:

@@ -1,8 +1,8 @@
 """Running a draft folder beside its target: the layers are the draft's, embedding and output head the target's.
 
 Owns how the two are put together. Invariant: nothing of the target is stored twice in one process but the rows of a reduced head, and those
-as the draft is; a draft of another target is refused. Where either is inflated, what the draft shares is that of the target's source: a draft
-as it was made keeps its own size, an inflated one has an embedding and a head of its shape.
+as the draft is; a draft of another target is refused. Where either is inflated, what the draft shares is that of the target's source: a
+draft as it was made keeps its own size, an inflated one has an embedding and a head of its shape.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, ReducedH
 from specbranch.models.native import NativeRunner, native_runner, open_model
 from specbranch.models.room import pool_pages
 from specbranch.models.storage import agreed, tell
-
 
 SHARED = {f"{HUGGING_FACE[part]}.weight": part for part in ("embedding", "head")}
 

@@ -30,7 +30,7 @@ from specbranch.models.files.architecture import Architecture, token_ids
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.identity import checked_source
 from specbranch.models.files.inflated import InflatedSource, inflated_architecture
-from specbranch.models.files.inflation import Inflation, read_inflation
+from specbranch.models.files.inflation import Inflation, read_model
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
@@ -333,7 +333,7 @@ def native_runner(decoder: Decoder, context_length: int, tail: int, pages: int |
 def open_model(located: Located) -> tuple[Architecture, TensorSource]:
     """Read what a model is, and open its weights without reading them."""
     if located.kind == "inflation":
-        return _open_inflated(read_inflation(located.path))
+        return _open_inflated(read_model(located.path))
     if located.kind == "gguf":
         file = GgufFile(located.path)
         return Architecture.from_gguf(file), file
@@ -346,8 +346,6 @@ def open_model(located: Located) -> tuple[Architecture, TensorSource]:
 
 
 def _open_inflated(recipe: Inflation) -> tuple[Architecture, TensorSource]:
-    if recipe.kind == "draft":
-        raise ModelError(f"{recipe.name} is a draft and runs beside its target alone. Name it with --draft.")
     small, source = open_model(checked_source(recipe))
     large = inflated_architecture(small, recipe.sizes, recipe.head_rows, recipe.name)
     return large, InflatedSource(small, source, large, recipe.seed)

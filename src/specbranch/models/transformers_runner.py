@@ -272,7 +272,7 @@ def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
     """Split a GGUF file into what transformers wants to be told: its folder and its file name."""
     path = Path(name)
     if is_inflation(path):
-        raise ModelError(f"{name} is inflated: its weights are made as the native runner loads them, and transformers finds none there.")
+        raise ModelError(f"{name} is inflated: its weights are made by the native runner alone. Use --runner native.")
     options: dict[str, Any] = {"trust_remote_code": False}
     if path.suffix.lower() != ".gguf":
         return str(name), options

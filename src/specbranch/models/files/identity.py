@@ -42,7 +42,8 @@ def checked_source(recipe: Inflation) -> Located:
     """Find the source of a recipe, and refuse another than it was made for."""
     found = source_of(recipe)
     if (identity := identity_of(found)) != recipe.source_identity:
-        raise ModelError(f"{found.path} is not the model that {recipe.name} was made of ({identity}, not {recipe.source_identity}). {AGAIN}")
+        told = f"({identity}, not {recipe.source_identity})"
+        raise ModelError(f"{found.path} is not the model that {recipe.name} was made of {told}. {AGAIN}")
     return found
 
 

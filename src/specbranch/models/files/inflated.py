@@ -9,8 +9,8 @@ What keeps the function (h, d: hidden size and head dimension of the small model
 
 - A norm over H numbers, h of them live, finds a mean of squares smaller by h/H. So is ε, and norm weights are smaller by √(h/H).
 - Attention divides by √D instead of √d: queries are larger by √(D/d).
-- Pair i of a head turns as pair i·D/d of a larger one does: θ^(−2i/d) is the same number. Scaled frequencies are the small model's, too, each
-  D/d times.
+- Pair i of a head turns as pair i·D/d of a larger one does: θ^(−2i/d) is the same number. Scaled frequencies are the small model's, too,
+  each D/d times.
 - A norm of queries and keys over D numbers has the stream's ε: both are scaled so that it weighs as much as before.
 - Query heads lie where they read their own key head, which is there several times if its group does not fit into one of the large model's.
 """
@@ -100,8 +100,8 @@ class InflatedSource:
         """`head_ids`: the tokens of a reduced head, whose rows come first."""
         self.small, self.large, self.seed = small, large, seed
         self._source, self._head_ids = source, head_ids
-        parts = ((part, template, layer) for part, template in HUGGING_FACE.items() for layer in range(large.layers if "{}" in template else 1))
-        self._named = {template.format(layer): (part, layer) for part, template, layer in parts}
+        counts = {part: large.layers if "{}" in stem else 1 for part, stem in HUGGING_FACE.items()}
+        self._named = {HUGGING_FACE[part].format(layer): (part, layer) for part, count in counts.items() for layer in range(count)}
 
     @property
     def name(self) -> str:
@@ -136,7 +136,7 @@ class InflatedSource:
     @property
     def _bound(self) -> float:
         """Numbers up to this one keep what comes in as large as it was."""
-        return (3 / self.large.hidden) ** 0.5
+        return float((3 / self.large.hidden) ** 0.5)
 
     def _place(self, part: str, layer: int, suffix: str, into: Tensor) -> None:
         exact = torch.promote_types(into.dtype, torch.float32)  # scaled before it is rounded

@@ -82,7 +82,15 @@ def source_of(recipe: Inflation) -> Located:
 
 def uninflated(located: Located) -> Located:
     """Return the model itself, or the source of an inflated one: it has the same tokenizer, and says the same."""
-    return source_of(read_inflation(located.path)) if located.kind == "inflation" else located
+    return source_of(read_model(located.path)) if located.kind == "inflation" else located
+
+
+def read_model(folder: str | Path) -> Inflation:
+    """Read the recipe of a model that runs alone, which a draft does not."""
+    recipe = read_inflation(folder)
+    if recipe.kind == "draft":
+        raise ModelError(f"{folder} ({recipe.name}) is a draft, which runs beside its target alone. Name it with --draft.")
+    return recipe
 
 
 def write_inflation(folder: Path, recipe: Inflation) -> None:
