@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from measure_gpu import device_name, milliseconds
-from shapes import DTYPE, SHAPES, architecture, random_weights
+from shapes import DTYPE, architecture, random_weights
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from torch import Tensor
@@ -43,6 +43,7 @@ from specbranch.models.files.weights import HUGGING_FACE, Weights
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import PAGE, Table
+from specbranch.models.shapes import SHAPES
 from specbranch.text.tokenizer import Tokenizer
 
 EAGER_BAR, COMPILED_BAR = 3.0, 1.15  # times as fast

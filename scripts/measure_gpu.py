@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shapes import DTYPE, SHAPES, Shaped
+from shapes import DTYPE, Shaped
 from torch import Tensor
 
 from specbranch.models.batch import Rows
@@ -26,6 +26,7 @@ from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import Views, pack, views
 from specbranch.models.gpu.step import GpuStep, Graphs
+from specbranch.models.shapes import SHAPES
 
 CASES = ("7b", "8b", "1b", "33b", "7b@8000", "8b@8000", "1b:int8", "1b:int4", "8b:int8", "8b:int4")
 BARS = {  # milliseconds for one row, share of the floor, times one row for 16; 0: none

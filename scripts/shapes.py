@@ -14,20 +14,9 @@ from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.kv import PAGE, Memory, Pool, Table
+from specbranch.models.shapes import SHAPES
 
 DTYPE = torch.bfloat16
-SHAPES = {  # hidden, layers, heads, kv heads, head dim, intermediate, vocabulary
-    "135m": (576, 30, 9, 3, 64, 1536, 49152),
-    "68m": (768, 2, 12, 12, 64, 3072, 32000),
-    "1b": (2048, 16, 32, 8, 64, 8192, 128256),
-    "1.3b": (2048, 24, 16, 16, 128, 5504, 32256),
-    "1.5b": (1536, 28, 12, 2, 128, 8960, 151936),
-    "7b": (4096, 32, 32, 32, 128, 11008, 32000),
-    "8b": (4096, 32, 32, 8, 128, 14336, 128256),
-    "13b": (5120, 40, 40, 40, 128, 13824, 32000),
-    "33b": (7168, 62, 56, 8, 128, 19200, 32256),
-    "tiny": (64, 2, 4, 2, 16, 128, 500),
-}
 
 
 class Shaped:
@@ -72,11 +61,11 @@ class Shaped:
 
 def architecture(name: str) -> Architecture:
     """Return a Llama of one of the shapes."""
-    hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary = SHAPES[name]
+    shape = SHAPES[name]
     return Architecture(
-        name=name, family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        intermediate=intermediate, vocabulary=vocabulary, rms_eps=1e-5, rope=Rope(), qkv_bias=False, out_bias=False, mlp_bias=False,
-        qk_norm=False, tied=False, context_length=1 << 20, window=None, eos_ids=(), bos_id=None,
+        name=name, family="llama", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, intermediate=shape.intermediate, vocabulary=shape.vocabulary, rms_eps=1e-5, rope=Rope(), qkv_bias=False,
+        out_bias=False, mlp_bias=False, qk_norm=False, tied=False, context_length=1 << 20, window=None, eos_ids=(), bos_id=None,
     )  # fmt: skip
 
 

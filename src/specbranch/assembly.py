@@ -46,7 +46,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 class ModelChoice:
     """A model and how to run it, as plain data."""
 
-    name: str  # a known name, a folder, a .gguf file or a Hub id
+    name: str  # a known name, a folder (a model's, or an inflation's), a .gguf file or a Hub id
     runner: RunnerName = "auto"
     device: str | None = None  # nothing: a GPU if there is one
     dtype: str | None = None  # nothing: float32 on a CPU, bfloat16 elsewhere
@@ -114,7 +114,11 @@ def beside(draft: ModelChoice, target: str) -> ModelChoice:
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     """Return the path or id to load a model from, fetching a known one first if it is not here."""
     from specbranch.models.files import store
+    from specbranch.models.files.inflation import is_inflation, read_inflation
 
+    if is_inflation(choice.name):
+        fetched(replace(choice, name=read_inflation(choice.name).source), progress)
+        return choice.name
     if choice.name not in store.KNOWN or Path(choice.name).exists():
         return choice.name
     return str(store.pull(choice.name, progress or store.quiet))
@@ -155,11 +159,12 @@ def load_runner(choice: ModelChoice, beside: Runner | None = None) -> TorchRunne
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Load a model's tokenizer."""
+    from specbranch.models.files.inflation import uninflated
     from specbranch.models.files.locate import locate
     from specbranch.models.files.store import cache_folder
     from specbranch.text.tokenizer import Tokenizer
 
-    found = locate(fetched(choice))
+    found = uninflated(locate(fetched(choice)))
     if found.kind == "gguf":
         return Tokenizer.from_gguf(found.path, cache_folder() / "tokenizers")
     return Tokenizer.from_folder(found.path, cache_folder() / "tokenizers")

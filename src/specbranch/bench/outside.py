@@ -27,6 +27,7 @@ from specbranch.bench.record import Record
 from specbranch.distill.draft_name import is_draft_folder
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import ACCELERATE
+from specbranch.models.files.inflation import is_inflation
 from specbranch.pairs import draft_path
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ LOOKED_UP = 10  # tokens a round of prompt lookup, as transformers' documentatio
 
 def check_target(name: str) -> None:
     """Raise, before anything is run, if transformers lacks what it needs for a target."""
+    if is_inflation(name):
+        raise BadParameter(f"{name} is inflated, and transformers cannot run it. Leave {', '.join(OUTSIDE)} out of --methods.")
     if fetched(ModelChoice(name)).lower().endswith(".gguf"):
         ACCELERATE.require(f"or leave {', '.join(OUTSIDE)} out of --methods")
 

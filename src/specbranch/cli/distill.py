@@ -175,6 +175,7 @@ class _Run:
         from specbranch.assembly import ModelChoice, chosen_device
         from specbranch.cli.progress import pulled
         from specbranch.distill.draft_folder import fingerprint_of, refuse_other_draft
+        from specbranch.models.files.inflation import is_inflation
         from specbranch.models.files.locate import locate
         from specbranch.models.native import open_model
 
@@ -182,6 +183,8 @@ class _Run:
             raise BadParameter("--only-write and --material were given; expected one of them, as with --material nothing is written.")
         device, out = chosen_device(ModelChoice(given["target"], device=given["device"]).device), given["out"]
         source = pulled(given["target"])
+        if is_inflation(source):
+            raise BadParameter(f"{source} is inflated. Distill from its source: the draft runs beside both, and can be inflated, too.")
         arch, file = open_model(locate(source))
         writing, training = _writer_settings(given, device), _train_settings(given, arch, device)
         fingerprint = fingerprint_of(arch, file)

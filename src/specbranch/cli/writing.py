@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from specbranch.errors import BadParameter
+
 if TYPE_CHECKING:
     import torch
     from rich.progress import TaskID
@@ -55,6 +57,8 @@ def load_target(arch: Architecture, file: TensorSource, device: str) -> Target:
     """Load a target that is to write."""
     import torch
 
+    if arch.charged is not None:
+        raise BadParameter(f"{arch.name} is inflated: its source says the same for less. Name the source here.")
     from specbranch.distill.writer import Target
     from specbranch.models.files.weights import read_weights
 

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specbranch.models.files.inflation import is_inflation, read_inflation
+
 KEY = "specbranch_draft"  # of its config.json
 
 
 def is_draft_folder(name: str) -> bool:
-    """Whether a name is a folder that `specbranch distill` made."""
-    return draft_config(name) is not None
+    """Whether a name is a folder that `specbranch distill` made, or such a draft inflated."""
+    return read_inflation(name).kind == "draft" if is_inflation(name) else draft_config(name) is not None
 
 
 def draft_config(folder: str | Path) -> dict[str, Any] | None:

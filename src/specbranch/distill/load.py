@@ -1,7 +1,8 @@
 """Running a draft folder beside its target: the layers are the draft's, embedding and output head the target's.
 
 Owns how the two are put together. Invariant: nothing of the target is stored twice in one process but the rows of a reduced head, and those
-as the draft is; a draft of another target is refused.
+as the draft is; a draft of another target is refused. Where either is inflated, what the draft shares is that of the target's source: a
+draft as it was made keeps its own size, an inflated one has an embedding and a head of its shape.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from specbranch.models.columns import Columns
 from specbranch.models.cpu.linear import takes
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.identity import checked_source
+from specbranch.models.files.inflated import InflatedSource, inflated_architecture
+from specbranch.models.files.inflation import is_inflation, read_inflation, uninflated
 from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, ReducedHead, Weights, read_weights
+from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, ReducedHead, Weights, part_shape, read_part, read_weights
 from specbranch.models.native import NativeRunner, native_runner, open_model
 from specbranch.models.room import pool_pages
 from specbranch.models.storage import agreed, tell
+
+SHARED = {f"{HUGGING_FACE[part]}.weight": part for part in ("embedding", "head")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +66,74 @@ def load_draft(
 ) -> NativeRunner:
     """Load a draft; what it shares is taken from the target that runs `beside` it, or read from the target's file.
 
-    `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`.
+    `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`, as an inflated one is.
     """
     place = torch.device(device)
     precision, stored = agreed(dtype, weights, place)
-    target_arch, source = open_model(locate(str(target)))
+    recipe = read_inflation(folder) if is_inflation(folder) else None
+    found = open_beside(folder if recipe is None else checked_source(recipe).path, target)
+    arch = found.arch if recipe is None else inflated_architecture(found.arch, recipe.sizes, recipe.head_rows, recipe.name)
+    context = arch.choose_context(context_length, shorten=True)
+    if recipe is None:
+        stored = _own_storage(found.draft, place, precision) if weights is None else stored
+        shared = None if is_inflation(target) else Shared.of(beside, place, precision)  # an inflated target's embedding is padded
+        shared = shared or _read_shared(found.target, found.source, place, precision, stored)
+        held = _Builder(arch, found.draft, place, precision, stored).weights(shared)
+        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0)
+    else:
+        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, stored=stored)
+        held = _inflated(found, arch, recipe.seed, place, precision, stored)
+    tell(held, stored, place)
+    return native_runner(Decoder(arch, held, context + tail), context, tail, pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A draft as it was made, opened beside the target it was made for, as a source of all its tensors; nothing is read yet."""
+
+    draft: DraftFile
+    arch: Architecture
+    target: Architecture
+    source: TensorSource  # the target's
+
+    @property
+    def name(self) -> str:
+        """What to call it in a sentence."""
+        return self.draft.name
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in SHARED or tensor in self.draft
+
+    def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
+        """Fill a tensor, from the target where the draft has none of its own; see TensorSource."""
+        if tensor in SHARED:
+            into.copy_(read_part(self.target, self.source, SHARED[tensor], into.device, into.dtype))
+        else:
+            self.draft.read(tensor, into, leading=leading)
+
+
+def open_beside(folder: str | Path, target: str | Path) -> Beside:
+    """Open a draft beside its target, or beside what an inflated target was made of; another target's is refused."""
+    target_arch, source = open_model(uninflated(locate(str(target))))
     draft = read_draft(folder, fingerprint_of(target_arch, source))
-    stored = _own_storage(draft, place, precision) if weights is None else stored
     arch = Architecture.from_config(draft.config, draft.name)
     if (arch.hidden, arch.vocabulary) != (target_arch.hidden, target_arch.vocabulary):
         sizes = f"{arch.hidden} × {arch.vocabulary}, its target's is {target_arch.hidden} × {target_arch.vocabulary}"
         raise ModelError(f"{draft.name}: by its config.json the embedding is {sizes}. Make the draft again, or fetch it again.")
-    shared = Shared.of(beside, place, precision) or _read_shared(target_arch, source, place, precision, stored)
-    context = arch.choose_context(context_length, shorten=True)
-    held = _Builder(arch, draft, place, precision, stored).weights(shared)
-    tell(held, stored, place)
-    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0)
-    return native_runner(Decoder(arch, held, context + tail), context, tail, pages)
+    return Beside(draft, arch, target_arch, source)
+
+
+def _inflated(
+    found: Beside, large: Architecture, seed: int, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
+) -> Weights:
+    """Make the weights of an inflated draft; behind a reduced head's rows come random ones, as tokens that nobody has."""
+    ids = found.draft.head_ids
+    held = read_weights(large, InflatedSource(found.arch, found, large, seed, ids), device, dtype, stored)
+    if ids is None:
+        return held
+    beyond = range(large.vocabulary, large.vocabulary + large.head_rows - len(ids))
+    columns = Columns(torch.cat((ids, torch.tensor(beyond, dtype=torch.int64))).to(device), beyond.stop)
+    return replace(held, reduced=ReducedHead(held.head, columns))
 
 
 def _own_storage(draft: DraftFile, device: torch.device, dtype: torch.dtype) -> WeightsName | None:
@@ -133,18 +190,10 @@ class _Builder:
         return self._held(Matrix(weight, None if biases is None else torch.cat(biases)))
 
     def _tensor(self, part: str, dtype: torch.dtype, index: int = 0, suffix: str = "weight") -> Tensor:
-        shape = self._shape(part) if suffix == "weight" else self._shape(part)[:1]
+        shape = part_shape(self.arch, part)[: None if suffix == "weight" else 1]
         held = torch.empty(shape, device=self.device, dtype=dtype)
         self.draft.read(f"{HUGGING_FACE[part].format(index)}.{suffix}", held)
         return held
-
-    def _shape(self, part: str) -> tuple[int, ...]:
-        a = self.arch
-        if part.endswith("norm"):
-            return (a.head_dim if part in ("q_norm", "k_norm") else a.hidden,)
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        rows = {"q": q, "k": kv, "v": kv, "gate": a.intermediate, "up": a.intermediate}
-        return rows.get(part, a.hidden), {"out": q, "down": a.intermediate}.get(part, a.hidden)
 
     def _held(self, matrix: Matrix) -> Matrix:
         return matrix.in_floats(self.dtype) if self.stored is None else matrix.stored_as(self.stored)

@@ -28,6 +28,9 @@ from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.decoder import Decoder, Lines, Part, Step, Text
 from specbranch.models.files.architecture import Architecture, token_ids
 from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.identity import checked_source
+from specbranch.models.files.inflated import InflatedSource, inflated_architecture
+from specbranch.models.files.inflation import Inflation, read_model
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
@@ -302,7 +305,7 @@ def load_native(
     shorten: bool = False,
     cache_tokens: int | None = None,
 ) -> NativeRunner:
-    """Load a model folder, a GGUF file or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere.
+    """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere.
 
     `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing: what there is room
     for.
@@ -329,6 +332,8 @@ def native_runner(decoder: Decoder, context_length: int, tail: int, pages: int |
 
 def open_model(located: Located) -> tuple[Architecture, TensorSource]:
     """Read what a model is, and open its weights without reading them."""
+    if located.kind == "inflation":
+        return _open_inflated(read_model(located.path))
     if located.kind == "gguf":
         file = GgufFile(located.path)
         return Architecture.from_gguf(file), file
@@ -338,6 +343,12 @@ def open_model(located: Located) -> tuple[Architecture, TensorSource]:
         ends = token_ids(_read_json(generation).get("eos_token_id"))
         arch = replace(arch, eos_ids=tuple(dict.fromkeys((*arch.eos_ids, *ends))))
     return arch, open_folder(located.path)
+
+
+def _open_inflated(recipe: Inflation) -> tuple[Architecture, TensorSource]:
+    small, source = open_model(checked_source(recipe))
+    large = inflated_architecture(small, recipe.sizes, recipe.head_rows, recipe.name)
+    return large, InflatedSource(small, source, large, recipe.seed)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def weight_bytes(arch: Architecture, dtype: torch.dtype, stored: WeightsName | N
     layer += [(2 * arch.intermediate, arch.hidden), (arch.hidden, arch.intermediate)]
     kind: WeightsName | torch.dtype = stored or dtype
     on_cpu = device is not None and device.type == "cpu"
-    head = 0 if arch.tied and stored is None else _matrix_bytes(arch.vocabulary, arch.hidden, kind, on_cpu)
+    head = 0 if arch.tied and stored is None else _matrix_bytes(arch.head_rows, arch.hidden, kind, on_cpu)
     return embedding + head + arch.layers * sum(_matrix_bytes(outs, ins, kind, on_cpu) for outs, ins in layer)
 
 

@@ -16,8 +16,9 @@ from specbranch.models.files.architecture import Rope
 
 def tables(rope: Rope, head_dim: int, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and signed sin [positions, head_dim]; the first half of sin is negated, as `turn` needs it."""
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(rope, head_dim))
-    cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(rope, head_dim // rope.times))
+    # Repeated only now: torch's cosine of a number has other last bits beside other numbers.
+    cos, sin = ((part * rope.magnitude).repeat_interleave(rope.times, -1) for part in (angles.cos(), angles.sin()))
     return torch.cat((cos, cos), -1).to(device, dtype), torch.cat((-sin, sin), -1).to(device, dtype)
 
 

@@ -57,7 +57,7 @@ class FusedStep:
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
         self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
         self._lists: dict[int, Operations] = {}  # by rows
-        self.scored = arch.vocabulary if decoder.columns is None else len(decoder.columns.ids)
+        self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(4, dtype=np.int64)
         self._lines: list[np.ndarray] = []  # what the table of rows points to
 

@@ -59,6 +59,7 @@ class Rope:
     truncate: bool = True  # yarn: bounds rounded outwards to whole dimensions
     magnitude: float = 1.0  # yarn: what cos and sin are multiplied by
     divisors: tuple[float, ...] = ()  # one a frequency, as GGUF stores llama3's
+    times: int = 1  # how often each frequency is there: heads may be so much larger than those it was made for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,12 @@ class Architecture:
     window: int | None  # active sliding window
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    charged: int | None = None  # rows of the output head where they are not the vocabulary's: those behind it are never looked at
+
+    @property
+    def head_rows(self) -> int:
+        """How many rows the output head has."""
+        return self.charged or self.vocabulary
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length"):

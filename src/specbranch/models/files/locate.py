@@ -1,6 +1,7 @@
-"""Where a model's files are: a folder, a GGUF file, or an id on the Hugging Face Hub, fetched into the Hub's own cache.
+"""Where a model's files are: a folder, a GGUF file, an inflation's folder, or an id on the Hugging Face Hub, fetched into its own cache.
 
-Owns the way from a name to a path, not the files' contents. Invariant: what is returned exists, and a folder has a config.json.
+Owns the way from a name to a path, not the files' contents. Invariant: what is returned exists; a folder has a config.json, an inflation's
+its inflation.json.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from specbranch.errors import ModelError, nearest
 
 WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 UNWANTED = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors"]
+INFLATION = "inflation.json"  # the recipe of a model that is made of a smaller one
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -21,7 +23,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class Located:
     """A model on disk."""
 
-    kind: Literal["folder", "gguf"]
+    kind: Literal["folder", "gguf", "inflation"]
     path: Path
 
 
@@ -40,6 +42,8 @@ def _local(path: Path) -> Located:
         if path.suffix == ".gguf":
             return Located("gguf", path)
         raise ModelError(f"{path} is a file but no .gguf; give a .gguf file, or the folder that holds config.json.")
+    if (path / INFLATION).is_file():
+        return Located("inflation", path)
     if (path / "config.json").is_file():
         return Located("folder", path)
     files = sorted(path.glob("*.gguf"))

@@ -111,10 +111,30 @@ def read_weights(
     `stored`: how matrices are kept; nothing: in `dtype`. The head comes first: it is the widest, and little else is there then.
     """
     reader = _Reader(arch, source, device, dtype, stored)
-    embedding = reader.vocabulary_matrix("embedding")
-    head = reader.kept(Matrix(embedding if arch.tied else reader.vocabulary_matrix("head")))
+    embedding = reader.vocabulary_matrix("embedding", arch.vocabulary)
+    head = reader.kept(Matrix(embedding if arch.tied else reader.vocabulary_matrix("head", arch.head_rows)))
     layers = tuple(reader.layer(index) for index in range(arch.layers))
     return Weights(embedding, layers, reader.vector("norm", arch.hidden), head)
+
+
+def read_part(
+    arch: Architecture, source: TensorSource, part: str, device: torch.device, dtype: torch.dtype, layer: int = 0, suffix: str = "weight"
+) -> Tensor:
+    """Read one tensor by the name it has here, in the order of rows that the decoder needs; a tied head is the embedding."""
+    reader, (rows, *inner) = _Reader(arch, source, device, dtype, None), part_shape(arch, part)
+    if part in ("embedding", "head"):
+        return reader.vocabulary_matrix("embedding" if arch.tied else part, rows)
+    return reader.stacked({part: rows}, tuple(inner) if suffix == "weight" else (), suffix, layer)
+
+
+def part_shape(arch: Architecture, part: str) -> tuple[int, ...]:
+    """The shape of a part's weight; that of its bias is the first number."""
+    if part.endswith("norm"):
+        return (arch.head_dim if part in ("q_norm", "k_norm") else arch.hidden,)
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    rows = {"q": q, "k": kv, "v": kv, "gate": arch.intermediate, "up": arch.intermediate}
+    rows |= {"embedding": arch.vocabulary, "head": arch.head_rows}
+    return rows.get(part, arch.hidden), {"out": q, "down": arch.intermediate}.get(part, arch.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +163,19 @@ class _Reader:
         )
 
     def vector(self, part: str, size: int, layer: int = 0) -> Tensor:
-        return self._stacked({part: size}, (), "weight", layer)
+        return self.stacked({part: size}, (), "weight", layer)
 
     def matrix(self, parts: dict[str, int], columns: int, bias: bool, layer: int) -> Matrix:
-        weight = self._stacked(parts, (columns,), "weight", layer)
-        return self.kept(Matrix(weight, self._stacked(parts, (), "bias", layer) if bias else None))
+        weight = self.stacked(parts, (columns,), "weight", layer)
+        return self.kept(Matrix(weight, self.stacked(parts, (), "bias", layer) if bias else None))
 
-    def vocabulary_matrix(self, part: str) -> Tensor:
+    def vocabulary_matrix(self, part: str, rows: int) -> Tensor:
         """Read a matrix with a row a token; files may pad it with rows that mean nothing."""
-        held = torch.empty(self.arch.vocabulary, self.arch.hidden, device=self.device, dtype=self.dtype)
+        held = torch.empty(rows, self.arch.hidden, device=self.device, dtype=self.dtype)
         self.source.read(self._name(part, "weight", 0), held, leading=True)
         return held
 
-    def _stacked(self, parts: dict[str, int], inner: tuple[int, ...], suffix: str, layer: int) -> Tensor:
+    def stacked(self, parts: dict[str, int], inner: tuple[int, ...], suffix: str, layer: int) -> Tensor:
         """Read several tensors one below the other."""
         held = torch.empty(sum(parts.values()), *inner, device=self.device, dtype=self.dtype)
         for part, rows in zip(parts, torch.split(held, list(parts.values())), strict=True):
