@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 from itertools import product
 from typing import Any
 
 import torch
-from measure_gpu import Case, milliseconds
+from measure_gpu import Case, captured_ms
 from shapes import Shaped
 
 from specbranch.models.gpu.kernel_step import Cut, KernelStep, Product
@@ -100,18 +99,7 @@ def time_cut(name: str, products: list[Product], step: KernelStep, model: Shaped
         for one in products:
             runs[name](one)
 
-    try:
-        all_layers()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            all_layers()
-        return statistics.median(milliseconds(graph.replay, replays, torch.device("cuda"))) * 1000 / len(products)
-    except Exception as reason:
-        print(f"{name} {products[0].cut}: {type(reason).__name__}: {str(reason)[:100]}", flush=True)
-        return float("inf")
-    finally:
-        torch.cuda.synchronize()
+    return captured_ms(all_layers, replays) * 1000 / len(products)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def tune(case: Case, given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def attention_alone(model: Shaped, given: argparse.Namespace, rows: int) -> float:
-    """Microseconds of one layer's attention; NaN where these settings do not run."""
+    """Microseconds of one layer's attention; infinite where these settings do not run."""
     arch, device = model.arch, model.memory.data.device
     some = model.rows(rows)
     packed, bucket = pack(some, model.spare)
@@ -153,16 +153,21 @@ def attention_alone(model: Shaped, given: argparse.Namespace, rows: int) -> floa
         for layer in range(arch.layers):
             attention.attend_by_kernels(q, *model.memory.layer(layer), step)
 
+    return captured_ms(all_layers, given.replays) * 1000 / arch.layers
+
+
+def captured_ms(call: Callable[[], object], replays: int) -> float:
+    """Median milliseconds of a call's replays as a graph; infinite, aloud, where it does not run."""
     try:
-        all_layers()
+        call()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            all_layers()
-    except Exception as reason:
-        print(f"not with these settings: {type(reason).__name__}: {str(reason)[:200]}")
-        return float("nan")
-    return statistics.median(milliseconds(graph.replay, given.replays, device)) * 1000 / arch.layers
+            call()
+        return statistics.median(milliseconds(graph.replay, replays, torch.device("cuda")))
+    except Exception as reason:  # such as of a compiler
+        print(f"does not run: {type(reason).__name__}: {str(reason)[:200]}", flush=True)
+        return float("inf")
 
 
 def without_attention(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:

@@ -125,9 +125,9 @@ def in_int8(folder: Path) -> NativeRunner:
     arch, source = open_model(locate(str(folder)))
     weights = read_weights(arch, source, torch.device("cpu"), torch.float32)
     matrices = ("qkv", "out", "gate_up", "down")
-    layers = tuple(replace(layer, **{name: getattr(layer, name).in_int8() for name in matrices}) for layer in weights.layers)
+    layers = tuple(replace(layer, **{name: getattr(layer, name).stored_as("int8") for name in matrices}) for layer in weights.layers)
     ids = torch.arange(0, arch.vocabulary, 2)
-    head = ReducedHead(weights.head.rows(ids).in_int8(), Columns(ids, arch.vocabulary))
+    head = ReducedHead(weights.head.rows(ids).stored_as("int8"), Columns(ids, arch.vocabulary))
     return NativeRunner(Decoder(arch, replace(weights, layers=layers, reduced=head), 300), 200, 64)
 
 

@@ -151,7 +151,7 @@ def test_random_numbers_do_not_coarsen_the_steps_of_int8(folders: dict[str, Path
     small, file = open_model(locate(str(folders["llama"])))
     source = read_weights(small, file, CPU, torch.float32)
     rows = SHAPE["intermediate_size"]
-    own, grown = (Matrix(held.layers[0].gate_up.weight[:rows].clone()).in_int8() for held in (source, weights))
+    own, grown = (Matrix(held.layers[0].gate_up.weight[:rows].clone()).stored_as("int8") for held in (source, weights))
     assert torch.equal(grown.weight[:, : SHAPE["hidden_size"]], own.weight)
 
 

@@ -50,7 +50,7 @@ def kernel_linear(weight: Tensor, bias: Tensor | None = None, most_rows: int = M
 
 def int8_linear(weight: Tensor, bias: Tensor | None = None, stored: Stored = "int8") -> KernelLinear:
     """Whole numbers with scales, kept as int8 or, the same numbers, as bfloat16."""
-    kernel, small = load_kernel(stored), Matrix(weight).in_int8()
+    kernel, small = load_kernel(stored), Matrix(weight).stored_as("int8")
     assert kernel is not None
     return KernelLinear(kernel, small.weight.to(STORED_AS[stored]), bias, MOST_ROWS, small.scale)
 
@@ -171,10 +171,10 @@ def test_small_weights_are_taken_by_the_kernel_unless_another_kind_is_forced(
 def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> None:
     weight = numbers(200, 300) * numbers(200, 1, seed=1)
     weight[7] = 0
-    once = Matrix(weight).in_int8()
+    once = Matrix(weight).stored_as("int8")
     assert once.scale is not None
     dense = once.weight * once.scale.unsqueeze(-1)
-    again = Matrix(dense).in_int8()
+    again = Matrix(dense).stored_as("int8")
     assert torch.equal(again.weight, once.weight)
     assert ((dense - weight).abs() <= weight.abs().amax(-1, keepdim=True) / 253).all()
 

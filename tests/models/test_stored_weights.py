@@ -54,7 +54,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_int4_has_an_input_in_the_low_half_of_a_byte_and_the_one_64_further_in_the_high_half() -> None:
-    small = Matrix(numbers(5, 3 * GROUP)).in_int4()
+    small = Matrix(numbers(5, 3 * GROUP)).stored_as("int4")
     assert small.scale is not None and small.weight.dtype is torch.uint8 and small.scale.dtype is torch.float32
     assert small.weight.shape == (5, 192) and small.scale.shape == (5, 3)
     dense = torch.zeros(5, 384)
@@ -71,7 +71,7 @@ def test_int4_has_an_input_in_the_low_half_of_a_byte_and_the_one_64_further_in_t
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16, FLOAT64])
 def test_int8_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     weight = (numbers(70, 300) * numbers(70, 1, seed=1)).to(dtype)
-    small = Matrix(weight).in_int8()
+    small = Matrix(weight).stored_as("int8")
     assert small.weight.dtype is torch.int8 and small.scale is not None and small.scale.dtype is FLOAT32 and small.scale.shape == (70,)
     torch.testing.assert_close(small.scale, weight.float().abs().amax(-1) / 127)
     assert ((small.widened(FLOAT64) - weight.double()).abs() <= small.scale.double().unsqueeze(-1) * 0.50001).all()
@@ -80,7 +80,7 @@ def test_int8_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_int4_is_off_by_half_a_step_but_where_a_group_is_cut_off(dtype: torch.dtype) -> None:
     weight = (numbers(70, 4 * GROUP) * numbers(70, 1, seed=1)).to(dtype)
-    small = Matrix(weight).in_int4()
+    small = Matrix(weight).stored_as("int4")
     assert small.scale is not None
     groups, scale = weight.double().view(70, 4, GROUP), small.scale.double().unsqueeze(-1)
     greatest = groups.abs().amax(-1, keepdim=True)
@@ -122,15 +122,15 @@ def test_some_rows_of_a_matrix_are_those_rows_stored(kind: WeightsName) -> None:
 
 def test_a_kind_becomes_another_by_way_of_floats() -> None:
     dense = Matrix(numbers(5, GROUP))
-    small = dense.in_int4()
-    assert torch.equal(small.in_int8().widened(FLOAT32), Matrix(small.widened(FLOAT32)).in_int8().widened(FLOAT32))
-    assert small.in_int4() is small and dense.stored_as("float32") is dense
+    small = dense.stored_as("int4")
+    assert torch.equal(small.stored_as("int8").widened(FLOAT32), Matrix(small.widened(FLOAT32)).stored_as("int8").widened(FLOAT32))
+    assert small.stored_as("int4") is small and dense.stored_as("float32") is dense
     widened = small.stored_as("float32")
     assert widened.scale is None and torch.equal(widened.weight, small.widened(FLOAT32))
 
 
 def test_inputs_that_are_no_whole_groups_stay_in_int8() -> None:
-    assert [Matrix(numbers(4, ins)).in_int4().stored for ins in (128, 576, 640)] == ["int4", "int8", "int4"]
+    assert [Matrix(numbers(4, ins)).stored_as("int4").stored for ins in (128, 576, 640)] == ["int4", "int8", "int4"]
 
 
 # --- the product ---
@@ -153,7 +153,7 @@ def test_the_plain_product_is_that_of_the_matrix_written_out(kind: WeightsName, 
 
 def test_sums_of_whole_numbers_do_not_leave_the_range_of_float16() -> None:
     weight = torch.full((2, 1024), 0.5)
-    layer, x = StoredLinear(Matrix(weight).in_int8()), torch.full((1, 1024), 2.0, dtype=FLOAT16)
+    layer, x = StoredLinear(Matrix(weight).stored_as("int8")), torch.full((1, 1024), 2.0, dtype=FLOAT16)
     assert layer(x).eq(1024).all()  # the numbers alone would sum up to 260,096
 
 
@@ -162,9 +162,11 @@ def test_a_matrix_gets_the_kernel_where_there_is_one_and_the_plain_product_elsew
     dense = Matrix(numbers(8, GROUP))
     kinds = {kind: type(_linear(dense.stored_as(kind), FLOAT32)) for kind in ("int8", "int4", "bfloat16")}
     assert kinds == {"int8": KernelLinear, "int4": StoredLinear, "bfloat16": KernelLinear}
-    assert isinstance(_linear(dense.in_int8(), FLOAT64), StoredLinear) and isinstance(_linear(dense.in_int8(), BFLOAT16), StoredLinear)
+    assert isinstance(_linear(dense.stored_as("int8"), FLOAT64), StoredLinear) and isinstance(
+        _linear(dense.stored_as("int8"), BFLOAT16), StoredLinear
+    )
     monkeypatch.setenv("SPECBRANCH_LINEAR", "torch")
-    assert isinstance(_linear(dense.in_int8(), FLOAT32), StoredLinear)
+    assert isinstance(_linear(dense.stored_as("int8"), FLOAT32), StoredLinear)
 
 
 # --- which precision goes with which storage ---

@@ -49,6 +49,8 @@ class Matrix:
     def stored_as(self, kind: WeightsName) -> Matrix:
         """Return the nearest matrix of a kind; int8 in place of int4 where the inputs are no whole groups.
 
+        One that was stored so before comes out with the same whole numbers.
+
         Floats of another precision than before are taken for storage alone, beside which one computes in float32.
         """
         kind = "int8" if kind == "int4" and not fits_int4(self.ins) else kind
@@ -60,14 +62,6 @@ class Matrix:
             return self._rounded(_in_int8 if kind == "int8" else _in_int4)
         weight = self.weight.to(getattr(torch, kind))
         return Matrix(weight, self.bias, torch.ones(weight.shape[0], device=weight.device))
-
-    def in_int8(self) -> Matrix:
-        """Return the nearest matrix in int8. One that was stored so before comes out with the same whole numbers."""
-        return self.stored_as("int8")
-
-    def in_int4(self) -> Matrix:
-        """Return the nearest matrix in int4, if the inputs are whole groups."""
-        return self.stored_as("int4")
 
     def rows(self, ids: Tensor) -> Matrix:
         """Return some of the outputs, stored alike."""
