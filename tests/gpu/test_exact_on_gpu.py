@@ -6,6 +6,7 @@ By kernels in half precision; in float32 by torch's products, whose width is pin
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ HALF = [(kind, dtype) for kind in CONFIGS for dtype in ("bfloat16", "float16")]
 
 
 @pytest.fixture(scope="module", params=[*HALF, ("biases", "float32"), ("qwen3", "float32")], ids="-".join)
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeRunner:
     kind, dtype = request.param
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
@@ -48,6 +49,14 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made = load_native(folder, context_length=2000, device="cuda", dtype=dtype, cache_tokens=700 * 256)
     assert isinstance(made._graphs.step, KernelStep) == (dtype != "float32")  # type: ignore[attr-defined]
     return made
+
+
+@pytest.fixture
+def runner(loaded: NativeRunner) -> Iterator[NativeRunner]:
+    """One model for many tests; what a failed one left open is closed."""
+    yield loaded
+    for seq in list(loaded._held):
+        loaded.close(seq)
 
 
 def bits(rows: list[Any]) -> torch.Tensor:

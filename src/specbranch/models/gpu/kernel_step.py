@@ -23,7 +23,8 @@ from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import PAGE, Memory
 
 ROW_TILE = 16
-MOST_STAGES = {1: 8, 2: 4, 4: 3}  # that fit in fast memory, by the tiles of rows that a program takes
+MOST_TOGETHER = {True: 64, False: 32}  # rows of a tile, by whether weights are the first operand: 64 as the first take other instructions
+FAST_MEMORY = 200 << 10  # bytes of a program
 NAMES = ("qkv", "out", "gate_up", "down")
 Stored = Literal["plain", "int8", "int4"]  # plain: in the precision that is computed in
 BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
@@ -124,11 +125,20 @@ class Product:
 
     def how(self, rows: int, early: bool) -> dict[str, Any]:
         """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be masked."""
-        cut, many = self.cut, tiles_together(rows)
-        shape = {"MANY": many, "TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap}
+        cut, together = self.cut, self.together(rows)
+        shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap}
         shape["STORED"] = BITS[stored_as(self.weight)]
         shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
-        return {**shape, "num_warps": cut.warps, "num_stages": min(cut.stages, MOST_STAGES[many]), **launch(early)}
+        stages = min(cut.stages, FAST_MEMORY // (cut.step * (cut.tile * self.weight.element_size() + together * 2)))
+        return {**shape, "num_warps": cut.warps, "num_stages": stages, "enable_fp_fusion": False, **launch(early)}
+
+    def together(self, rows: int) -> int:
+        """How many rows a program takes: what it reads of the weights serves all of them."""
+        return min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap])
+
+    def row_tiles(self, rows: int) -> int:
+        """How many programs share some rows."""
+        return -(-rows // self.together(rows))
 
 
 class KernelStep(GpuStep):
@@ -192,7 +202,7 @@ class KernelStep(GpuStep):
     def _attended(self, index: int, product: Product, step: Views, rows: int) -> Tensor:
         arch, (keys, values) = self.decoder.arch, self._sides[index]
         norm = self.decoder.layers[index].qk_norm
-        self._kernels.qkv[(_programs(rows), product.outs // product.cut.tile)](
+        self._kernels.qkv[(product.row_tiles(rows), product.outs // product.cut.tile)](
             self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos, self.decoder.sin,
             step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, rows, arch.hidden,
             HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=product.bias is not None,
@@ -202,14 +212,14 @@ class KernelStep(GpuStep):
         return self.attend(queries, keys, values, step)
 
     def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, rows: int) -> None:
-        self._kernels.added[(_programs(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
+        self._kernels.added[(product.row_tiles(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
             x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, product.outs,
             product.ins, BIASED=product.bias is not None, NORMS=self._norms[name], **product.how(rows, self._early),
         )  # fmt: skip
 
     def _gate(self, product: Product, rows: int) -> None:
         outs = product.outs // 2
-        self._kernels.gated[(_programs(rows), -(-outs // (product.cut.tile // 2)))](
+        self._kernels.gated[(product.row_tiles(rows), -(-outs // (product.cut.tile // 2)))](
             self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, product.ins,
             BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(rows, self._early),
         )  # fmt: skip
@@ -219,7 +229,7 @@ class KernelStep(GpuStep):
         if rows not in self._scored:
             self._scored[rows] = torch.zeros(-(-rows // ROW_TILE) * ROW_TILE, product.outs, device=self._stream.device)[:rows]
         out, (weight, _, scale) = self._scored[rows], product.tensors()
-        self._kernels.scored[(_programs(rows), -(-product.outs // product.cut.tile))](
+        self._kernels.scored[(product.row_tiles(rows), -(-product.outs // product.cut.tile))](
             self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs, product.ins,
             NORMS=self._norms["down"], **product.how(rows, self._early),
         )  # fmt: skip
@@ -259,16 +269,6 @@ def step_of(decoder: Decoder, memory: Memory) -> GpuStep:
 def stored_as(weight: Tensor) -> Stored:
     """What a matrix is stored as."""
     return "int8" if weight.dtype is torch.int8 else "int4" if weight.dtype is torch.uint8 else "plain"
-
-
-def tiles_together(rows: int) -> int:
-    """How many tiles of rows a program takes: what it has read of the weights serves all of them."""
-    return min(power_of_two(-(-rows // ROW_TILE)), max(MOST_STAGES))
-
-
-def _programs(rows: int) -> int:
-    """How many programs share some rows."""
-    return -(-rows // (ROW_TILE * tiles_together(rows)))
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The Triton kernels of a decoding step's products, with what comes before and after each: norm, rotation, residual, gate.
 
-Owns the order of every sum. Invariant: rows are taken in tiles of 16, the numbers of a product in one order and in a fixed number of
-parts, so a row's bits depend neither on the rows beside it nor on how many there are. A program may take several such tiles (MANY: 1, 2
-or 4) with the weights it has read: each is multiplied by instructions of its own. The stream of a layer is left as it is and,
+Owns the order of every sum. Invariant: a row's bits depend neither on the rows beside it nor on how many there are. Rows are taken in
+tiles (ROWS: 16, or more where there are more), the numbers of a product in one order, in a fixed number of parts and by instructions of one
+kind. How a compiler spreads a tile over threads hangs on the tile, so sums over columns are of whole numbers, and no product is fused with
+a sum (`enable_fp_fusion`). The stream of a layer is left as it is and,
 multiplied by the next norm's weights, as the next product reads it; each tile leaves the sum of its squares, and who reads on divides by
 their root. Weights are plain numbers (STORED 0), whole ones with a scale for each output (8), or nibbles with a scale for each group of 128
 inputs (4). Buffers have whole tiles of rows: those that nobody asked for are computed too, and written where nobody reads. Where kernels
@@ -37,60 +38,45 @@ FLOAT16_NIBBLES = tl.constexpr(_nibbles_in("f16x2", 0x64, 0x6408))
 
 
 @triton.jit
-def _products(x, w, scale, columns, there, first, N, K, part, MANY: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-              PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
-              EARLY: tl.constexpr):  # fmt: skip
-    """Multiply tiles of x by some rows of w, over one part of their length; returns four times [16, TILE], the first MANY of which count.
-
-    `there`: which of w's rows exist.
-    """
+def _product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+             PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+             EARLY: tl.constexpr):  # fmt: skip
+    """Multiply some rows of x by some rows of w, over one part of their length; returns [ROWS, TILE]. `there`: which of w's rows exist."""
     if STORED == 4:
-        a, b, c, d = _nibble_products(x, w, scale, columns, there, first, N, K, part, MANY, TILE, STEP, PARTS, FULL)
+        acc = _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, FULL)
     else:
-        a, b, c, d = _whole_products(x, w, columns, there, first, K, part, MANY, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED)
+        acc = _whole_product(x, w, columns, there, first, K, part, ROWS, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED)
     if EARLY:
         gdc_launch_dependents()
     if STORED == 8:
-        by = tl.load(scale + columns, mask=there, other=0.0)[None, :]
-        a, b, c, d = a * by, b * by, c * by, d * by
-    return a, b, c, d
+        acc *= tl.load(scale + columns, mask=there, other=0.0)[None, :]
+    return acc
 
 
 @triton.jit
-def _whole_products(x, w, columns, there, first, K, part, MANY: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-                    SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
+def _whole_product(x, w, columns, there, first, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+                   SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
     steps = tl.cdiv(K, STEP)
     begin = steps * part // PARTS
+    r = first + tl.arange(0, ROWS)
     k = begin * STEP + tl.arange(0, STEP)
     w_at = w + columns.to(tl.int64)[:, None] * K + k[None, :]
-    x_at = x + (first + tl.arange(0, 16))[:, None] * K + k[None, :]
-    a = tl.zeros((TILE, 16) if SWAP else (16, TILE), tl.float32)
-    b, c, d = a, a, a
+    x_at = x + r[:, None] * K + k[None, :]
+    acc = tl.zeros((TILE, ROWS) if SWAP else (ROWS, TILE), tl.float32)
     for _ in range(steps * (part + 1) // PARTS - begin):
         if EVEN:
             of_w = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
+            of_x = tl.load(x_at)
         else:
             of_w = tl.load(w_at, mask=there[:, None] & (k < K)[None, :], other=0)
+            of_x = tl.load(x_at, mask=(k < K)[None, :], other=0.0)
+            k += STEP
         if STORED == 8:
-            of_w = of_w.to(x.dtype.element_ty)
-        a = _more(a, of_w, x_at, k, K, SWAP, EVEN)
-        if MANY > 1:
-            b = _more(b, of_w, x_at + 16 * K, k, K, SWAP, EVEN)
-        if MANY > 2:
-            c = _more(c, of_w, x_at + 32 * K, k, K, SWAP, EVEN)
-            d = _more(d, of_w, x_at + 48 * K, k, K, SWAP, EVEN)
-        k += STEP
+            of_w = of_w.to(of_x.dtype)
+        acc = tl.dot(of_w, tl.trans(of_x), acc) if SWAP else tl.dot(of_x, tl.trans(of_w), acc)
         w_at += STEP
         x_at += STEP
-    if SWAP:
-        a, b, c, d = tl.trans(a), tl.trans(b), tl.trans(c), tl.trans(d)
-    return a, b, c, d
-
-
-@triton.jit
-def _more(acc, of_w, x_at, k, K, SWAP: tl.constexpr, EVEN: tl.constexpr):
-    of_x = tl.load(x_at) if EVEN else tl.load(x_at, mask=(k < K)[None, :], other=0.0)
-    return tl.dot(of_w, tl.trans(of_x), acc) if SWAP else tl.dot(of_x, tl.trans(of_w), acc)
+    return tl.trans(acc) if SWAP else acc
 
 
 @triton.jit
@@ -112,52 +98,54 @@ def _nibbles(both, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _nibble_products(x, w, scale, columns, there, first, N, K, part, MANY: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-                     PARTS: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+def _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+                    PARTS: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """A step is a group of 128 inputs: the low nibbles of its 64 bytes are the first half of them, the high ones the second."""
     tl.static_assert(STEP == 128)
     groups = K // 128
     begin = groups * part // PARTS
+    r = first + tl.arange(0, ROWS)
     half = tl.arange(0, 64)
     w_at = w + columns.to(tl.int64)[:, None] * (K // 2) + (begin * 64 + half)[None, :]
-    x_at = x + (first + tl.arange(0, 16))[:, None] * K + (begin * 128 + half)[None, :]
+    x_at = x + r[:, None] * K + (begin * 128 + half)[None, :]
     scale_at = scale + begin * N + columns  # [groups, outputs]
-    a = tl.zeros((16, TILE), tl.float32)
-    b, c, d = a, a, a
+    acc = tl.zeros((ROWS, TILE), tl.float32)
     for _ in range(groups * (part + 1) // PARTS - begin):
         both = tl.load(w_at) if FULL else tl.load(w_at, mask=there[:, None], other=0)
-        by = (tl.load(scale_at) if FULL else tl.load(scale_at, mask=there, other=0.0))[None, :]
-        low, high = _nibbles(both, x.dtype.element_ty)
-        a += _of_group(x_at, low, high) * by
-        if MANY > 1:
-            b += _of_group(x_at + 16 * K, low, high) * by
-        if MANY > 2:
-            c += _of_group(x_at + 32 * K, low, high) * by
-            d += _of_group(x_at + 48 * K, low, high) * by
+        low, high = tl.load(x_at), tl.load(x_at + 64)
+        by = tl.load(scale_at) if FULL else tl.load(scale_at, mask=there, other=0.0)
+        of_low, of_high = _nibbles(both, low.dtype)
+        sums = tl.dot(low, tl.trans(of_low))
+        sums = tl.dot(high, tl.trans(of_high), sums)
+        acc += sums * by[None, :]
         w_at += 64
         x_at += 128
         scale_at += N
-    return a, b, c, d
+    return acc
 
 
 @triton.jit
-def _of_group(x_at, low, high):
-    sums = tl.dot(tl.load(x_at), tl.trans(low))
-    return tl.dot(tl.load(x_at + 64), tl.trans(high), sums)
+def _summed(x, COUNT: tl.constexpr):
+    """Add up the COUNT numbers of each row, none below zero: in whole parts of a power of two, so the sum is the same in any order."""
+    UNITS: tl.constexpr = (1 << 30) // COUNT  # of the power of two below the greatest
+    power = tl.max(x, 1).to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
+    whole = (x * inverse[:, None] * UNITS).to(tl.int32)
+    return tl.sum(whole, 1).to(tl.float32) * (power.to(tl.float32, bitcast=True) / UNITS)
 
 
 @triton.jit
-def _root(squares, first, K, eps, NORMS: tl.constexpr):
+def _root(squares, first, K, eps, ROWS: tl.constexpr, NORMS: tl.constexpr):
     """What each row is divided by: from the sums of squares that the tiles before left."""
-    r = first + tl.arange(0, 16)
+    r = first + tl.arange(0, ROWS)
     sums = tl.load(squares + r[:, None] * NORMS + tl.arange(0, NORMS)[None, :])
-    return tl.rsqrt(tl.sum(sums, 1) / K + eps)[:, None]
+    return tl.rsqrt(_summed(sums, NORMS) / K + eps)[:, None]
 
 
 @triton.jit
-def _halves(acc, TILE: tl.constexpr):
+def _halves(acc, ROWS: tl.constexpr, TILE: tl.constexpr):
     """The first and the second half of a tile's columns."""
-    return tl.split(tl.permute(tl.reshape(acc, (16, 2, TILE // 2)), (0, 2, 1)))
+    return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, TILE // 2)), (0, 2, 1)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -197,58 +185,34 @@ def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, me
 @triton.jit(do_not_specialize=["rows"])
 def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps, rows, K,
         HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-        NORMS: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+        NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
         EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Queries, keys and values, turned; keys and values go to their places. A tile has as much of each half of a head."""
+    """Queries, keys and values of some rows, turned; keys and values go to their places. A tile has as much of each half of a head."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * (16 * MANY)
+    first = tl.program_id(0) * ROWS
     tile = tl.program_id(1)
     head = tile * TILE // DIM
     begin = tile * TILE % DIM // 2
     i = tl.arange(0, TILE)
-    columns = head * DIM + begin + i % (TILE // 2) + i // (TILE // 2) * (DIM // 2)
-    # What the first rows need is asked for before the long loop.
-    root, c, s, place = _turning(squares, cos, sin, positions, slots, first, begin, page_stride, eps, rows, K, DIM, PAGE, NORMS, TILE)
-    N = (HEADS + 2 * KV_HEADS) * DIM
-    p, q, r, t = _products(x, w, scale, columns, i < TILE, first, N, K, 0, MANY, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY)
-    _turned(p, root, c, s, place, bias, head_norm, queries, keys, values, columns, first, head, begin, eps, rows,
-            HEADS, KV_HEADS, DIM, PAGE, BIASED, NORMED, TILE)  # fmt: skip
-    for more in tl.static_range(1, MANY):
-        at = first + 16 * more
-        root, c, s, place = _turning(squares, cos, sin, positions, slots, at, begin, page_stride, eps, rows, K, DIM, PAGE, NORMS, TILE)
-        _turned(q if more == 1 else r if more == 2 else t, root, c, s, place, bias, head_norm, queries, keys, values, columns, at, head,
-                begin, eps, rows, HEADS, KV_HEADS, DIM, PAGE, BIASED, NORMED, TILE)  # fmt: skip
-
-
-@triton.jit
-def _turning(squares, cos, sin, positions, slots, first, begin, page_stride, eps, rows, K, DIM: tl.constexpr, PAGE: tl.constexpr,
-             NORMS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """What 16 rows are divided and turned by, and where their keys and values go."""
-    r = first + tl.arange(0, 16)
     j = begin + tl.arange(0, TILE // 2)
-    root = _root(squares, first, K, eps, NORMS)
+    columns = head * DIM + begin + i % (TILE // 2) + i // (TILE // 2) * (DIM // 2)
+    r = first + tl.arange(0, ROWS)
+    live = (r < rows)[:, None]
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # all of this is asked for before the long loop
     angle = tl.load(positions + r, mask=r < rows, other=0)[:, None] * DIM + DIM // 2 + j[None, :]
     c = tl.load(cos + angle).to(tl.float32)
     s = tl.load(sin + angle).to(tl.float32)  # the second half of a table has the sine as it is
     slot = tl.load(slots + r, mask=r < rows, other=0)
-    return root, c, s, ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
-
-
-@triton.jit
-def _turned(acc, root, c, s, place, bias, head_norm, queries, keys, values, columns, first, head, begin, eps, rows, HEADS: tl.constexpr,
-            KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-            TILE: tl.constexpr):  # fmt: skip
-    acc *= root
+    place = ((slot // PAGE).to(tl.int64) * page_stride + slot % PAGE * DIM)[:, None] + j[None, :]
+    N = (HEADS + 2 * KV_HEADS) * DIM
+    acc = _product(x, w, scale, columns, i < TILE, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY) * root
     if BIASED:
         acc += tl.load(bias + columns).to(tl.float32)[None, :]
-    r = first + tl.arange(0, 16)
-    j = begin + tl.arange(0, TILE // 2)
-    live = (r < rows)[:, None]
-    a, b = _halves(acc, TILE)
+    a, b = _halves(acc, ROWS, TILE)
     if head < HEADS + KV_HEADS:
         if NORMED:  # a tile is a whole head then
-            own = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+            own = tl.rsqrt((_summed(a * a, TILE // 2) + _summed(b * b, TILE // 2)) / DIM + eps)[:, None]
             a = a * own * tl.load(head_norm + head * DIM + j).to(tl.float32)[None, :]
             b = b * own * tl.load(head_norm + head * DIM + DIM // 2 + j).to(tl.float32)[None, :]
         a, b = a * c - b * s, b * c + a * s
@@ -264,102 +228,79 @@ def _turned(acc, root, c, s, place, bias, head_norm, queries, keys, values, colu
 
 @triton.jit(do_not_specialize=["rows"])
 def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
           SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * (16 * MANY)
+    first = tl.program_id(0) * ROWS
     tile = tl.program_id(1)
-    part = tl.program_id(2)
     columns = tile * TILE + tl.arange(0, TILE)
     there = columns < N
-    by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
-    before = _before(stream, columns, there, first, rows, N)  # asked for before the long loop
-    a, b, c, d = _products(x, w, scale, columns, there, first, N, K, part, MANY, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED, EARLY)
-    done = True
-    number = tl.program_id(0) * tl.num_programs(1) + tile
-    o = tl.arange(0, 16)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    mine = sums + number * (PARTS * MANY * 16 * TILE) + o  # [parts, tiles of rows]
-    if PARTS > 1:
-        for more in tl.static_range(MANY):
-            tl.store(mine + (part * MANY + more) * (16 * TILE), a if more == 0 else b if more == 1 else c if more == 2 else d)
-        tl.debug_barrier()
-        done = tl.atomic_add(arrived + number, 1, sem="acq_rel") == PARTS - 1
-    if done:
-        if PARTS > 1:
-            tl.store(arrived + number, 0)
-        for more in tl.static_range(MANY):
-            acc = a if more == 0 else b if more == 1 else c if more == 2 else d
-            if PARTS > 1:
-                acc = tl.load(mine + more * (16 * TILE), cache_modifier=".cg")
-                for other in tl.static_range(1, PARTS):
-                    acc += tl.load(mine + (other * MANY + more) * (16 * TILE), cache_modifier=".cg")
-            at = first + 16 * more
-            held = before if more == 0 else _before(stream, columns, there, at, rows, N)
-            _left(acc, held, by, bias, stream, scaled, squares, columns, there, at, tile, rows, N, BIASED, NORMS)
-
-
-@triton.jit
-def _before(stream, columns, there, first, rows, N):
-    """What the stream of 16 rows is before a product is added."""
-    r = first + tl.arange(0, 16)
-    return tl.load(stream + r[:, None] * N + columns[None, :], mask=(r < rows)[:, None] & there[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _left(acc, before, by, bias, stream, scaled, squares, columns, there, first, tile, rows, N, BIASED: tl.constexpr, NORMS: tl.constexpr):
-    """Leave the stream of 16 rows, what the next product reads of it, and the sum of its squares."""
-    if BIASED:
-        acc += tl.load(bias + columns, mask=there, other=0.0).to(tl.float32)[None, :]
-    r = first + tl.arange(0, 16)
+    r = first + tl.arange(0, ROWS)
     kept = (r < rows)[:, None] & there[None, :]
     at = r[:, None] * N + columns[None, :]
-    new = (before + acc).to(stream.dtype.element_ty)
-    wide = tl.where(kept, new.to(tl.float32), 0.0)
-    tl.store(stream + at, new, mask=kept)
-    tl.store(scaled + at, (wide * by[None, :]).to(scaled.dtype.element_ty), mask=kept)
-    tl.store(squares + r * NORMS + tile, tl.sum(wide * wide, 1), mask=r < rows)
+    before = tl.load(stream + at, mask=kept, other=0.0).to(tl.float32)
+    by = tl.load(norm + columns, mask=there, other=0.0).to(tl.float32)
+    part = tl.program_id(2)
+    acc = _product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, SWAP, EVEN, FULL, STORED, EARLY)
+    done = True
+    if PARTS > 1:
+        number = tl.program_id(0) * tl.num_programs(1) + tile
+        o = tl.arange(0, ROWS)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        tl.store(sums + (number * PARTS + part) * ROWS * TILE + o, acc)
+        tl.debug_barrier()
+        done = tl.atomic_add(arrived + number, 1, sem="acq_rel") == PARTS - 1
+        if done:
+            acc = tl.load(sums + number * PARTS * ROWS * TILE + o, cache_modifier=".cg")
+            for other in tl.static_range(1, PARTS):
+                acc += tl.load(sums + (number * PARTS + other) * ROWS * TILE + o, cache_modifier=".cg")
+            tl.store(arrived + number, 0)
+    if done:
+        if BIASED:
+            acc += tl.load(bias + columns, mask=there, other=0.0).to(tl.float32)[None, :]
+        new = (before + acc).to(stream.dtype.element_ty)
+        wide = tl.where(kept, new.to(tl.float32), 0.0)
+        tl.store(stream + at, new, mask=kept)
+        tl.store(scaled + at, (wide * by[None, :]).to(scaled.dtype.element_ty), mask=kept)
+        tl.store(squares + r * NORMS + tile, _summed(wide * wide, TILE), mask=r < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gated(x, w, bias, scale, squares, out, eps, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
           SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """silu(gate)·up; a tile has as many columns of each."""
+    """silu(gate)·up of some rows; a tile has as many columns of each."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * (16 * MANY)
+    first = tl.program_id(0) * ROWS
     i = tl.arange(0, TILE)
     within = tl.program_id(1) * (TILE // 2) + i % (TILE // 2)
     columns = within + i // (TILE // 2) * N
-    root = _root(squares, first, K, eps, NORMS)  # asked for before the long loop
-    a, b, c, d = _products(x, w, scale, columns, within < N, first, 2 * N, K, 0, MANY, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY)
-    for more in tl.static_range(MANY):
-        at = first + 16 * more
-        acc = (a if more == 0 else b if more == 1 else c if more == 2 else d) * (root if more == 0 else _root(squares, at, K, eps, NORMS))
-        if BIASED:
-            acc += tl.load(bias + columns, mask=within < N, other=0.0).to(tl.float32)[None, :]
-        gate, up = _halves(acc, TILE)
-        r = at + tl.arange(0, 16)
-        j = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
-        both = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
-        tl.store(out + r[:, None] * N + j[None, :], both, mask=(r < rows)[:, None] & (j < N)[None, :])
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # asked for before the long loop
+    acc = _product(x, w, scale, columns, within < N, first, 2 * N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY) * root
+    if BIASED:
+        acc += tl.load(bias + columns, mask=within < N, other=0.0).to(tl.float32)[None, :]
+    gate, up = _halves(acc, ROWS, TILE)
+    r = first + tl.arange(0, ROWS)
+    c = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
+    tl.store(
+        out + r[:, None] * N + c[None, :],
+        (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty),
+        mask=(r < rows)[:, None] & (c < N)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def scored(x, w, scale, squares, out, eps, rows, N, K,
-           NORMS: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+           NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
            EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Logits, in float32."""
+    """Logits of some rows, in float32."""
     if EARLY:
         gdc_wait()
-    first = tl.program_id(0) * (16 * MANY)
+    first = tl.program_id(0) * ROWS
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    root = _root(squares, first, K, eps, NORMS)  # asked for before the long loop
-    a, b, c, d = _products(x, w, scale, columns, columns < N, first, N, K, 0, MANY, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY)
-    for more in tl.static_range(MANY):
-        at = first + 16 * more
-        acc = (a if more == 0 else b if more == 1 else c if more == 2 else d) * (root if more == 0 else _root(squares, at, K, eps, NORMS))
-        r = at + tl.arange(0, 16)
-        tl.store(out + r[:, None].to(tl.int64) * N + columns[None, :], acc, mask=(r < rows)[:, None] & (columns < N)[None, :])
+    root = _root(squares, first, K, eps, ROWS, NORMS)  # asked for before the long loop
+    acc = _product(x, w, scale, columns, columns < N, first, N, K, 0, ROWS, TILE, STEP, 1, SWAP, EVEN, FULL, STORED, EARLY) * root
+    r = first + tl.arange(0, ROWS)
+    tl.store(out + r[:, None].to(tl.int64) * N + columns[None, :], acc, mask=(r < rows)[:, None] & (columns < N)[None, :])
