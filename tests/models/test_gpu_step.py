@@ -7,14 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_places, some_work
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.batch import Rows, dealt, rows_of_chunk, shared_end
 from specbranch.models.gpu.attention import attend_plainly, choose_attend
-from specbranch.models.gpu.layout import OWN, Bucket, Views, bucket_of, pack, packed_size, views
+from specbranch.models.gpu.layout import MOST_ROWS, OWN, Bucket, Views, bucket_of, pack, packed_size, views
 from specbranch.models.kv import PAGE, Pool, Table
-from tiny_models import in_double, logits_of, some_tokens, tiny
+from tiny_models import SHAPE, in_double, logits_of, some_tokens, tiny
 
 torch.set_num_threads(1)
 SPARE = 64 * PAGE
@@ -167,6 +169,15 @@ def test_logits_equal_those_of_transformers(kind: str) -> None:
     got = stepper.score([line.grow(fed, parents)])[chain]
     expected = logits_of(model, tokens)[300:]
     assert torch.allclose(got, expected, rtol=0, atol=1e-9 * expected.abs().max().item())
+
+
+@pytest.mark.usefixtures("torch_linear")
+def test_a_vocabulary_may_be_larger_than_a_step_has_rows() -> None:
+    model = in_double(AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 3 * MOST_ROWS})).eval())
+    tokens = list(range(0, 3 * MOST_ROWS, 97))
+    stepper = Stepper(decoder_of(model, "cpu", torch.float64), "cpu", torch.float64)
+    got = stepper.score([stepper.open().read(tokens)])
+    assert torch.allclose(got, logits_of(model, tokens), rtol=0, atol=1e-9)
 
 
 @pytest.mark.usefixtures("torch_linear")

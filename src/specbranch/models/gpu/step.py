@@ -70,7 +70,8 @@ class GpuStep:
         decoder, seen = self.decoder, list[Tensor]()
         eps, untapped = decoder.arch.rms_eps, len(decoder.layers) - tapped + 1
         turning = [table.index_select(0, step.positions).unsqueeze(1) for table in (decoder.cos, decoder.sin)]
-        x = embedding(torch.where(step.tokens < 0, self.picks[-1 - step.tokens], step.tokens), decoder.embedding)
+        chosen = self.picks[(-1 - step.tokens).clamp(min=0)]  # where a token is negative
+        x = embedding(torch.where(step.tokens < 0, chosen, step.tokens), decoder.embedding)
         h = rms_norm(x, (x.shape[-1],), decoder.layers[0].attention_norm, eps)
         for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:
