@@ -18,6 +18,7 @@ from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.gpu.attention import begins_early, launch, triton_works
 from specbranch.models.gpu.layout import MOST_ROWS, Views, power_of_two
+from specbranch.models.gpu.small import PLAIN
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import PAGE, Memory
@@ -148,7 +149,7 @@ class KernelStep(GpuStep):
     moves = True
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
-        super().__init__(decoder, memory)
+        super().__init__(decoder, memory, small=PLAIN)  # those are not used here, and compiled ones take seconds to import
         from specbranch.models.gpu import product_kernels
 
         self._kernels = product_kernels
