@@ -147,7 +147,7 @@ def _module(imported: str, names: dict[str, Path]) -> str | None:
     [
         "specbranch",
         "specbranch.core.methods, specbranch.core.loop",
-        "specbranch.exec.serial, specbranch.exec.process, specbranch.exec.child",
+        "specbranch.exec.serial, specbranch.exec.streams, specbranch.exec.process, specbranch.exec.child",
         "specbranch.sim.clock",
         "specbranch.engine",
         "specbranch.cli.main",

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
@@ -23,7 +24,7 @@ from specbranch.core.orders import Orders, Reports, Signal
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy
 from specbranch.core.request import Request
-from specbranch.core.runner import Feed
+from specbranch.core.runner import Feed, Trial, Verdicts
 from specbranch.core.session import Session, Watcher
 from specbranch.core.slots import ROOT
 from specbranch.core.trace import Trace
@@ -33,6 +34,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Message, Recipe
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
+from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
@@ -63,6 +65,29 @@ class SlowRunner(ToyRunner):
     def _said(self, seq: int, node: int, token: int) -> tuple[float, ...]:
         """A probe that tells all."""
         return (*self._rows[seq][node], token)
+
+
+class Deferred(SlowRunner):
+    """A target on a device that works by itself: its verdicts are there once they were asked for so often, or when they are waited for.
+
+    `polls` may be a number, or drawn anew for each verification.
+    """
+
+    def __init__(self, law: ToyLaw, polls: Callable[[], int]) -> None:
+        super().__init__(law)
+        self.polls = polls
+        self.asked = 0  # whether verdicts are ready
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        """Read new nodes; the verdicts come later."""
+        left, found = self.polls(), super().verify(work, trials)
+        asked_at = self.asked
+
+        def ready() -> bool:
+            self.asked += 1
+            return self.asked - asked_at > left
+
+        return Verdicts(found, ready)
 
 
 def law(drift: float = 0.0, vocabulary: int = VOCABULARY) -> ToyLaw:
@@ -106,6 +131,12 @@ def serial(drift: float, vocabulary: int = VOCABULARY) -> Serial:
 def process(drift: float, vocabulary: int = VOCABULARY, target_seconds: float = 0.0, draft_seconds: float = 0.0) -> Process:
     """The draft in a child; to be closed."""
     return Process(make_verifier(vocabulary, target_seconds), drafter_recipe(drift, vocabulary, draft_seconds))
+
+
+def streams(drift: float, vocabulary: int = VOCABULARY) -> Streams:
+    """Both in this process; the target has its verdicts after any number of the draft's steps."""
+    target = Deferred(law(0.0, vocabulary), partial(random.Random(5).randrange, 7))
+    return Streams(Verifier(target, Moody()), make_drafter(drift, vocabulary))
 
 
 class Overheard(Process):

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from specbranch.config import WEIGHTS, ExecutorName, WeightsName
 from specbranch.core.loop import Executor
@@ -22,6 +22,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
+from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.pairs import draft_path, predictor_folder
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
@@ -38,7 +39,7 @@ log = logging.getLogger("specbranch")
 
 RunnerName = Literal["auto", "native", "transformers"]
 RUNNERS = ("auto", "native", "transformers")
-EXECUTORS = ("serial", "process")
+EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -92,6 +93,8 @@ def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorN
         raise unknown("executor", str(executor), EXECUTORS)
     if clock is not None and executor != "serial":
         raise BadParameter(f"A clock models how draft and target overlap, so executor {executor!r} has no place beside it. Leave one out.")
+    if executor == "streams" and torch_device(target) == "cpu":
+        raise _not_beside("on the CPU")
     draft = draft and beside(draft, target.name)
     if draft is not None and executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
@@ -227,10 +230,20 @@ def make_executor(
     vocabulary = min(shared, verifier.runner.vocabulary)
     if name == "process":
         return Process(verifier, drafter_recipe(draft, vocabulary))
+    if name == "streams" and getattr(verifier.runner, "note", None) is None:
+        raise _not_beside(f"by {type(verifier.runner).__name__}")
     drafter = make_drafter(draft, vocabulary, verifier.runner)
     if clock is None:
-        return Serial(verifier, drafter)
+        return (Streams if name == "streams" else Serial)(verifier, drafter)
     return VirtualClock(verifier, MeteredDrafter(drafter.runner), clock)
+
+
+def _not_beside(how: str) -> BadParameter:
+    """Say why nothing could be drafted beside a target."""
+    return BadParameter(
+        f"Executor 'streams' drafts while the target works by itself on a GPU; this target is run {how}. "
+        "Run it on a GPU by the native runner (--device cuda), or use --executor process."
+    )
 
 
 def cost_profile(clock: str | None, target: str, draft: str | None, force: bool = False) -> CostProfile | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import ModelChoice, RunnerName, assemble, circumstances, cost_profile, make_forecaster
-from specbranch.config import ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
+from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
@@ -82,7 +82,7 @@ class LLM:
         """
         self.target, named = chosen_models(pair, target, draft)
         profile = cost_profile(clock, self.target, named, force_profile)
-        self._overlap = executor == "process" or (profile is not None and profile.overlap)
+        self._overlap = executor in AT_ONCE or (profile is not None and profile.overlap)
         self._take_method(_config(speculative, method), named is not None)
         self.max_batch = _batch_size(max_batch)
         choice = ModelChoice(self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens, weights=weights)

@@ -18,6 +18,7 @@ from specbranch.core.session import Session
 from specbranch.errors import CacheFull
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
+from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
@@ -54,11 +55,12 @@ def on_clock() -> VirtualClock:
     return VirtualClock(small_verifier(), MeteredDrafter(ToyRunner(law(DRIFT))), PROFILE)
 
 
-@pytest.fixture(params=["serial", "process", "clock"])
+@pytest.fixture(params=["serial", "process", "streams", "clock"])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     makers: dict[str, Callable[[], Executor]] = {
         "serial": lambda: Serial(small_verifier(), make_drafter(DRIFT)),
         "process": lambda: Process(small_verifier(), drafter_recipe(DRIFT)),
+        "streams": lambda: Streams(small_verifier(), make_drafter(DRIFT)),
         "clock": on_clock,
     }
     made = makers[request.param]()

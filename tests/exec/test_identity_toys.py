@@ -45,6 +45,7 @@ from toybench import (
     plainly,
     process,
     serial,
+    streams,
     total,
     virtual_clock,
     wandering,
@@ -54,7 +55,7 @@ TEMPERATURES = (0.0, 0.7, 1.3)
 DRIFTS = (0.08, 0.3, 0.8)
 SEEDS = 24
 BY_NGRAMS = {"lookup": 2, "lookahead": 3}  # without a draft: the vocabulary of texts in which n-grams recur, and do not end too soon
-KINDS = ("serial", "process", "process until target", "clock", "clock until target")
+KINDS = ("serial", "process", "process until target", "streams", "streams until target", "clock", "clock until target")
 FORKING = ("pearl", "confidence")  # the methods that can draft until the target is done
 ENOUGH = 100
 
@@ -200,6 +201,8 @@ def executor_of() -> Iterator[Callable[[str, float, int], Executor]]:
                 return serial(drift, vocabulary)
             if kind.startswith("clock"):
                 return virtual_clock(drift, vocabulary)
+            if kind.startswith("streams"):
+                return streams(drift, vocabulary)
             # An instant target would be done before the draft has begun, and no branch would grow.
             seconds = (0.001, 0.00005) if kind.endswith("until target") else (0.0, 0.0)
             return child(drift, vocabulary, *seconds)
@@ -267,7 +270,7 @@ def test_thousands_of_runs_are_compared() -> None:
     assert sum(len(cell.cases()) * len(cell.drafts) for cell in CELLS) >= 3000
 
 
-@pytest.mark.parametrize("kind", ["serial", "process", "clock"])
+@pytest.mark.parametrize("kind", ["serial", "process", "streams", "clock"])
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence"])
 def test_a_perfect_draft_is_never_rejected(method: str, kind: str, executor_of: Callable[[str, float, int], Executor]) -> None:
     """Faults on the draft's side cannot change the output; here they show, since draft and target share law and noise."""
@@ -280,7 +283,7 @@ def test_a_perfect_draft_is_never_rejected(method: str, kind: str, executor_of: 
         assert total(sessions, "branch_hits_other") == 0
 
 
-@pytest.mark.parametrize("kind", tiered(("serial", "process", "clock"), "serial".__eq__))
+@pytest.mark.parametrize("kind", tiered(("serial", "process", "streams", "clock"), "serial".__eq__))
 @pytest.mark.parametrize("method", PLANNED)
 def test_a_perfect_draft_is_never_rejected_by_a_planner(method: str, kind: str, executor_of: Callable[[str, float, int], Executor]) -> None:
     """What the draft likes best is what the target says, in the tree and at every branch; an end ends what is looked up, too."""
@@ -302,7 +305,7 @@ def ratio_case(seed: int, temperature: float) -> Case:
 
 
 @pytest.mark.parametrize("heads", ["sampled", "top"])
-@pytest.mark.parametrize("kind", ["process", "clock"])
+@pytest.mark.parametrize("kind", ["process", "streams", "clock"])
 @pytest.mark.parametrize("method", tiered(BY_RATIO, ("pearl", "lookahead").__contains__))
 def test_under_ratio_every_executor_gives_what_serial_gives(
     method: str, kind: str, heads: HeadKind, executor_of: Callable[[str, float, int], Executor]

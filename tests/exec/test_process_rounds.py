@@ -128,10 +128,10 @@ def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> Non
     drafter, text = Counted(ToyRunner(law(0.1))), [1, 2, 3, 4]
     for session in range(3):
         drafter.open(session, request())
-    draft_or_whole(drafter, {session: Draft(Context(0, (1, 2, 3)), Plan(2)) for session in range(3)}, never, {})
+    draft_or_whole(drafter, {session: Draft(Context(0, (1, 2, 3)), Plan(2)) for session in range(3)}, never, lambda heads: None)
     drafter.leave(1)
     drafter.open(1, request())
-    draft_or_whole(drafter, {session: Draft(Context(3, (4,), text), Plan(2)) for session in range(3)}, never, {})
+    draft_or_whole(drafter, {session: Draft(Context(3, (4,), text), Plan(2)) for session in range(3)}, never, lambda heads: None)
     assert drafter.whole == {1}
 
 
@@ -141,7 +141,7 @@ def test_a_text_that_has_outgrown_the_draft_is_not_sent_again_and_again() -> Non
     text = [1, 2, 3, 4, 5]
     told = []
     for base in (0, 5, 6):
-        draft_or_whole(drafter, {0: Draft(Context(base, tuple(text[base:]), text), Plan(2))}, never, {})
+        draft_or_whole(drafter, {0: Draft(Context(base, tuple(text[base:]), text), Plan(2))}, never, lambda heads: None)
         told.append(drafter.whole)
         text.append(1)
     assert told == [{0}, set(), set()]

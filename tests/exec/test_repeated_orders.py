@@ -29,6 +29,7 @@ from toybench import (
     process,
     run_out,
     serial,
+    streams,
     virtual_clock,
     wandering,
 )
@@ -39,6 +40,7 @@ METHODS_TRIED = ("autoregressive", "speculative", "adaptive", "pearl", "specbran
 EXECUTORS: dict[str, Callable[[], Executor]] = {
     "serial": lambda: serial(DRIFT),
     "process": lambda: process(DRIFT),
+    "streams": lambda: streams(DRIFT),
     "clock": lambda: virtual_clock(DRIFT),
 }
 

@@ -95,6 +95,7 @@ def test_a_row_has_the_same_bits_among_many(count: int, runner: NativeRunner) ->
     for seq, text in enumerate(texts):
         runner.open(seq, GREEDY)
         runner.extend(seq, text)
+    torch.cuda.synchronize()
     runner.memory.data[runner._held[1].table.pages[0], :, :, :, 0] = float("nan")
     feeds = [Feed(seq, (seq % 300,), (ROOT,)) for seq in range(count)]
     alone = [runner.score([feed])[0][0] for feed in feeds if feed.seq % 17 == 0]
@@ -106,6 +107,7 @@ def test_a_row_has_the_same_bits_among_many(count: int, runner: NativeRunner) ->
     for seq in range(count):
         runner.close(seq)
     runner.memory.data.nan_to_num_(0.0)
+    torch.cuda.synchronize()  # the runner has a stream of its own
 
 
 @pytest.mark.parametrize("shaping", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.3}], ids=str)

@@ -54,6 +54,7 @@ def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
     places = runner._held[seq].table.flat(np.arange(len(text)))
+    torch.cuda.synchronize()  # it was read on the runner's own stream
     return runner.memory.data[torch.from_numpy(places // PAGE), :, :, :, torch.from_numpy(places % PAGE)].cpu()
 
 

@@ -208,7 +208,7 @@ class Counting(GpuRunner):
             self.crossing("verify", begun)
             return found
 
-        return counted
+        return Verdicts(counted)
 
 
 @pytest.mark.parametrize("shaping", ["greedy", "hot", "everything"])

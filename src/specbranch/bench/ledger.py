@@ -138,7 +138,7 @@ class BookingPlayer(Player):
 
     def _executor(self, profile: CostProfile, knows: bool, guesses: bool) -> VirtualClock:
         made = super()._executor(profile, knows, guesses)
-        return _Rounds(made.target, made.draft, profile)
+        return _Rounds(made.target, made.metered, profile)
 
 
 class _Meter(CostProfile):

@@ -131,7 +131,7 @@ class RecordedRunner(Places[int]):
             texts = [self._slots[trials[at].seq].sequence(trials[at].root) for at in astray]
             for at, token in zip(astray, self._beyond(texts), strict=True):
                 judged[at] = Judged((), token)
-        return lambda: judged
+        return Verdicts(lambda: judged)
 
     def _judged(self, trial: Trial) -> Judged:
         marks = [self._marks[trial.seq][trial.node(n)] for n in range(ROOT, len(trial.nodes))]

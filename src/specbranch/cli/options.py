@@ -102,7 +102,12 @@ SPECULATION = (
         metavar="DIR",
         help="H-RAD for policy paper, as `specbranch train-predictor` writes it [the pair's own, if it has a name].",
     ),
-    _speculation("--executor", metavar="NAME", help="serial, or process: the draft in a process of its own, beside the target [serial]."),
+    _speculation(
+        "--executor",
+        metavar="NAME",
+        help="serial; process: the draft in a process of its own, beside the target; streams: both here, side by side, with a target on a "
+        "GPU and the draft on the same, another, or the CPU [serial].",
+    ),
     _speculation(
         "--no-experience",
         "keep_experience",

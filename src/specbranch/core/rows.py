@@ -97,7 +97,7 @@ class RowRunner(Generic[Row]):
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Read new nodes, and judge when the verdicts are called for."""
         self.score(work)
-        return lambda: [self._judged(trial) for trial in trials]
+        return Verdicts(lambda: [self._judged(trial) for trial in trials])
 
     def knows(self, seq: int, node: int) -> bool:
         """Whether a node still has its row."""

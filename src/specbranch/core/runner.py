@@ -92,7 +92,20 @@ class Judged:
     said: tuple[float, ...] | None = None
 
 
-Verdicts = Callable[[], list[Judged]]  # waits for the model
+def _at_once() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What a verification finds: calling it waits for the model, `ready` tells whether there is anything to wait for."""
+
+    found: Callable[[], list[Judged]]
+    ready: Callable[[], bool] = _at_once
+
+    def __call__(self) -> list[Judged]:
+        """Wait, and tell."""
+        return self.found()
 
 
 class Runner(Protocol):

@@ -5,8 +5,9 @@ Owns how lanes fork and grow. Invariant under the ratio rule: what a lane keeps 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,6 +20,10 @@ from specbranch.exec.grower import Done, grow
 from specbranch.exec.worker import Worker, chain_after
 
 Announce = Callable[[dict[int, Branch]], None]  # told of the sessions' first heads as soon as they are drawn, where there are any
+
+
+class NoNumber(RuntimeError):
+    """The draft is unsound: how sure it is of what it proposes is no number."""
 
 
 def never() -> bool:
@@ -70,6 +75,13 @@ class Drafter(Worker):
         trees = {session: order for session, order in orders.items() if isinstance(order, Grow)}
         chains = {session: order for session, order in orders.items() if isinstance(order, Draft)}
         return {**(self._branches(chains, done, announce) if chains else {}), **(self._trees(trees, done) if trees else {})}
+
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        """Feed nodes and ask about some; raises NoNumber where the answer is none."""
+        found = super().propose(work, asks)
+        if any(math.isnan(proposal.confidence) for proposal in found):
+            raise NoNumber("it is sure of its tokens to a degree that is no number")
+        return found
 
     def _trees(self, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
         """Grow trees; one that has come out of reach stays as it is."""

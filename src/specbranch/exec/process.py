@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
+from specbranch.exec.halves import Stretch, parted, reports_of
 from specbranch.exec.messages import (
     Broken,
     HeadsDrawn,
@@ -160,27 +161,17 @@ class Process:
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round, both models at once."""
-        drafts = {session: o.draft for session, o in orders.items() if o.draft}
+        drafts, verifies = parted(orders)
         work = self._begin(drafts)
-        start, fed = self.now(), self.target.rows_fed
-        scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
+        timed = Stretch(self.target, self.now)
+        scored, failed = self.target.score(verifies)
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, (work.heads if work else None) or {})
-        span = Span(start, self.now(), self.target.rows_fed - fed)
+        timed.end()
         self._target_done(work)  # not before: a forward may have been launched only, and it is judging that waits for a device
         self._await_branches(work)
-        made = work.made if work else None
-        return {
-            session: Reports(
-                **as_drafted(made.get(session, ()) if made else ()),
-                verdict=verdicts.get(session),
-                drafting=work.span if work and session in drafts else None,
-                verifying=span if order.verify else None,
-                draft_lost=session in drafts and made is None,
-                error=failed.get(session),
-            )
-            for session, order in orders.items()
-        }
+        made, drafting = (work.made, work.span) if work else (None, None)
+        return reports_of(orders, made or {}, verdicts, failed, drafting, timed.span(), drafts if made is None else ())
 
     def leave(self, session: int) -> None:
         """Free what a session holds."""

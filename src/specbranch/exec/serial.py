@@ -1,30 +1,37 @@
 """Both models one after the other in this process: the reference that every other executor must equal.
 
-Owns no state besides its workers.
+Owns, besides its workers, which sessions go on without a draft. Invariant: a draft that fails never loses a request: those it was at work
+for are decoded plainly from then on.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, Verify, as_drafted
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports
 from specbranch.core.request import Request
-from specbranch.exec.drafter import Drafter, never
+from specbranch.exec.drafter import Announce, Drafter, never
 from specbranch.exec.grower import Done
+from specbranch.exec.halves import Stretch, Verifying, parted, reports_of
 from specbranch.exec.verifier import Verifier
+from specbranch.exec.worker import Worker
+
+log = logging.getLogger("specbranch")
 
 
 class Serial:
     """Drafts, then verifies."""
 
-    restarts = 0  # a worker in this process is never lost
+    restarts = 0  # a worker in this process is never made anew
 
     def __init__(self, target: Verifier, draft: Drafter | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.target = target
         self.draft = draft
         self.now = clock
+        self._without: set[int] = set()  # sessions whose draft has failed
 
     def open(self, session: int, request: Request) -> None:
         """Prepare both workers for a session."""
@@ -34,35 +41,18 @@ class Serial:
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round."""
+        drafts, verifies = parted(orders)
         heads: dict[int, Branch] = {}
-        drafts = {session: o.draft for session, o in orders.items() if o.draft}
-        drafted = self._drafts(drafts, heads)
-        verified = self._verifies({session: o.verify for session, o in orders.items() if o.verify}, heads)
-        none = Reports()
-        return {s: _both(drafted.get(s, none), verified.get(s, none)) for s in orders}
-
-    def _drafts(self, orders: dict[int, DraftOrder], heads: dict[int, Branch]) -> dict[int, Reports]:
-        """Draft for all sessions; notes each one's first head in `heads`."""
-        if not orders or not self.draft:
-            return {}
-        start, fed = self.now(), self.draft.rows_fed
-        drafted = draft_or_whole(self.draft, orders, never, heads)
-        span = Span(start, self.now(), self.draft.rows_fed - fed)
-        return {session: Reports(**as_drafted(drafted[session]), drafting=span) for session in orders}
-
-    def _verifies(self, orders: dict[int, Verify], heads: Mapping[int, Branch]) -> dict[int, Reports]:
-        """Verify for all sessions."""
-        if not orders:
-            return {}
-        start, fed = self.now(), self.target.rows_fed
-        scored, failed = self.target.score(orders, heads)
-        verdicts = self.target.judge(scored, heads)
-        span = Span(start, self.now(), self.target.rows_fed - fed)
-        reports = {session: Reports(verdict=verdict, verifying=span) for session, verdict in verdicts.items()}
-        return reports | {session: Reports(verifying=span, error=error) for session, error in failed.items()}
+        made, drafting = self._drafted(drafts, never, heads.update)
+        timed = self._stretch(self.target)
+        verifying = Verifying(self.target, verifies, heads, timed)
+        verdicts = verifying.judged()
+        spans = drafting.span() if drafting else None, timed.span()
+        return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without)
 
     def leave(self, session: int) -> None:
         """Free what a session holds."""
+        self._without.discard(session)
         self.target.leave(session)
         if self.draft:
             self.draft.leave(session)
@@ -70,15 +60,34 @@ class Serial:
     def close(self) -> None:
         """Nothing to stop."""
 
+    def _stretch(self, worker: Worker) -> Stretch:
+        return Stretch(worker, self.now)
 
-def _both(drafted: Reports, verified: Reports) -> Reports:
-    return replace(verified, branches=drafted.branches, tree=drafted.tree, drafting=drafted.drafting)
+    def _drafted(self, orders: dict[int, DraftOrder], done: Done, announce: Announce) -> tuple[dict[int, Drafted], Stretch | None]:
+        """Draft for all sessions that have a draft; nothing is timed where there is none."""
+        orders = {session: order for session, order in orders.items() if session not in self._without}
+        if not orders or not self.draft:
+            return {}, None
+        timed = self._stretch(self.draft)
+        made = self._attempt(self.draft, orders, done, announce)
+        timed.end()
+        return made, timed
+
+    def _attempt(self, drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce) -> dict[int, Drafted]:
+        """Draft; where a device has no memory left, or a model makes no sense, these sessions go on without."""
+        try:
+            return draft_or_whole(drafter, orders, done, announce)
+        except RuntimeError as error:  # as all are that torch raises
+            self._without |= orders.keys()
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            log.warning("The draft failed (%s); %d request(s) go on without it, in plain decoding.", said, len(orders))
+            return {}
 
 
-def draft_or_whole(drafter: Drafter, orders: dict[int, DraftOrder], done: Done, heads: dict[int, Branch]) -> dict[int, Drafted]:
+def draft_or_whole(drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce) -> dict[int, Drafted]:
     """Draft; a worker that has lost a sequence is told it whole."""
     stale = {session for session, order in orders.items() if drafter.stale(session, order.on)}
-    return drafter.draft(told_whole(orders, stale), done, heads.update)
+    return drafter.draft(told_whole(orders, stale), done, announce)
 
 
 def told_whole(orders: Mapping[int, DraftOrder], stale: Container[int]) -> dict[int, DraftOrder]:

@@ -1,6 +1,7 @@
 """Verifying: carries out Verify orders of several sessions in one forward, judged by the request's rule where the model is.
 
-Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts once a sampled head is known.
+Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts once a sampled head is known. Between
+them heads may be told (`tell`), so that a device goes on with judging by itself.
 Invariant: after a verdict the target's cache holds the accepted path as committed prefix, token i at place i.
 """
 
@@ -26,6 +27,12 @@ class Scored:
     told: tuple[Trial, ...]
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
+    last: Verdicts | None = None  # of those that waited, once they were told their heads
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is under way any more."""
+        return self.verdicts.ready() and (self.last is None or self.last.ready())
 
     def __contains__(self, session: int) -> bool:
         return any(trial.seq == session for trial in (*self.judged, *self.waiting))
@@ -61,15 +68,21 @@ class Verifier(Worker):
         self._count(work)
         return Scored(judged, tuple(told), self.runner.verify(work, (*judged, *told)), waiting), failed
 
+    def tell(self, scored: Scored, heads: Mapping[int, Branch]) -> Scored:
+        """Start to judge those that waited for their heads, which are as for `score`."""
+        waiting = tuple(_with_head(trial, heads) for trial in scored.waiting)
+        return replace(scored, waiting=waiting, last=self.runner.verify((), waiting) if waiting else Verdicts(list))
+
     def judge(self, scored: Scored, heads: Mapping[int, Branch]) -> dict[int, Verdict]:
-        """Decide each order; `heads` as for `score`, for those that were not told there."""
-        waiting = [_with_head(trial, heads) for trial in scored.waiting]
+        """Decide each order; `heads` as for `score`, for those that were told none so far."""
         found = scored.verdicts()
-        judged = [*found[: len(scored.judged)], *(self.runner.verify((), waiting)() if waiting else ())]
+        scored = scored if scored.last else self.tell(scored, heads)
+        assert scored.last
+        judged = [*found[: len(scored.judged)], *scored.last()]
         said: dict[int, list[int]] = {}
         for trial, one in zip(scored.told, found[len(scored.judged) :], strict=True):
             said.setdefault(trial.seq, []).append(one.token)
-        trials = (*scored.judged, *waiting)
+        trials = (*scored.judged, *scored.waiting)
         return {t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in zip(trials, judged, strict=True)}
 
     def margin(self, session: int, tokens: Sequence[int], first: int, second: int) -> float:

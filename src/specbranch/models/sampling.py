@@ -43,6 +43,7 @@ class TorchSampler:
         self.vocabulary = vocabulary
         self._noise = noise or Noise()
         self._transfer = transfer or Transfer(torch.device("cpu"))
+        self._ids = torch.arange(0)
 
     def pick(self, rows: Sequence[TensorRow], spots: Sequence[Spot]) -> list[int]:
         """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
@@ -129,12 +130,18 @@ class TorchSampler:
             return None
         width = shaped.shape[-1]
         if shaped.device.type != "cpu":
-            return sample.noise_of(asked, self._noise.ids(width, shaped.device) if columns is None else columns.ids[:width])
+            return sample.noise_of(asked, self._first_ids(width, shaped.device) if columns is None else columns.ids[:width])
         silent = [spot.request.greedy or spot.request.by_ratio for spot in spots]  # what such a row gets is not added to it
         noisy = spots[silent.index(False)]
         places = places_of([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
         rows = self._noise.rows(places, width) if columns is None else [row[:width] for row in self._noise.rows_of(places, columns)]
         return rows[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(rows)
+
+    def _first_ids(self, width: int, device: torch.device) -> Tensor:
+        """The first token ids on a GPU: this sampler's own, as others may be at work there on other streams."""
+        if len(self._ids) < width or self._ids.device != device:
+            self._ids = torch.arange(width, device=device)
+        return self._ids[:width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +177,8 @@ def told(line: list[float], top: int) -> TokenLogprobs:
 
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
     confidence, ranked = packed[0], _ranked(_entries_of(packed[1:]))
+    if math.isnan(confidence):
+        return Proposal((), confidence)  # a model whose numbers are none: its worker gives it up
     if not spot.request.by_ratio:
         best = ranked[: ask.width]
         return Proposal(tuple(token for token, _ in best), confidence, odds=tuple(math.exp(score - best[0][1]) for _, score in best))

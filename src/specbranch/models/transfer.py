@@ -16,6 +16,17 @@ ALIGNED = 16  # bytes: where an array may begin
 BUFFERS = 4  # that copies may be under way from at once
 
 
+class Reading:
+    """Numbers on their way from a device: calling waits for them, `ready` tells whether there is anything to wait for."""
+
+    def __init__(self, arrived: Callable[[], np.ndarray], ready: Callable[[], bool]) -> None:
+        self._arrived, self.ready = arrived, ready
+
+    def __call__(self) -> np.ndarray:
+        """Wait, and return them."""
+        return self._arrived()
+
+
 class Transfer:
     """Copies between the host and one device; on a CPU nothing has to be copied."""
 
@@ -57,16 +68,24 @@ class Transfer:
         """Wait for the device, and read."""
         return self.later(found)()
 
-    def later(self, found: Tensor) -> Callable[[], np.ndarray]:
+    def later(self, found: Tensor) -> Reading:
         """Start to read; who calls what is returned waits for it. What is written to `found` later is not seen."""
         if self.device.type == "cpu":
             held = found.clone()
-            return lambda: self._read(held)
+            return Reading(lambda: self._read(held), _here_already)
         held = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         held.copy_(found, non_blocking=True)
+        done = self._passed()
+        return Reading(lambda: self._read(held, done), done.query)
+
+    def passed(self) -> Callable[[], bool]:
+        """Return what tells, without waiting, whether the device has done all that it was given so far."""
+        return _here_already if self.device.type == "cpu" else self._passed().query
+
+    def _passed(self) -> torch.cuda.Event:
         done = _event()
         done.record(torch.cuda.current_stream(self.device))
-        return lambda: self._read(held, done)
+        return done
 
     def _read(self, held: Tensor, done: torch.cuda.Event | None = None) -> np.ndarray:
         self.reads += 1
@@ -90,6 +109,10 @@ def as_numpy(held: Tensor) -> np.ndarray:
     """Return a tensor of the host as an array of the same memory."""
     numbers: np.ndarray = held.numpy()
     return numbers
+
+
+def _here_already() -> bool:
+    return True
 
 
 def _event() -> torch.cuda.Event:

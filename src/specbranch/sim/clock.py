@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, as_drafted
-from specbranch.core.request import Request
+from specbranch.core.orders import Branch, Orders, Reports, Span
 from specbranch.core.runner import Feed
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.serial import draft_or_whole
+from specbranch.exec.halves import parted, reports_of
+from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.profile import CostProfile
 
@@ -69,67 +69,33 @@ class MeteredDrafter(Drafter):
         super()._extend(session, tokens)
 
 
-class VirtualClock:
-    """Both models on a virtual clock."""
-
-    restarts = 0
+class VirtualClock(Serial):
+    """Both models on a virtual clock, which has seconds since it was made."""
 
     def __init__(self, target: Verifier, draft: MeteredDrafter | None, profile: CostProfile) -> None:
-        self.target = target
-        self.draft = draft
+        super().__init__(target, draft, lambda: self._now)
         self.profile = profile
+        self.metered = draft
         self._now = 0.0
-
-    def now(self) -> float:
-        """Virtual seconds since the executor was made."""
-        return self._now
-
-    def open(self, session: int, request: Request) -> None:
-        """Prepare both workers for a session."""
-        self.target.open(session, request)
-        if self.draft:
-            self.draft.open(session, request)
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round and charge it."""
         charge, heads = Charge(self.profile), dict[int, Branch]()
+        drafts, verifies = parted(orders)
         fed, held = self.target.rows_fed, self._held(orders)
-        scored, failed = self.target.score({session: o.verify for session, o in orders.items() if o.verify})
+        scored, failed = self.target.score(verifies)
         verified = self.target.rows_fed - fed
         charge.verified(verified, held)
-        made, drafted = self._drafts({session: o.draft for session, o in orders.items() if o.draft}, charge, heads)
+        if self.metered:
+            self.metered.charge = charge
+        made, timed = self._drafted(drafts, charge.target_done, heads.update)
         verdicts = self.target.judge(scored, heads)
         start, self._now = self._now, self._now + charge.seconds + self.profile.host
         begun = start + charge.target_start
-        return {
-            session: Reports(
-                **as_drafted(made.get(session, ())),
-                verdict=verdicts.get(session),
-                drafting=Span(start, start + charge.draft, drafted) if order.draft else None,
-                verifying=Span(begun, begun + charge.target, verified) if order.verify else None,
-                error=failed.get(session),
-            )
-            for session, order in orders.items()
-        }
-
-    def leave(self, session: int) -> None:
-        """Free what a session holds."""
-        self.target.leave(session)
-        if self.draft:
-            self.draft.leave(session)
-
-    def close(self) -> None:
-        """Nothing to stop."""
+        drafting = Span(start, start + charge.draft, timed.span().tokens if timed else 0)
+        return reports_of(orders, made, verdicts, failed, drafting, Span(begun, begun + charge.target, verified), self._without)
 
     def _held(self, orders: Mapping[int, Orders]) -> float:
         """How many tokens the target holds of a sequence it is about to verify, on average."""
         lengths = [len(self.target.slots(session).prefix) for session, order in orders.items() if order.verify]
         return statistics.fmean(lengths) if lengths else 0.0
-
-    def _drafts(self, orders: dict[int, DraftOrder], charge: Charge, heads: dict[int, Branch]) -> tuple[dict[int, Drafted], int]:
-        if not orders or not self.draft:
-            return {}, 0
-        self.draft.charge = charge
-        fed = self.draft.rows_fed
-        made = draft_or_whole(self.draft, orders, charge.target_done, heads)
-        return made, self.draft.rows_fed - fed

@@ -3,15 +3,18 @@
 Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph is started, and one read
 brings the answers. What a graph does not choose by itself (shaped logits, the ratio rule, laws, log-probabilities) is worked out behind it.
 Where plain decoding goes on, the next step is started before anybody asks for it. Invariants: nothing waits for the device but that read;
-places that are to move move before anything else is read or written.
+places that are to move move before anything else is read or written; all that a runner launches goes on its one stream (`_here`), so that
+two models work at once and nothing of one has to wait for the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +32,17 @@ from specbranch.models.gpu.choice import BEFORE, Chooser
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Choosing, brought_moves, most_moves, pack
 from specbranch.models.gpu.step import Graphs, Ran
+from specbranch.models.gpu.stream_clock import Moment, StreamClock
 from specbranch.models.kv import PAGE, Copy
+from specbranch.models.model import Network
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import proposed
 from specbranch.models.sheet import Arrays
+from specbranch.models.transfer import Reading
 
 PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
-Lines = Callable[[], np.ndarray]  # waits for the device
 
 
 @dataclass(slots=True)
@@ -46,7 +51,7 @@ class Ahead:
 
     rows: dict[int, int]  # by sequence
     places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
-    lines: Lines
+    lines: Reading
     tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
 
 
@@ -56,15 +61,44 @@ class GpuRunner(NativeRunner):
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
         self._fused = None
-        self._graphs = Graphs(step_of(decoder, self.memory), -(-(context_length + tail) // PAGE))
-        self._graphs.choose_with(self._chooser())
+        self._stream = _own_stream(self, self.device) if self.device.type == "cuda" else None
+        self._clock = None if self._stream is None else StreamClock(self._stream)
+        with self._in_turn():  # weights and pages were made on the caller's stream
+            self._graphs = Graphs(step_of(decoder, self.memory), -(-(context_length + tail) // PAGE))
+            self._graphs.choose_with(self._chooser())
         self._moves: list[tuple[int, np.ndarray, int]] = []  # still to be made: sequence, places, and the lowest that is written
         self._ahead: Ahead | None = None
+
+    @property
+    def note(self) -> Callable[[], Moment] | None:
+        """How to note the moment at which the device has done all it was given so far; nothing where it does not work by itself."""
+        return None if self._clock is None else self._clock.note
 
     def limit(self, vocabulary: int) -> None:
         """Never say a token from this id on, as one that is unknown to the other model."""
         super().limit(vocabulary)
-        self._graphs.choose_with(self._chooser())
+        with self._in_turn():
+            self._graphs.choose_with(self._chooser())
+
+    def probe(self, layers: int, network: Network | None) -> None:
+        """Have verdicts carry what a network makes of hidden states; see `TorchRunner`."""
+        with self._in_turn():
+            super().probe(layers, network)
+
+    def feed(self, work: Sequence[Feed]) -> None:
+        """Read new nodes of several sequences in one forward."""
+        with self._here():
+            super().feed(work)
+
+    def score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
+        """Read new nodes; returns one row a node, for the caller's stream to read."""
+        with self._in_turn():
+            return super().score(work)
+
+    def margin(self, seq: int, node: int, first: int, second: int) -> float:
+        """Return by how many logits `first` is preferred to `second` after a node; 0 is a tie."""
+        with self._here():
+            return super().margin(seq, node, first, second)
 
     @torch.inference_mode()
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
@@ -88,8 +122,8 @@ class GpuRunner(NativeRunner):
         if not asks:
             return []
         with self._here():
-            found = self.sampler.candidates([self._rows[ask.seq][ask.node] for ask in asks], spots, asks, sent)
-        return proposed(spots, asks, self.transfer.down(found))
+            found = self.transfer.later(self.sampler.candidates([self._rows[ask.seq][ask.node] for ask in asks], spots, asks, sent))
+        return proposed(spots, asks, found())
 
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
@@ -102,20 +136,21 @@ class GpuRunner(NativeRunner):
                 return self._verify_shaped(work, rows, trials, spots)
             lines, at = self._lines(work, rows, trials, spots, places)
             said = self._go_on(rows, trials, spots, at)
-        return lambda: _judged(trials, at, lines(), said)
+        return Verdicts(lambda: _judged(trials, at, lines(), said), lines.ready)
 
     def _chosen_rows(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> list[list[int]] | None:
         """The rows of each trial in the step, if a graph can choose at all of them and nothing else is wanted."""
         wanted = not trials or self._tapped or any(trial.logprobs is not None or trial.foretold for trial in trials)
+        wanted = wanted or {feed.seq for feed in work} != {trial.seq for trial in trials}  # others are judged later, by rows that are held
         if wanted or not self._is_one_step(rows) or not all(map(asking.is_chosen_in_graph, spots)):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
     def _lines(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], places: list[list[int]]
-    ) -> tuple[Lines, list[list[int]]]:
+    ) -> tuple[Reading, list[list[int]]]:
         """Start the step, unless it was started before; returns its lines, and which of them are the trials'."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not self._moves and _is_ahead(ahead, work, rows):
@@ -138,7 +173,7 @@ class GpuRunner(NativeRunner):
         self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
         return self._ahead.tokens
 
-    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Lines]:
+    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
         """Run rows as one step that chooses, and start to read what it says of each."""
         moves = self._moves_for(choosing)
         packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, self._graphs.step.least)
@@ -173,7 +208,7 @@ class GpuRunner(NativeRunner):
             arrays["choice"] = np.stack(asking.choosing_of(len(spots), enumerate(spots)))
         sent = self._launch(work, rows, arrays)
         if not trials:
-            return list
+            return Verdicts(list, self.transfer.passed())
         top = max((trial.logprobs for trial in trials if trial.logprobs is not None), default=None)
         of_trials = [self._rows[trial.seq][trial.node(index)] for trial in trials for index in range(ROOT, len(trial.nodes))]
         logits = self.sampler.logits(of_trials)
@@ -181,7 +216,7 @@ class GpuRunner(NativeRunner):
         said = self._probed(of_trials, tokens) if any(trial.foretold for trial in trials) else None
         lines = self.transfer.later(verdict.lines(logits, tokens, reached, top, said))
         told = [said is not None and row.states is not None for row in of_trials]
-        return lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told)
+        return Verdicts(lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told), lines.ready)
 
     def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
         """The token of every row by the match rule, over the whole vocabulary [rows]."""
@@ -290,18 +325,39 @@ class GpuRunner(NativeRunner):
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         self._ahead = None
-        self._up({})
-        super()._copy(copies)
+        with self._here():
+            self._up({})
+            super()._copy(copies)
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         self._ahead = None  # a page it wrote to may have been given back, and may be written to now
-        self._up({})
         with self._here():
+            self._up({})
             super()._extend(seq, tokens)
 
-    def _here(self) -> AbstractContextManager[None]:
-        """Have kernels launched on the runner's own device, whichever is the current one."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    def _here(self) -> AbstractContextManager[Any]:
+        """Have kernels launched on the runner's own stream, and so on its own device, whichever is the current one."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """The same, behind what the caller has launched and before what it launches next: for tensors that pass between the two."""
+        around = None if self._stream is None else torch.cuda.current_stream(self.device)
+        if self._stream is not None and around is not None:
+            self._stream.wait_stream(around)
+        try:
+            with self._here():
+                yield
+        finally:
+            if self._stream is not None and around is not None:
+                around.wait_stream(self._stream)
+
+
+def _own_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
+    """A stream that is waited for before what its owner holds is given back: a step that nobody asked for may still write there."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    weakref.finalize(owner, stream.synchronize).atexit = False
+    return stream
 
 
 def _is_ahead(ahead: Ahead, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:

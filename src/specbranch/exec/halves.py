@@ -1,0 +1,106 @@
+"""The two halves of a round as executors put them together: what is drafted, what is verified, and how long each took.
+
+Owns no model and no order of work; the executors say which half begins. Invariant: every session that ordered has a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, Verdict, Verify, as_drafted
+from specbranch.errors import SpecBranchError
+from specbranch.exec.verifier import Scored, Verifier
+from specbranch.exec.worker import Worker
+
+Moment = Callable[[], float]  # when something was, in seconds on the executor's clock; asked too early it says: now
+Note = Callable[[], Moment]  # notes the present moment, or the one at which a device comes to this
+
+
+class Stretch:
+    """A stretch of a worker's work: by the host's clock, or by that of a device, which notes moments as it comes to them."""
+
+    def __init__(self, worker: Worker, now: Callable[[], float], note: Note | None = None) -> None:
+        self.by_device = note is not None
+        self._worker, self._fed = worker, worker.rows_fed
+        self._note = note or _noted_by(now)
+        self._begun = self._ended = self._note()
+
+    def end(self) -> None:
+        """Note the end: by the host's clock when the work is done, by the device's when all of it was given to the device."""
+        self._ended = self._note()
+
+    def span(self) -> Span:
+        """How long it took, once the work is done."""
+        begun = self._begun()
+        return Span(begun, max(self._ended(), begun), self._worker.rows_fed - self._fed)
+
+
+class Verifying:
+    """The target's half of a round, under way until its verdicts are taken."""
+
+    def __init__(self, target: Verifier, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None, stretch: Stretch) -> None:
+        """Start the target; `heads` as for `Verifier.score`."""
+        self.failed: dict[int, SpecBranchError] = {}
+        self._target, self._stretch = target, stretch
+        self._scored: Scored | None = None  # where there is nothing to verify
+        if orders:
+            self._scored, self.failed = target.score(orders, heads)
+            self._launched()
+
+    def ready(self) -> bool:
+        """Whether taking the verdicts would wait for nothing."""
+        return self._scored is not None and self._scored.ready
+
+    def tell(self, heads: Mapping[int, Branch]) -> None:
+        """Start to judge what waited for its heads."""
+        if self._scored is not None and self._scored.waiting:
+            self._scored = self._target.tell(self._scored, heads)
+            self._launched()
+
+    def judged(self) -> dict[int, Verdict]:
+        """Wait for the verdicts."""
+        found = self._target.judge(self._scored, {}) if self._scored else {}
+        if not self._stretch.by_device:
+            self._stretch.end()
+        return found
+
+    def _launched(self) -> None:
+        if self._stretch.by_device:
+            self._stretch.end()
+
+
+def parted(orders: Mapping[int, Orders]) -> tuple[dict[int, DraftOrder], dict[int, Verify]]:
+    """What is to be drafted, and what is to be verified."""
+    drafts = {session: order.draft for session, order in orders.items() if order.draft}
+    return drafts, {session: order.verify for session, order in orders.items() if order.verify}
+
+
+def reports_of(
+    orders: Mapping[int, Orders],
+    made: Mapping[int, Drafted],
+    verdicts: Mapping[int, Verdict],
+    failed: Mapping[int, SpecBranchError],
+    drafting: Span | None,
+    verifying: Span | None,
+    lost: Container[int] = (),
+) -> dict[int, Reports]:
+    """Put both halves together; `lost` are sessions that have no draft, however much they ordered one."""
+    return {
+        session: Reports(
+            **as_drafted(made.get(session, ())),
+            verdict=verdicts.get(session),
+            drafting=drafting if order.draft and session not in lost else None,
+            verifying=verifying if order.verify else None,
+            draft_lost=order.draft is not None and session in lost,
+            error=failed.get(session),
+        )
+        for session, order in orders.items()
+    }
+
+
+def _noted_by(now: Callable[[], float]) -> Note:
+    def note() -> Moment:
+        moment = now()
+        return lambda: moment
+
+    return note
