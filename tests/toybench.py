@@ -26,7 +26,7 @@ from specbranch.core.policy import Policy
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed, Trial, Verdicts
 from specbranch.core.session import Session, Watcher
-from specbranch.core.slots import ROOT
+from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trace import Trace
 from specbranch.core.tree_rounds import growing
 from specbranch.core.trees import Growth, Tree
@@ -52,8 +52,8 @@ _numbers = itertools.count()
 class SlowRunner(ToyRunner):
     """A toy that takes a while for each forward, as a model does; `seconds` may be changed at any time."""
 
-    def __init__(self, law: ToyLaw, seconds: float = 0.0) -> None:
-        super().__init__(law)
+    def __init__(self, law: ToyLaw, seconds: float = 0.0, context_length: int = 4096, tail: int = TAIL) -> None:
+        super().__init__(law, context_length, tail)
         self.seconds = seconds
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
@@ -68,15 +68,13 @@ class SlowRunner(ToyRunner):
 
 
 class Deferred(SlowRunner):
-    """A target on a device that works by itself: its verdicts are there once they were asked for so often, or when they are waited for.
+    """A target on a device that works by itself: its verdicts are there once they were asked for more often than `polls` says, or when
+    they are waited for."""
 
-    `polls` may be a number, or drawn anew for each verification.
-    """
-
-    def __init__(self, law: ToyLaw, polls: Callable[[], int]) -> None:
-        super().__init__(law)
+    def __init__(self, law: ToyLaw, polls: Callable[[], int], context_length: int = 4096, tail: int = TAIL) -> None:
+        super().__init__(law, 0.0, context_length, tail)
         self.polls = polls
-        self.asked = 0  # whether verdicts are ready
+        self.asked = 0
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Read new nodes; the verdicts come later."""

@@ -27,6 +27,7 @@ from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
     Case,
+    Deferred,
     Ending,
     Timeless,
     answer,
@@ -60,7 +61,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     makers: dict[str, Callable[[], Executor]] = {
         "serial": lambda: Serial(small_verifier(), make_drafter(DRIFT)),
         "process": lambda: Process(small_verifier(), drafter_recipe(DRIFT)),
-        "streams": lambda: Streams(small_verifier(), make_drafter(DRIFT)),
+        "streams": lambda: Streams(Verifier(Deferred(law(), lambda: 2, CONTEXT, 32)), make_drafter(DRIFT)),
         "clock": on_clock,
     }
     made = makers[request.param]()

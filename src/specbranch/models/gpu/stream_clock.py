@@ -25,14 +25,18 @@ class StreamClock:
 
     def note(self) -> Moment:
         """Note the moment at which the stream has done all it was given so far."""
-        resting = self._stream.query()  # type: ignore[no-untyped-call]
+        resting = self._stream.query()
         event = self._recorded()
         if resting:
             self._tie = event, time.perf_counter()
         begun, seconds = self._tie
-        return lambda: seconds + begun.elapsed_time(event) / 1000 if begun.query() and event.query() else time.perf_counter()
+        return lambda: seconds + begun.elapsed_time(event) / 1000 if _is_past(begun) and _is_past(event) else time.perf_counter()
 
     def _recorded(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+
+def _is_past(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
