@@ -177,8 +177,8 @@ def told(line: list[float], top: int) -> TokenLogprobs:
 
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
     confidence, ranked = packed[0], _ranked(_entries_of(packed[1:]))
-    if math.isnan(confidence):
-        return Proposal((), confidence)  # a model whose numbers are none: its worker gives it up
+    if math.isnan(sum(packed)):  # where one logit is no number, it is among the best entries
+        return Proposal((), math.nan)
     if not spot.request.by_ratio:
         best = ranked[: ask.width]
         return Proposal(tuple(token for token, _ in best), confidence, odds=tuple(math.exp(score - best[0][1]) for _, score in best))
