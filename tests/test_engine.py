@@ -318,6 +318,10 @@ MISUSES: dict[str, tuple[Any, str]] = {
     "a number for a model": (lambda llm: LLM(5), "A model is named 5"),
     "no batch": (lambda llm: LLM("x", max_batch=0), "max_batch is 0"),
     "an unknown executor": (lambda llm: LLM("x", executor="proces"), "Did you mean 'process'"),
+    "streams without a GPU": (
+        lambda llm: LLM(llm.target, executor="streams", device="cpu"),
+        "this target is run on the CPU. Run",
+    ),
     "a list of settings": (lambda llm: LLM("x", speculative=[1]), "expected a SpeculativeConfig"),
     "a context in words": (lambda llm: LLM("x", context_length="12"), "context_length is '12'"),
     "another device": (lambda llm: LLM(llm.target, device="meta"), "Unknown device 'meta'"),
