@@ -26,12 +26,8 @@ from specbranch.models.native import load_native
 from test_streams_models import decode
 from tiny_models import saved, some_tokens, tiny
 
-ON_THE_HOST = {
-    "aten.detach.default",
-    "aten.resolve_conj.default",
-    "aten.resolve_neg.default",
-    "aten.to.dtype_layout",
-}  # what was read, as array
+# What was read, made an array.
+ON_THE_HOST = {"aten.detach.default", "aten.resolve_conj.default", "aten.resolve_neg.default", "aten.to.dtype_layout"}
 ON_THE_HOST |= {"aten.randint.low_generator"}  # a test's prompt
 
 
