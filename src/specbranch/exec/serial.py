@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, Verify, as_drafted
 from specbranch.core.request import Request
-from specbranch.exec.drafter import Drafter, never
-from specbranch.exec.grower import Done
+from specbranch.core.runner import Done
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.grower import never
 from specbranch.exec.verifier import Verifier
 
 
