@@ -20,7 +20,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, Growth, Node, Sapling
 from specbranch.models.batch import GROUP, Rows
 from specbranch.models.gpu.choice import BEFORE
-from specbranch.models.gpu.layout import GROUP_ROWS, ROOT_ROW, Bucket, Choosing, most_moves, pack, packed_size, views
+from specbranch.models.gpu.layout import ALIGNED, GROUP_ROWS, ROOT_ROW, Bucket, Choosing, most_moves, pack, packed_size, views
 from specbranch.models.kv import PAGE, Pool, Table
 
 NODES = 1024  # at most in a tree
@@ -33,7 +33,7 @@ LOST = 10.0  # seconds without a word from the device after which it is asked wh
 
 SCALARS = (
     "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature", "noisy",
-    "worth", "least", "free", "drag", "slower", "row", "children", "rows", "deepest", "most", "lanes", "room",
+    "worth", "least", "free", "drag", "slower", "row", "children", "rows", "deepest", "most", "lanes", "room", "planted",
 )  # fmt: skip
 FIELDS = (*Node._fields, "place", "known")  # of a node; place: in the tail, once it was read; known: the chances of its children, summed
 LOOKED = 2 * WORDS * STANDINGS
@@ -68,7 +68,7 @@ class DeviceTree:
         array[: len(SCALARS)] = (
             len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare, len(pages), moves.shape[1],
             noise[0], bool(noise[1]), growth.worth, growth.least, growth.free, growth.drag, growth.slower, growth.row, growth.children,
-            growth.rows, growth.deepest, growth.most, len(growth.step), room,
+            growth.rows, growth.deepest, growth.most, len(growth.step), room, len(nodes),
         )  # fmt: skip
         array[AT["now"]] = ROOT
         chances = growth.chances
@@ -131,7 +131,7 @@ class DeviceTree:
         across = 0 if lines is None else lines.shape[1]
         grow[(1,)](
             self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts, step.moves,
-            self._told, across, self._first, bucket.pages, num_warps=1, enable_fp_fusion=False,
+            self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self._first, bucket.pages, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _plainly(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
