@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -168,7 +169,7 @@ class GpuRunner(NativeRunner):
         """Read new nodes and start judging; the verdicts wait for the device."""
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
-            spots = [self._spot_of(trial, index) for trial in trials for index in range(ROOT, len(trial.nodes))]
+            spots = [spot for trial in trials for spot in self._spots_of(trial)]
             places = self._chosen_rows(work, rows, trials, spots)
             if places is None:
                 return self._verify_shaped(work, rows, trials, spots)
@@ -176,12 +177,22 @@ class GpuRunner(NativeRunner):
             said = self._go_on(rows, trials, spots, at)
         return lambda: _judged(trials, at, lines(), said)
 
+    def _spots_of(self, trial: Trial) -> list[Spot]:
+        """Where the tokens after a trial's root and after each of its nodes will stand."""
+        slots, request, root = self.slots(trial.seq), self._requests[trial.seq], trial.root
+        positions = [len(slots.prefix) if root == ROOT else slots.position(root) + 1]
+        for index in range(len(trial.nodes)):
+            positions.append(positions[trial.order.parent(index) + 1] + 1)
+        allowed = trial.allowed or [None] * len(positions)
+        nodes = (root, *trial.nodes)
+        return [Spot(request, at, partial(slots.sequence, node), 0, one) for at, node, one in zip(positions, nodes, allowed, strict=True)]
+
     def _chosen_rows(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> list[list[int]] | None:
         """The rows of each trial in the step, if a graph can choose at all of them and nothing else is wanted."""
         wanted = not trials or self._tapped or any(trial.logprobs is not None or trial.foretold for trial in trials)
-        if wanted or not self._is_one_step(rows) or not all(map(asking.is_chosen_in_graph, spots)):
+        if wanted or not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
@@ -202,7 +213,7 @@ class GpuRunner(NativeRunner):
             return None
         after = [Spot(spot.request, spot.position + 1, spot.history) for spot in spots]
         fits = all(part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for part in rows)
-        if not fits or not all(map(asking.is_chosen_in_graph, after)):
+        if not fits or not asking.are_chosen_in_graph(after):
             return None
         there = [Rows(part.table, [-1 - place], part.start + 1, part.start + 1, [1]) for part, (place,) in zip(rows, at, strict=True)]
         _, lines = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)

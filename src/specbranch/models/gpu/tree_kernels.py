@@ -258,7 +258,7 @@ def grow(state, lines, packed, groups, tables, own, counts, moves, told, across,
         fed += tl.sum(noted.to(tl.int32), 0)
         count = _sprout(state, nodes, lines, across, count, now, live)
     width = count * 0
-    if count <= SMALL:
+    if count <= SMALL:  # noqa: SIM108 (Triton has no such expression of two calls)
         width = _choose(state, nodes, count, fed, spent, SMALL)
     else:
         width = _choose(state, nodes, count, fed, spent, NODES)
