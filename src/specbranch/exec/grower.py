@@ -50,12 +50,12 @@ class _Plot:
 
     def next_nodes(self) -> list[int]:
         """Choose what to read in the next step."""
-        frontier = self.sapling.frontier(self.growth)[: self.worker.slots(self.session).room]
-        width = self.growth.pace(self.spent, [self.sapling.thirst(n) for n in frontier])
+        thirsty = self.sapling.thirsty(self.growth)[: self.worker.slots(self.session).room]
+        width = self.growth.pace(self.spent, [thirst for _, thirst in thirsty])
         if not width or not self.worker.make_room(self.session, width):
             return []
         self.spent += self.growth.seconds(self.spent, width)
-        return sorted(frontier[:width])
+        return sorted(n for n, _ in thirsty[:width])
 
     def feed(self, numbers: list[int]) -> Feed:
         """Give nodes their places; returns the work of a step."""

@@ -148,9 +148,9 @@ class DeviceTree:
         for row, n in enumerate(read):
             assert lines is not None
             sapling.sprout(n, growth, *_candidates(lines[int(now["asked"]) if n == ROOT else row].tolist(), growth.children))
-        frontier = sapling.frontier(growth)[:room]
-        chosen = growth.pace(now["spent"], [sapling.thirst(n) for n in frontier])
-        nexts = sorted(frontier[:chosen])
+        thirsty = sapling.thirsty(growth)[:room]
+        chosen = growth.pace(now["spent"], [thirst for _, thirst in thirsty])
+        nexts = sorted(n for n, _ in thirsty[:chosen])
         places += [-1] * (len(sapling.nodes) - count)
         for place, n in enumerate(nexts, tail):
             places[n] = place
