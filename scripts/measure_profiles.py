@@ -39,8 +39,8 @@ PAIRS = {"h200-68m-7b": ("68m", "7b"), "h200-68m-13b": ("68m", "13b"), "h200-1b-
 class Model:
     """A shape at work; `step` returns a captured forward over some rows, with the choice of a token for each."""
 
-    def __init__(self, name: str, context: int) -> None:
-        self.shaped = Shaped(name, torch.device("cuda"), context, sequences=MOST_ROWS // 16 + len(ROWS) + len(WIDTHS))
+    def __init__(self, name: str, context: int, sequences: int = 1) -> None:
+        self.shaped = Shaped(name, torch.device("cuda"), context, sequences)
         step = step_of(self.shaped.decoder, self.shaped.memory)
         self._graphs = Graphs(step, self.shaped.pool.pages, chooser=Chooser(step.picks, self.shaped.arch.vocabulary))
 
@@ -105,7 +105,7 @@ def measured(name: str, context: int) -> dict[str, Any]:
     far = {"draft": {1: alone(long[0].draft(1))}, "target": {rows: alone(long[1].forward(rows)) for rows in (1, 16)}}
     del long
     torch.cuda.empty_cache()
-    draft, target = (Model(shape, context) for shape in PAIRS[name])
+    draft, target = (Model(shape, context, MOST_ROWS // 16) for shape in PAIRS[name])
     forward, step = {rows: target.forward(rows) for rows in ROWS}, {width: draft.draft(width) for width in WIDTHS}
     target_seconds = {rows: alone(replay) for rows, replay in forward.items()}
     draft_seconds = {rows: alone(replay) for rows, replay in step.items()}
@@ -126,7 +126,7 @@ def profile_of(found: dict[str, Any], context: int) -> dict[str, Any]:
         "pair": f"Llama shapes of {small.upper()} (draft) and {large.upper()} (target)",
         "hardware": "one H200",
         "note": (
-            f"Measured by scripts/measure_profiles.py: random weights, bfloat16, the project's kernels under CUDA graphs, torch {torch.__version__}, "
+            f"Measured by scripts/measure_profiles.py: random weights, bfloat16, kernels under CUDA graphs, torch {torch.__version__}, "
             f"{context} tokens of context; both at once on two streams, {BESIDE} rows verified. No time outside the models."
         ),
         "context": context,
