@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Sparse
-from specbranch.core.runner import Ask, Feed, Proposal
+from specbranch.core.runner import Ask, Done, Feed, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
-from specbranch.exec.grower import Done, grow
+from specbranch.exec.grower import grow, never
 from specbranch.exec.worker import Worker, chain_after
 
 Announce = Callable[[dict[int, Branch]], None]  # told of the sessions' first heads as soon as they are drawn, where there are any
@@ -24,11 +24,6 @@ Announce = Callable[[dict[int, Branch]], None]  # told of the sessions' first he
 
 class NoNumber(RuntimeError):
     """The draft is unsound: how sure it is of what it proposes is no number."""
-
-
-def never() -> bool:
-    """The target is never done first."""
-    return False
 
 
 @dataclass(slots=True)
@@ -79,14 +74,15 @@ class Drafter(Worker):
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Feed nodes and ask about some; raises NoNumber where the answer is none."""
         found = super().propose(work, asks)
-        if any(math.isnan(proposal.confidence) for proposal in found):
-            raise NoNumber("it is sure of its tokens to a degree that is no number")
+        _check(proposal.confidence for proposal in found)
         return found
 
     def _trees(self, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
         """Grow trees; one that has come out of reach stays as it is."""
         within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order, 1)}
-        return {session: order.tree for session, order in orders.items()} | grow(self, within, done)
+        grown = grow(self, within, done)
+        _check(node.said for tree in grown.values() for node in tree.nodes)  # one that a device grew by itself was not asked
+        return {session: order.tree for session, order in orders.items()} | grown
 
     def _branches(self, orders: Mapping[int, Draft], done: Done, announce: Announce | None) -> dict[int, tuple[Branch, ...]]:
         lanes = self._forked(orders)
@@ -176,6 +172,11 @@ class Drafter(Worker):
         asks = [Ask(lane.session, lane.node, measure=lane.order.plan.measure, attempt=lane.order.number) for lane in lanes]
         for lane, proposal in zip(lanes, self.propose(work, asks), strict=True):
             lane.extend(proposal)
+
+
+def _check(numbers: Iterable[float]) -> None:
+    if math.isnan(sum(numbers)):
+        raise NoNumber("it is sure of its tokens to a degree that is no number")
 
 
 def _asks(session: int, order: Draft, line: list[int]) -> list[Ask]:

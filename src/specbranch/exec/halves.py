@@ -75,6 +75,13 @@ def parted(orders: Mapping[int, Orders]) -> tuple[dict[int, DraftOrder], dict[in
     return drafts, {session: order.verify for session, order in orders.items() if order.verify}
 
 
+def do_meanwhile(orders: Mapping[int, Orders]) -> None:
+    """Do what was put off, now that the target works."""
+    for order in orders.values():
+        if order.meanwhile:
+            order.meanwhile()
+
+
 def reports_of(
     orders: Mapping[int, Orders],
     made: Mapping[int, Drafted],

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports
 from specbranch.core.request import Request
-from specbranch.exec.drafter import Announce, Drafter, never
-from specbranch.exec.grower import Done
-from specbranch.exec.halves import Stretch, Verifying, parted, reports_of
+from specbranch.core.runner import Done
+from specbranch.exec.drafter import Announce, Drafter
+from specbranch.exec.grower import never
+from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, reports_of
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 
@@ -46,6 +47,7 @@ class Serial:
         made, drafting = self._drafted(drafts, never, heads.update)
         timed = self._stretch(self.target)
         verifying = Verifying(self.target, verifies, heads, timed)
+        do_meanwhile(orders)
         verdicts = verifying.judged()
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specbranch.core.orders import Orders, Reports
-from specbranch.exec.halves import Stretch, Verifying, parted, reports_of
+from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, reports_of
 from specbranch.exec.serial import Serial
 from specbranch.exec.worker import Worker
 
@@ -25,6 +25,7 @@ class Streams(Serial):
         timed = Stretch(self.target, self.now) if ahead else self._stretch(self.target)
         awaited = any(order.announces for order in drafts.values())
         verifying = Verifying(self.target, verifies, None if awaited else {}, timed)
+        do_meanwhile(orders)
         made, drafting = self._drafted(drafts, verifying.ready, verifying.tell)
         verdicts = verifying.judged()
         spans = drafting.span() if drafting else None, timed.span()
