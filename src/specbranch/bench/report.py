@@ -28,17 +28,18 @@ SPLIT = {
 }
 
 
-def save_report(results: Results, path: Path) -> None:
+def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None = None) -> None:
     """Write the page."""
-    write_whole(path, report_html(results))
+    write_whole(path, report_html(results, pictures=pictures))
 
 
-def report_html(results: Results, title: str = "SpecBranch bench") -> str:
-    """Return the page."""
+def report_html(results: Results, title: str = "SpecBranch bench", pictures: Mapping[str, str] | None = None) -> str:
+    """Return the page; `pictures` of timelines, as SVG, by what they show."""
     scenes = list(dict.fromkeys(_scene(row) for row in results.rows))
     body = [
         _header(results, title),
         *(_scene_section(scene, [row for row in results.rows if _scene(row) == scene]) for scene in scenes),
+        _timelines(pictures or {}),
         _table_section(results.rows),
         _provenance_section(results),
         _glossary(),
@@ -79,6 +80,12 @@ def _scene_section(scene: Scene, rows: list[Row]) -> str:
     ]
     heading = f"{pair}, temperature {temperature:g}: {clock_label(clock)}"
     return f'<section><h2>{escape(heading)}</h2>\n<div class="charts">{"".join(charts)}</div></section>\n'
+
+
+def _timelines(pictures: Mapping[str, str]) -> str:
+    caption = "The beginning of one answer, as it was measured."
+    figures = "".join(_figure(picture, f"{name}. {caption}") for name, picture in pictures.items())
+    return f"<section><h2>What draft and target did</h2>{figures}</section>\n" if figures else ""
 
 
 def _figure(svg: str, caption: str) -> str:
