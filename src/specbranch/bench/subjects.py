@@ -6,6 +6,7 @@ that run otherwise have another title, so that their rows stand beside each othe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,7 +101,10 @@ def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: 
     beside = fetched(ModelChoice(target)) if is_draft_folder(source) else None
     try:
         found = sized(model, source, shape, beside)
-    except BadParameter as error:
-        raise BadParameter(f"{asked}: {error} Here single numbers follow the shape: {shape.name or 'hidden=64'},layers=40.") from None
+    except BadParameter as error:  # which names the options of `inflate`
+        told = re.sub(
+            r"--([a-z-]+)(?: (\d+))?", lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""), str(error)
+        )
+        raise BadParameter(f"{asked}: {told}") from None
     write_inflation(folder, found.recipe)
     return str(folder)

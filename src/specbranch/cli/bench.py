@@ -15,7 +15,7 @@ import click
 
 from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.suites import ALL_SHIPPED, SUITES
-from specbranch.cli.bench_entries import make_entry
+from specbranch.cli.bench_entries import chosen_subject, make_entry
 from specbranch.cli.bench_presets import DEFAULTS, PRESETS, TOLD
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
@@ -147,11 +147,12 @@ def run(**given: Any) -> None:
 
     wanted = _with_preset(given)
     out = wanted["out"] or OUT
-    suites, workloads, clocks = _suites(wanted), _workloads(wanted), _clocks(wanted["clock"])
-    pairs = _pairs(wanted)
+    workloads, clocks, pairs = _workloads(wanted), _clocks(wanted["clock"]), _pairs(wanted)
     names = _methods(wanted, pairs, clocks)
     wanted["settings"] = _given_settings(wanted["configs"], pairs)
-    entries = [make_entry(pair, wanted, suites, out) for pair in pairs]
+    subjects = [chosen_subject(pair, wanted, out) for pair in pairs]
+    suites = _suites(wanted)  # which may be fetched, so what is wrong with the rest was told before
+    entries = [make_entry(one, wanted, suites, wanted["limits"].get(pair.get("pair"))) for one, pair in zip(subjects, pairs, strict=True)]
     with RunStore(out / "runs.jsonl", _plan(wanted, entries)) as store, _bars() as progress:
         identities: dict[str, Any] = {}
         try:

@@ -14,7 +14,6 @@ import click
 
 from specbranch.config import WEIGHTS, ExecutorName
 from specbranch.errors import BadParameter, unknown
-from specbranch.pairs import DEFAULT_PAIR
 
 if TYPE_CHECKING:
     from specbranch.bench.subjects import Running, Subject
@@ -46,18 +45,22 @@ class Entry:
         return tuple(suite for group in self.groups for suite in group.suites)
 
 
-def make_entry(pair: dict[str, Any], wanted: dict[str, Any], suites: Sequence[Suite], out: Path) -> Entry:
-    """Put together what is run with a pair."""
+def chosen_subject(pair: dict[str, Any], wanted: dict[str, Any], out: Path) -> Subject:
+    """Return a pair in the shapes that were asked for."""
     from specbranch.bench.subjects import make_subject
-    from specbranch.bench.tuning import PROMPTS, tuning_suites
     from specbranch.cli.progress import pulled
     from specbranch.pairs import chosen_models
 
-    shapes = _shapes(pair, wanted)
+    how, shapes = _running(wanted), _shapes(pair, wanted)
     if any(shapes.values()) or wanted["context"]:
         pulled(chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0])
-    subject = make_subject(pair.get("pair"), pair.get("target"), pair.get("draft"), shapes, running(wanted), out / "models")
-    limit = wanted["limits"].get(pair.get("pair"))
+    return make_subject(pair.get("pair"), pair.get("target"), pair.get("draft"), shapes, how, out / "models")
+
+
+def make_entry(subject: Subject, wanted: dict[str, Any], suites: Sequence[Suite], limit: int | None = None) -> Entry:
+    """Put together what is run with a pair; a `limit` of prompts is for this pair alone."""
+    from specbranch.bench.tuning import PROMPTS, tuning_suites
+
     found = tuple(suite.first(limit) for suite in suites)
     tuning = tuning_suites(wanted["tuning_prompts"] or PROMPTS)
     contexts = _contexts(subject, wanted)
@@ -67,7 +70,7 @@ def make_entry(pair: dict[str, Any], wanted: dict[str, Any], suites: Sequence[Su
     return Entry(subject, groups, max(contexts) if max(contexts) > USUAL_CONTEXT else None)
 
 
-def running(wanted: dict[str, Any]) -> Running:
+def _running(wanted: dict[str, Any]) -> Running:
     """Return where and how models run, refusing devices that are not there."""
     from specbranch.bench.subjects import Running
 
@@ -89,8 +92,7 @@ def running(wanted: dict[str, Any]) -> Running:
 
 def _shapes(pair: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str | None]:
     """Return the shapes of target and draft: those given, else the preset's for this pair."""
-    name = pair.get("pair") or DEFAULT_PAIR
-    known = wanted["shapes"].get(name, {}) if "target" not in pair else {}
+    known = wanted["shapes"].get(pair.get("pair"), {})
     shapes = {role: wanted[f"{role}_shape"] or known.get(role) for role in ROLES}
     lacking = [f"--{role}-shape" for role in ROLES if shapes[role] is None and (role == "target" or pair.get("draft") or "pair" in pair)]
     if wanted["shapes"] and lacking:

@@ -32,6 +32,11 @@ def refuse_other_families(arch: Architecture) -> None:
             f"{arch.name} is of the family {arch.family}; from weights in memory transformers' model is put together for Llama's alone, "
             "without biases. Leave transformers' own methods (hf-…) out of --methods."
         )
+    if arch.hidden % arch.heads:
+        raise BadParameter(
+            f"{arch.name} has a width of {arch.hidden} and {arch.heads} heads; transformers expects a multiple. Choose another shape, or "
+            "leave transformers' own methods (hf-…) out of --methods."
+        )
 
 
 def as_transformers(decoder: Decoder) -> PreTrainedModel:
