@@ -167,5 +167,5 @@ def test_a_target_alone_has_no_draft_to_shape_and_no_methods_that_need_one(comma
 def test_presets_name_what_there_is() -> None:
     assert [name for name, _ in TOLD] == list(PRESETS)
     for name in ON_GPU:
-        for pair, shapes in PRESETS[name].get("shapes", {}).items():
-            assert pair in PAIRS and set(shapes.values()) <= {*SHAPES, "own"}
+        for pair, given in PRESETS[name].get("of_pair", {}).items():
+            assert pair in PAIRS and {given["target_shape"], given["draft_shape"]} <= {*SHAPES, "own"}

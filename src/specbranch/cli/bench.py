@@ -15,7 +15,7 @@ import click
 
 from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.suites import ALL_SHIPPED, SUITES
-from specbranch.cli.bench_entries import chosen_subject, make_entry
+from specbranch.cli.bench_entries import chosen_subject, for_pair, make_entry
 from specbranch.cli.bench_presets import DEFAULTS, PRESETS, TOLD
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
@@ -152,7 +152,7 @@ def run(**given: Any) -> None:
     wanted["settings"] = _given_settings(wanted["configs"], pairs)
     subjects = [chosen_subject(pair, wanted, out) for pair in pairs]
     suites = _suites(wanted)  # which may be fetched, so what is wrong with the rest was told before
-    entries = [make_entry(one, wanted, suites, wanted["limits"].get(pair.get("pair"))) for one, pair in zip(subjects, pairs, strict=True)]
+    entries = [make_entry(subject, for_pair(pair, wanted), suites) for subject, pair in zip(subjects, pairs, strict=True)]
     with RunStore(out / "runs.jsonl", _plan(wanted, entries)) as store, _bars() as progress:
         identities: dict[str, Any] = {}
         try:
@@ -189,8 +189,8 @@ def _with_preset(given: dict[str, Any]) -> dict[str, Any]:
     """Fill in what was not given: from the preset, then from the defaults."""
     filled = {**DEFAULTS, **PRESETS.get(given["preset"] or "", {})}
     found = {name: given[name] if given.get(name) not in (None, ()) else value for name, value in filled.items()}
-    limits = filled["limits"] if given["limit"] is None else {}
-    return {**given, **found, "limits": limits, "context_given": bool(given["context"])}
+    of_pair = {pair: {name: given[name] or value for name, value in values.items()} for pair, values in filled["of_pair"].items()}
+    return {**given, **found, "of_pair": of_pair, "context_given": bool(given["context"])}
 
 
 def _suites(wanted: dict[str, Any]) -> tuple[Suite, ...]:
@@ -281,7 +281,8 @@ def _run_pair(
     if any(name in OUTSIDE for name in names):
         check_target(subject.target)
     _measure_machine(entry, names, wanted, clocks, progress)
-    apart = {} if subject.is_plain else _tuned_apart(entry, names, wanted, clocks[0], workloads, progress)
+    by_the_wall = clocks[0].profile is None
+    apart = {} if subject.is_plain or not by_the_wall else _tuned_apart(entry, names, wanted, clocks[0], workloads, progress)
     progress(f"Loading {subject.title}", 0, 0)
     with Lab(
         target=subject.target,
@@ -297,7 +298,7 @@ def _run_pair(
         for clock, group in product(clocks, entry.groups):
             _refuse_other_pair(clock.profile, subject, wanted["force_profile"])
             settings = apart.get(group) or _settings(lab, subject, names, wanted, clock, workloads, group, progress)
-            job = Job(group.suites, workloads, settings, wanted["repeats"], wanted["outside_limit"])
+            job = Job(group.suites, workloads, settings, wanted["repeats"], entry.outside)
             record_all(lab, job, progress)
             if clock.profile is None:
                 measure(lab, job, store, progress, outside)
@@ -310,7 +311,7 @@ def _run_pair(
                     f"{agreement.same_counts} of the {agreement.counted} that do not go by the clock drafted and accepted exactly as much.",
                     err=True,
                 )
-        if wanted["timeline"] and clocks[0].profile is None:
+        if wanted["timeline"] and by_the_wall:
             _draw(lab, job, wanted["out"] or OUT, progress)
         return {lab.pair: lab.identity}
 

@@ -37,6 +37,7 @@ class Entry:
 
     subject: Subject
     groups: tuple[Group, ...]
+    outside: int | None = None  # prompts of each suite for methods from outside
     context_length: int | None = None  # where it is more than usual
 
     @property
@@ -51,23 +52,28 @@ def chosen_subject(pair: dict[str, Any], wanted: dict[str, Any], out: Path) -> S
     from specbranch.cli.progress import pulled
     from specbranch.pairs import chosen_models
 
-    how, shapes = _running(wanted), _shapes(pair, wanted)
+    how, shapes = _running(wanted), _shapes(pair, for_pair(pair, wanted))
     if any(shapes.values()) or wanted["context"]:
         pulled(chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0])
     return make_subject(pair.get("pair"), pair.get("target"), pair.get("draft"), shapes, how, out / "models")
 
 
-def make_entry(subject: Subject, wanted: dict[str, Any], suites: Sequence[Suite], limit: int | None = None) -> Entry:
-    """Put together what is run with a pair; a `limit` of prompts is for this pair alone."""
+def for_pair(pair: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return what is wanted of one pair."""
+    return {**wanted, **wanted["of_pair"].get(pair.get("pair"), {})}
+
+
+def make_entry(subject: Subject, wanted: dict[str, Any], suites: Sequence[Suite]) -> Entry:
+    """Put together what is run with a pair."""
     from specbranch.bench.tuning import PROMPTS, tuning_suites
 
-    found = tuple(suite.first(limit) for suite in suites)
+    found = tuple(suite.first(wanted["limit"]) for suite in suites)
     tuning = tuning_suites(wanted["tuning_prompts"] or PROMPTS)
     contexts = _contexts(subject, wanted)
     if not contexts:
-        return Entry(subject, (Group(found, tuning),))
+        return Entry(subject, (Group(found, tuning),), wanted["outside_limit"])
     groups = tuple(Group(*(_behind(part, context, subject, wanted["max_tokens"]) for part in (found, tuning))) for context in contexts)
-    return Entry(subject, groups, max(contexts) if max(contexts) > USUAL_CONTEXT else None)
+    return Entry(subject, groups, wanted["outside_limit"], max(contexts) if max(contexts) > USUAL_CONTEXT else None)
 
 
 def _running(wanted: dict[str, Any]) -> Running:
@@ -92,12 +98,11 @@ def _running(wanted: dict[str, Any]) -> Running:
 
 def _shapes(pair: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str | None]:
     """Return the shapes of target and draft: those given, else the preset's for this pair."""
-    known = wanted["shapes"].get(pair.get("pair"), {})
-    shapes = {role: wanted[f"{role}_shape"] or known.get(role) for role in ROLES}
+    shapes = {role: wanted[f"{role}_shape"] for role in ROLES}
     lacking = [f"--{role}-shape" for role in ROLES if shapes[role] is None and (role == "target" or pair.get("draft") or "pair" in pair)]
-    if wanted["shapes"] and lacking:
+    if wanted["of_pair"] and lacking:
         raise BadParameter(
-            f"Preset {wanted['preset']} has shapes for the pairs {', '.join(wanted['shapes'])}, not for "
+            f"Preset {wanted['preset']} has shapes for the pairs {', '.join(wanted['of_pair'])}, not for "
             f"{pair.get('pair') or pair.get('target') or pair.get('draft')}. Add {' and '.join(lacking)} (own: as it is), or take --preset "
             "gpu-real, where models are as they are."
         )

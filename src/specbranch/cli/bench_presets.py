@@ -39,11 +39,11 @@ PRESETS["ablation"] = {
     "clock": ("c10",),
 }
 
-# By the wall clock of one GPU. A run of 7B and 8B costs some 20 seconds a method and eight prompts a suite, 33B four times that.
-SHAPES = {  # whose costs a pair has there
-    "smollm2-weak": {"draft": "68m", "target": "7b"},
-    "smollm2-default": {"draft": "1b", "target": "8b"},
-    "smollm2-strong": {"draft": "1.3b", "target": "33b"},
+# By the wall clock of one GPU: a method takes some 10 seconds for eight prompts a suite behind 7B or 8B, and for two behind 33B.
+OF_PAIR: dict[str, dict[str, Any]] = {  # whose costs a pair has there
+    "smollm2-weak": {"draft_shape": "68m", "target_shape": "7b"},
+    "smollm2-default": {"draft_shape": "1b", "target_shape": "8b"},
+    "smollm2-strong": {"draft_shape": "1.3b", "target_shape": "33b", "limit": 2, "outside_limit": 1},
 }
 GPU_BASELINES = ("autoregressive", "speculative", "adaptive", "pearl", "tree", "lookup", "lookahead", "specbranch:confidence")
 GPU_OURS = ("specbranch", "specbranch-overlap", "specbranch-trees", "specbranch-lookup", "auto")
@@ -54,41 +54,39 @@ GPU: dict[str, Any] = {
     "device": "cuda",
     "suites": SUITES,
     "limit": 8,
-    "limits": {"smollm2-strong": 2},
     "context": (1024,),
     "tuning_prompts": 1,
-    "trials": 12,
+    "trials": 8,
     "outside_limit": 2,
     "timeline": True,
 }
+SHAPED = {**GPU, "of_pair": OF_PAIR}
 PRESETS |= {
-    "gpu-core": {**GPU, "shapes": SHAPES, "methods": ",".join((*GPU_BASELINES, *GPU_OURS, *GPU_OUTSIDE))},
-    "gpu-temperature": {**GPU, "shapes": SHAPES, "temperatures": (1.0,)},
+    "gpu-core": {**SHAPED, "methods": ",".join((*GPU_BASELINES, *GPU_OURS, *GPU_OUTSIDE))},
+    "gpu-temperature": {**SHAPED, "temperatures": (1.0,)},
     "gpu-context": {
-        **GPU,
-        "shapes": SHAPES,
+        **SHAPED,
         "methods": ",".join(GPU_BRIEF),
         "context": (8192, 32768),
         "limit": 4,
-        "limits": {"smollm2-strong": 1},
+        "of_pair": {**OF_PAIR, "smollm2-strong": {**OF_PAIR["smollm2-strong"], "limit": 1}},
     },
-    "gpu-int8": {**GPU, "shapes": SHAPES, "methods": ",".join((*GPU_BRIEF, "adaptive", "auto")), "draft_weights": "int8"},
+    "gpu-int8": {**SHAPED, "methods": ",".join((*GPU_BRIEF, "adaptive", "auto")), "draft_weights": "int8"},
     "gpu-cpu-draft": {
-        **GPU,
-        "shapes": {pair: {**shapes, "draft": "own"} for pair, shapes in SHAPES.items()},
+        **SHAPED,
+        "of_pair": {pair: {**given, "draft_shape": "own"} for pair, given in OF_PAIR.items()},
         "methods": ",".join((*GPU_BRIEF, "auto")),
         "draft_device": "cpu",
         "executor": "process",
     },
-    "gpu-real": {**GPU, "limits": {}, "methods": ",".join((*GPU_BASELINES, "specbranch:paper", *GPU_OURS, *GPU_OUTSIDE))},
+    "gpu-real": {**GPU, "methods": ",".join((*GPU_BASELINES, "specbranch:paper", *GPU_OURS, *GPU_OUTSIDE))},
 }
 DEFAULTS: dict[str, Any] = {
     "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
     "pair": (),
     "suites": (),
     "limit": None,
-    "limits": {},  # of pairs that take longer
-    "shapes": {},  # by pair; nothing: models as they are
+    "of_pair": {},  # what differs from pair to pair
     "context": (),
     "max_tokens": 128,
     "repeats": 1,
