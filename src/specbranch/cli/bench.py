@@ -143,6 +143,7 @@ def run(**given: Any) -> None:
 
     A pair in larger shapes (--target-shape, --draft-shape) is tuned as it is, by the costs of the larger one, on the same device.
     """
+    from specbranch.bench.machine import forget
     from specbranch.bench.measurement import RunStore
 
     wanted = _with_preset(given)
@@ -158,6 +159,7 @@ def run(**given: Any) -> None:
         try:
             for entry in entries:
                 identities |= _run_pair(entry, wanted, names, workloads, clocks, store, progress)
+                forget()
         except KeyboardInterrupt:
             click.echo(f"Interrupted; what was measured is in {out}. The same command goes on.", err=True)
             if store.measurements:
