@@ -18,12 +18,16 @@ import torch
 from shapes import Shaped
 
 from specbranch.models.batch import Rows
-from specbranch.models.gpu.layout import pack, views
-from specbranch.models.gpu.step import GpuStep
+from specbranch.models.gpu.choice import Chooser
+from specbranch.models.gpu.kernel_step import step_of
+from specbranch.models.gpu.layout import MOST_ROWS, pack
+from specbranch.models.gpu.step import Graphs
 
-ROWS = (1, 4, 8, 16, 32)
-WIDTHS = (1, 4, 8, 16)
-BESIDE = 8  # rows that the target verifies while the draft is at work
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512)  # the sizes that steps are padded to
+WIDTHS = (1, 4, 16, 32)
+TOGETHER = 64  # rows of one sequence at most; more are several sequences
+BESIDE = 16  # rows that the target verifies while the draft is at work
+LONG = 8000  # tokens of context with which a step is timed once more
 TIMES = 30
 
 Replay = Callable[[], Any]
@@ -35,34 +39,33 @@ PAIRS = {"h200-68m-7b": ("68m", "7b"), "h200-68m-13b": ("68m", "13b"), "h200-1b-
 class Model:
     """A shape at work; `step` returns a captured forward over some rows, with the choice of a token for each."""
 
-    def __init__(self, name: str, context: int) -> None:
-        self.shaped = Shaped(name, torch.device("cuda"), context, sequences=len(ROWS) + len(WIDTHS))
-        self._step = GpuStep(self.shaped.decoder, self.shaped.memory)
+    def __init__(self, name: str, context: int, sequences: int = 1) -> None:
+        self.shaped = Shaped(name, torch.device("cuda"), context, sequences)
+        step = step_of(self.shaped.decoder, self.shaped.memory)
+        self._graphs = Graphs(step, self.shaped.pool.pages, chooser=Chooser(step.picks, self.shaped.arch.vocabulary))
 
-    def step(self, rows: list[Rows]) -> Replay:
-        """Capture a forward."""
-        packed, bucket = pack(rows, self.shaped.spare)
-        step = views(torch.from_numpy(packed).cuda(), bucket)
+    def forward(self, count: int) -> Replay:
+        """A target's forward: a line of rows, or lines of 16 of several sequences."""
+        rows = self.shaped.rows(count) if count <= TOGETHER else self.shaped.rows(16, sequences=count // 16)
+        return self._step(rows)
 
-        def once() -> None:
-            step.tokens.copy_(self._step.forward(step)[0].argmax(-1))  # the next step reads what this one chose
+    def draft(self, width: int) -> Replay:
+        """A draft's step: rows side by side, of which the best entries are told."""
+        return self._step(self.shaped.lanes(width), entries=8)
 
-        return captured(once)
+    def _step(self, rows: list[Rows], entries: int = 1) -> Replay:
+        packed, bucket = pack(rows, self.shaped.spare, least=self._graphs.step.least)
+        for part in rows:
+            part.table.shrink(0)  # others may write there: these are times and nothing else
+        held = torch.from_numpy(packed).cuda()
 
+        def replay() -> None:
+            self._graphs.input[: len(held)].copy_(held)
+            self._graphs.run_brought(bucket, count=entries)
 
-def captured(work: Replay) -> Replay:
-    """Warm up, then capture."""
-    with torch.inference_mode():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                work()
+        replay()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-    return graph.replay
+        return replay
 
 
 def alone(replay: Replay) -> float:
@@ -98,17 +101,20 @@ def together(target: Replay, draft: Replay, steps: int, streams: tuple[torch.cud
 
 def measured(name: str, context: int) -> dict[str, Any]:
     """Measure one pair."""
-    draft, target = (Model(shape, context) for shape in PAIRS[name])
-    forward = {rows: target.step(target.shaped.rows(rows)) for rows in ROWS}
-    step = {width: draft.step(draft.shaped.lanes(width)) for width in WIDTHS}
+    long = [Model(shape, LONG) for shape in PAIRS[name]]
+    far = {"draft": {1: alone(long[0].draft(1))}, "target": {rows: alone(long[1].forward(rows)) for rows in (1, 16)}}
+    del long
+    torch.cuda.empty_cache()
+    draft, target = (Model(shape, context, MOST_ROWS // 16) for shape in PAIRS[name])
+    forward, step = {rows: target.forward(rows) for rows in ROWS}, {width: draft.draft(width) for width in WIDTHS}
     target_seconds = {rows: alone(replay) for rows, replay in forward.items()}
     draft_seconds = {rows: alone(replay) for rows, replay in step.items()}
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     fit = max(int(target_seconds[BESIDE] / draft_seconds[1]), 1)
     counts = sorted({max(fit // 4, 1), max(fit // 2, 1), max(3 * fit // 4, 1), fit})
-    beside = [(n, width, *together(forward[BESIDE], step[width], n, streams)) for width in (1, 4) for n in counts]
+    beside = [(n, width, *together(forward[BESIDE], step[width], n, streams)) for width in (1, 16) for n in counts]
     lone = together(forward[BESIDE], step[1], 0, streams)[0]
-    return {"name": name, "target": target_seconds, "draft": draft_seconds, "lone": lone, "beside": beside}
+    return {"name": name, "target": target_seconds, "draft": draft_seconds, "lone": lone, "beside": beside, "far": far}
 
 
 def profile_of(found: dict[str, Any], context: int) -> dict[str, Any]:
@@ -120,15 +126,30 @@ def profile_of(found: dict[str, Any], context: int) -> dict[str, Any]:
         "pair": f"Llama shapes of {small.upper()} (draft) and {large.upper()} (target)",
         "hardware": "one H200",
         "note": (
-            f"Measured by scripts/measure_profiles.py: random weights, bfloat16, torch {torch.__version__} and CUDA graphs, "
+            f"Measured by scripts/measure_profiles.py: random weights, bfloat16, kernels under CUDA graphs, torch {torch.__version__}, "
             f"{context} tokens of context; both at once on two streams, {BESIDE} rows verified. No time outside the models."
         ),
-        "target": sorted(found["target"].items()),
-        "draft": sorted(found["draft"].items()),
+        "context": context,
+        "target": padded(found["target"]),
+        "draft": padded(found["draft"]),
+        "target_per_context": per_context(found, "target", context),
+        "draft_per_context": per_context(found, "draft", context),
         "slow_down": max(statistics.median(adds), 0.0),
         "draft_slow_down": max(statistics.median(slower), 0.0),
         "host": 0.0,
     }
+
+
+def padded(seconds: dict[int, float]) -> list[tuple[int, float]]:
+    """Times by rows: what lies between two sizes costs what the larger one does."""
+    sizes = sorted(seconds)
+    lows = [1, *(size + 1 for size in sizes[:-1])]
+    return [(rows, seconds[size]) for low, size in zip(lows, sizes, strict=True) for rows in dict.fromkeys((low, size))]
+
+
+def per_context(found: dict[str, Any], which: str, context: int) -> list[tuple[int, float]]:
+    """What each further token of context adds, by rows."""
+    return [(rows, max(seconds - found[which][rows], 0.0) / (LONG - context)) for rows, seconds in found["far"][which].items()]
 
 
 def main() -> None:

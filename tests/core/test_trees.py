@@ -44,6 +44,10 @@ def grown() -> Sapling:
     return sapling
 
 
+def numbers(sapling: Sapling, growth: Growth) -> list[int]:
+    return [n for n, _ in sapling.thirsty(growth)]
+
+
 def numbers_of(tree: Tree) -> list[tuple[int, int]]:
     return [(node.token, node.parent) for node in tree.nodes]
 
@@ -64,24 +68,26 @@ def test_what_is_hardly_likely_is_not_taken_in_but_the_first_always_is() -> None
 
 def test_the_end_that_reaches_farthest_is_read_next_and_only_behind_what_was_read() -> None:
     sapling = grown()
-    assert sapling.frontier(GROWTH) == [2, 3, 1]
+    assert numbers(sapling, GROWTH) == [2, 3, 1]
     sapling.nodes.append(Node(30, 2, 0.9, 0.5, 3))  # behind 20, which was not read
-    assert 4 not in sapling.frontier(GROWTH)
+    assert 4 not in numbers(sapling, GROWTH)
 
 
 def test_while_the_target_waits_nothing_is_read_that_could_not_be_sent() -> None:
     sapling = grown()
     few = Growth((0.1,), CHANCES, worth=1.0, rows=2)
-    assert sapling.frontier(few) == []
+    assert numbers(sapling, few) == []
     beside = Growth((0.1,), CHANCES, worth=1.0, rows=2, free=9.0)
-    assert sapling.frontier(beside) == [2, 3, 1]
+    assert numbers(sapling, beside) == [2, 3, 1]
 
 
 def test_a_node_whose_continuation_is_known_is_less_in_need_of_reading() -> None:
     sapling = Sapling(NO_TREE)
     sapling.graft((10, 20), 4, CHANCES)
-    assert sapling.thirst(0) == pytest.approx(sapling.nodes[0].reach * (1 - sapling.nodes[1].chance))
-    assert sapling.thirst(1) == sapling.nodes[1].reach
+    ((number, thirst),) = sapling.thirsty(GROWTH)
+    assert (number, thirst) == (0, pytest.approx(sapling.nodes[0].reach * (1 - sapling.nodes[1].chance)))
+    sapling.feed([0])
+    assert sapling.thirsty(GROWTH) == [(1, sapling.nodes[1].reach)]
 
 
 def test_draft_and_text_correct_each_other() -> None:

@@ -7,7 +7,6 @@ draft that has the target's own law and noise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -89,14 +88,14 @@ class PositionOffByOne(ToyRunner):
 
     def spot(self, seq: int, node: int, ask: Ask | None = None) -> Spot:
         spot = super().spot(seq, node, ask)
-        return replace(spot, position=spot.position + 1)
+        return spot._replace(position=spot.position + 1)
 
 
 class PlaceForPosition(ToyRunner):
     """Takes a node's place in the cache for its position in the sequence; on chains they are equal."""
 
     def spot(self, seq: int, node: int, ask: Ask | None = None) -> Spot:
-        return replace(super().spot(seq, node, ask), position=len(self.slots(seq).prefix) + node + 1)
+        return super().spot(seq, node, ask)._replace(position=len(self.slots(seq).prefix) + node + 1)
 
 
 class TrustsTheBase(Worker):

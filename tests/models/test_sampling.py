@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,10 +105,10 @@ def test_each_row_is_penalised_by_its_own_ancestors() -> None:
 
 
 def test_history_is_read_only_when_a_penalty_needs_it() -> None:
-    unread = replace(_spot(temperature=0.7, top_p=0.9, logit_bias={3: 1.0}), history=_never)
+    unread = _spot(temperature=0.7, top_p=0.9, logit_bias={3: 1.0})._replace(history=_never)
     shape(_logits(), [unread])
     with pytest.raises(AssertionError, match="history was read"):
-        shape(_logits(), [replace(_spot(repetition_penalty=1.1), history=_never)])
+        shape(_logits(), [_spot(repetition_penalty=1.1)._replace(history=_never)])
 
 
 def test_bias_comes_before_the_repetition_penalty() -> None:

@@ -73,7 +73,8 @@ class LearnedCosts:
         self.overlap = overlap
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
         self.news: list[tuple[Timed, int, float]] | None = None  # what was learned since it was last written down, where that is done
-        self._medians: dict[Timed, Points] = {}  # until another time comes in
+        self._medians: dict[Timed, dict[int, float]] = {kind: {} for kind in get_args(Timed)}
+        self._sorted: dict[Timed, Points] = {}  # until another time comes in
         self._begun: set[tuple[Timed, int]] = set()
         self._ended: float | None = None
 
@@ -123,8 +124,10 @@ class LearnedCosts:
 
     def take(self, kind: Timed, rows: int, seconds: float) -> None:
         """Take in a time, and nothing else."""
-        self.times[kind].setdefault(rows, deque(maxlen=KEPT)).append(seconds)
-        self._medians.pop(kind, None)
+        times = self.times[kind].setdefault(rows, deque(maxlen=KEPT))
+        times.append(seconds)
+        self._medians[kind][rows] = median(times)
+        self._sorted.pop(kind, None)
 
     def observe(self, orders: Mapping[int, Orders], reports: Mapping[int, Reports]) -> None:
         """Learn from a round of all sessions."""
@@ -138,9 +141,9 @@ class LearnedCosts:
         self._between([span for span in (drafting, verifying) if span is not None])
 
     def _points(self, kind: Timed) -> Points:
-        if kind not in self._medians:
-            self._medians[kind] = sorted((rows, median(times)) for rows, times in self.times[kind].items())
-        return self._medians[kind]
+        if kind not in self._sorted:
+            self._sorted[kind] = sorted(self._medians[kind].items())
+        return self._sorted[kind]
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round, so many draft steps beside it."""

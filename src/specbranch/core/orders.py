@@ -5,8 +5,9 @@ Owns only values; nothing here computes with a model. Invariant: an order states
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from specbranch.config import HeadKind
@@ -235,12 +236,29 @@ DraftOrder = Draft | Grow
 Drafted = tuple[Branch, ...] | Tree  # what comes back for the one, and for the other
 
 
+class Meanwhile:
+    """What nobody waits for: tasks that are done while the models work, or at the latest when their reports are there."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Callable[[], object]] = []
+
+    def add(self, task: Callable[..., object], *given: Any) -> None:
+        """Put something off."""
+        self._tasks.append(partial(task, *given))
+
+    def __call__(self) -> None:
+        """Do what was put off, in its order."""
+        while self._tasks:
+            self._tasks.pop(0)()
+
+
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """One session's orders for one round; either may be absent."""
+    """One session's orders for one round; either may be absent. An executor that waits for a device may do `meanwhile` first."""
 
     draft: DraftOrder | None = None
     verify: Verify | None = None
+    meanwhile: Meanwhile | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,10 @@ class Planner:
         self._most_rows, self._lanes = most_rows, lanes if trees or branches else 1
         self._silent = 0
         self._context = 0
+        self._seconds: dict[int, float] = {}  # of the target by rows, since this round began
         self._rate = 0.0  # tokens a second
-        self._growth = Growth((1.0,), self.insight.chances())
+        self._chances = self.insight.chances()
+        self._growth = Growth((1.0,), self._chances)
 
     @property
     def _can_draft(self) -> bool:
@@ -55,14 +57,20 @@ class Planner:
 
     def begin(self, context: int) -> None:
         """Look at rate, prices and chances anew, at so many tokens of text."""
-        costs, self._context = self.costs, context
-        self._rate = self.insight.rate(costs.target_seconds(1, context) + costs.host)
+        costs, self._context, self._seconds = self.costs, context, {}
+        self._rate = self.insight.rate(self._target_seconds(1) + costs.host)
         steps = tuple(self._rate * costs.draft_seconds(width, context) for width in range(1, self._lanes + 1))
         candidates = CANDIDATES if self._trees or self._branches else 1
         worth = self.insight.cover.shares()[0]
         rows = self._most_rows - 1
-        row = self._rate * (costs.target_seconds(rows + 1, context) - costs.target_seconds(1, context)) / rows
-        self._growth = Growth(steps, self.insight.chances(), worth=worth, children=candidates, rows=rows, row=max(row, 0.0))
+        row = self._rate * (self._target_seconds(rows + 1) - self._target_seconds(1)) / rows
+        self._growth = Growth(steps, self._chances, worth=worth, children=candidates, rows=rows, row=max(row, 0.0))
+
+    def _target_seconds(self, rows: int) -> float:
+        """What a forward of the target takes, at the present length of the text."""
+        if rows not in self._seconds:
+            self._seconds[rows] = self.costs.target_seconds(rows, self._context)
+        return self._seconds[rows]
 
     def looked_up(self, tree: Tree) -> Tree:
         """The tree with what followed the same words earlier in the text."""
@@ -83,7 +91,7 @@ class Planner:
         if tree.read:
             return growth if growth.pace(0.0, self._thirsts(tree, growth)) else None
         seconds = self.costs.draft_seconds(max(unread, 1), self._context)
-        plain = 1.0 / self.costs.target_seconds(1, self._context)
+        plain = 1.0 / self._target_seconds(1)
         price = seconds * (FIRST * self._rate + (1.0 - FIRST) * plain)
         pays = growth.worth * self._thirsts(tree, growth)[0] > price
         if pays:
@@ -94,18 +102,19 @@ class Planner:
         """Which nodes to verify: by their reach, as many as promise most beyond what their rows cost."""
         if not self.costs.knows_target:
             return []
-        line = tree.main_line()
-        ends = {tree.nodes[n].parent for n in line if tree.nodes[n].reach < LINE}
-        inside, numbers, best = set(line), list[int](), 0
+        nodes, line = tree.nodes, tree.main_line()
+        ends = {nodes[n].parent for n in line if nodes[n].reach < LINE}
+        inside, taken, numbers, best = set(line), {ROOT}, list[int](), 0
         profit = most = 0.0
-        plain = self.costs.target_seconds(1, self._context)
+        plain = self._target_seconds(1)
         for n in farthest(tree, room - 1):
-            parent = tree.nodes[n].parent
-            if parent in ends or (parent != ROOT and parent not in numbers) or not (self._trees or n in inside):
+            parent = nodes[n].parent
+            if parent in ends or parent not in taken or not (self._trees or n in inside):
                 continue
             numbers.append(n)
-            profit += tree.nodes[n].reach
-            cost = self._rate * (self.costs.target_seconds(len(numbers) + 1, self._context) - plain)
+            taken.add(n)
+            profit += nodes[n].reach
+            cost = self._rate * (self._target_seconds(len(numbers) + 1) - plain)
             if profit - cost > most:
                 best, most = len(numbers), profit - cost
             if len(numbers) == self._most_rows - 1:
@@ -120,7 +129,7 @@ class Planner:
         growth = replace(
             alone,
             step=alone.step if self._branches else alone.step[:1],
-            free=rate * costs.target_seconds(rows, self._context),
+            free=rate * self._target_seconds(rows),
             drag=rate * costs.slow_down,
             slower=rate * costs.draft_slow_down,
             worth=min(alone.worth, SPARED * alone.step[0]),
@@ -133,7 +142,7 @@ class Planner:
         """What may be read next, by how much it promises; the end of the text itself if that was not read."""
         sapling = Sapling(tree)
         if tree.read:
-            return [sapling.thirst(n) for n in sapling.frontier(growth)]
+            return [thirst for _, thirst in sapling.thirsty(growth)]
         return [max(1.0 - sum(node.chance for node in tree.nodes if node.parent == ROOT), 0.0)]
 
     def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
@@ -154,6 +163,7 @@ class Planner:
                 self._judged(node, read, node.token == said)
             if read:
                 self.insight.learn("cover", 0, any(node.token == said for node in children))
+        self._chances = self.insight.chances()
 
     def _judged(self, node: Node, read: bool, true: bool) -> None:
         insight = self.insight

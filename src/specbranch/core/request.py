@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specbranch.config import Rule, SamplingParams
 
@@ -39,8 +40,7 @@ class Request:
         return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else frozenset(self.eos_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """Where a row stands: all that sampling may depend on besides its logits.
 
     `position` is the index in the sequence of the token to be drawn; `history` gives the tokens before it, the row's own

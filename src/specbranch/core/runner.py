@@ -6,14 +6,15 @@ What is answered about a node depends on the tokens up to it and on its sequence
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from specbranch.config import HeadKind
 from specbranch.core.orders import Measure, Signal, Sparse, TokenLogprobs, Verify
 from specbranch.core.request import Request
 from specbranch.core.slots import Slots
+from specbranch.core.trees import Growth, Tree
 
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
@@ -93,6 +94,18 @@ class Judged:
 
 
 Verdicts = Callable[[], list[Judged]]  # waits for the model
+Done = Callable[[], bool]  # whether the target is
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A tree to be grown behind a sequence: `unread` of its text is read first, `held` tells where what was read of the tree lies."""
+
+    seq: int
+    unread: tuple[int, ...]
+    tree: Tree
+    held: Mapping[int, int]  # numbers in the tree to nodes of the tail
+    growth: Growth
 
 
 class Runner(Protocol):
@@ -154,6 +167,15 @@ class Runner(Protocol):
 
     def close(self, seq: int) -> None:
         """Forget the sequence and free its places."""
+        ...
+
+
+@runtime_checkable
+class GrowsTrees(Protocol):
+    """A Runner that can choose by itself what of a tree to read next, so that a tree takes one question instead of one a step."""
+
+    def grow(self, growing: Growing, done: Done) -> Tree | None:
+        """Grow a tree until nothing pays or it is done; the text is committed then. Nothing: this one has to be asked for step by step."""
         ...
 
 

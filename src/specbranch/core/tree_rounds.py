@@ -1,12 +1,13 @@
 """Rounds over a tree: the draft grows it, the target verifies the part that promises most, both at once where that pays.
 
 Owns the order of growing and verifying; what to grow and to send is the `Planner`'s choice. Invariant: the session receives only what the
-verdict says; what is left of the tree afterwards hangs below exactly that.
+verdict says; what is left of the tree afterwards hangs below exactly that. What is learned and counted of a round is put off until the
+models work again, so plans go by what was learned up to the round before the last.
 """
 
 from __future__ import annotations
 
-from specbranch.core.orders import Orders, Reports
+from specbranch.core.orders import Meanwhile, Orders, Reports
 from specbranch.core.planner import Planner
 from specbranch.core.rounds import Rounds, prefill
 from specbranch.core.session import Session
@@ -17,6 +18,14 @@ from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 def growing(session: Session, planner: Planner) -> Rounds:
     """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models can work at once."""
     yield from prefill(session, planner.experience.has_draft)
+    meanwhile = Meanwhile()
+    try:
+        yield from _decoding(session, planner, meanwhile)
+    finally:
+        meanwhile()
+
+
+def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> Rounds:
     tree = NO_TREE
     while not session.finished:
         planner.begin(len(session.tokens))
@@ -29,11 +38,12 @@ def growing(session: Session, planner: Planner) -> Rounds:
         sent = planner.sent(tree, session.room)
         tree = marked(tree, sent)
         growth = _within(session, planner.beside(tree, len(sent) + 1))
-        orders = Orders(session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)))
-        session.stats.chose(_kind(tree, sent, growth))
+        orders = Orders(session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)), meanwhile)
+        meanwhile.add(_count_kind, session, tree, sent, growth)
         reports = yield orders
-        tree = _absorb(session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports)
-    session.stats.abandon_tree(tree)
+        meanwhile()
+        tree = _absorb(session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports, meanwhile)
+    meanwhile.add(session.stats.abandon_tree, tree)
 
 
 def _within(session: Session, growth: Growth | None) -> Growth | None:
@@ -49,7 +59,9 @@ def _grown(session: Session, planner: Planner, tree: Tree, orders: Orders, repor
     return tree if reports.tree is None else reports.tree
 
 
-def _absorb(session: Session, planner: Planner, sent: list[int], tree: Tree, orders: Orders, reports: Reports) -> Tree:
+def _absorb(
+    session: Session, planner: Planner, sent: list[int], tree: Tree, orders: Orders, reports: Reports, meanwhile: Meanwhile
+) -> Tree:
     """Commit a verdict; returns what is left of the tree below the target's token."""
     verdict = reports.verdict
     if verdict is None:
@@ -58,10 +70,14 @@ def _absorb(session: Session, planner: Planner, sent: list[int], tree: Tree, ord
     hit = tree.child(path[-1] if path else ROOT, verdict.token)
     taken = session.commit([tree.nodes[n].token for n in sent], verdict, hit is not None)
     ended = taken <= len(path)
-    session.stats.judge_tree(tree, sent, path, hit, taken)
-    planner.observe(tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token)
+    meanwhile.add(session.stats.judge_tree, tree, sent, path, hit, taken)
+    meanwhile.add(planner.observe, tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token)
     planner.note(orders, reports, taken)
     return below(tree, hit) if hit is not None and not ended else NO_TREE
+
+
+def _count_kind(session: Session, tree: Tree, sent: list[int], growth: Growth | None) -> None:
+    session.stats.chose(_kind(tree, sent, growth))
 
 
 def _kind(tree: Tree, sent: list[int], growth: Growth | None) -> str:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
+from operator import itemgetter
 from typing import NamedTuple
 
 from specbranch.core.slots import ROOT
@@ -90,12 +91,14 @@ class Tree:
 
     def main_line(self, among: Sequence[int] | None = None) -> list[int]:
         """Return the likeliest line from the root: at every node its likeliest child."""
-        inside = range(len(self.nodes)) if among is None else among
+        nodes, best = self.nodes, dict[int, int]()
+        for n in range(len(nodes)) if among is None else sorted(among):
+            before = best.get(nodes[n].parent)
+            if before is None or nodes[n].reach > nodes[before].reach:
+                best[nodes[n].parent] = n
         line: list[int] = []
-        here = ROOT
-        while below := [n for n in inside if self.nodes[n].parent == here]:
-            here = max(below, key=lambda n: (self.nodes[n].reach, -n))
-            line.append(here)
+        while (below := best.get(line[-1] if line else ROOT)) is not None:
+            line.append(below)
         return line
 
 
@@ -159,32 +162,41 @@ class Sapling:
         self.read = tree.read
         self.steps: list[int] = []
 
-    def frontier(self, growth: Growth) -> list[int]:
-        """Return the nodes that may be read next, farthest-reaching first."""
-        fed = sum(node.fed for node in self.nodes)
+    def thirsty(self, growth: Growth) -> list[tuple[int, float]]:
+        """Return the nodes that may be read next, those that promise most first.
+
+        With each goes how likely the target comes to it and goes on with nothing that is known yet.
+        """
+        nodes = self.nodes
+        fed = sum([node.fed for node in nodes])
         if fed >= growth.most:
             return []
         bar = self._last_row(growth) if growth.free == 0.0 else 0.0
         open_ends = [
             n
-            for n, node in enumerate(self.nodes)
+            for n, node in enumerate(nodes)
             if not node.fed
             and node.depth < growth.deepest
             and growth.worth * node.reach > bar
-            and (node.parent == ROOT or self.nodes[node.parent].fed)
+            and (node.parent == ROOT or nodes[node.parent].fed)
         ]
-        return sorted(open_ends, key=lambda n: (-self.thirst(n), n))[: growth.most - fed]
+        known = self._known()
+        found = [(n, nodes[n].reach * max(1.0 - known[n], 0.0)) for n in open_ends]
+        found.sort(key=itemgetter(1), reverse=True)  # of equal ones the first stays the first
+        return found[: growth.most - fed]
+
+    def _known(self) -> list[float]:
+        """The chances of each node's children, summed."""
+        known = [0.0] * (len(self.nodes) + 1)  # the root's are the last
+        for node in self.nodes:
+            known[node.parent] += node.chance
+        return known
 
     def _last_row(self, growth: Growth) -> float:
         """The reach of the last node that can be verified with the best."""
         if len(self.nodes) < growth.rows:
             return 0.0
-        return sorted((node.reach for node in self.nodes), reverse=True)[growth.rows - 1]
-
-    def thirst(self, n: int) -> float:
-        """How likely the target comes to a node and goes on with nothing that is known yet."""
-        known = sum(node.chance for node in self.nodes[n + 1 :] if node.parent == n)
-        return self.nodes[n].reach * max(1.0 - known, 0.0)
+        return sorted([node.reach for node in self.nodes], reverse=True)[growth.rows - 1]
 
     def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
         """Take in what followed the same words earlier in the text, as a line from the root."""
@@ -244,13 +256,14 @@ def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
     """Return a part of a tree that holds its parents, renumbered in the order given."""
     place = {n: at for at, n in enumerate(numbers)}
     place[ROOT] = ROOT
-    return Tree(tuple(tree.nodes[n]._replace(parent=place[tree.nodes[n].parent]) for n in numbers), tree.read)
+    nodes = [tree.nodes[n] for n in numbers]
+    return Tree(tuple([Node(node[0], place[node[1]], *node[2:]) for node in nodes]), tree.read)
 
 
 def marked(tree: Tree, numbers: Sequence[int]) -> Tree:
     """Return the tree with some nodes marked as sent."""
     there = set(numbers)
-    return Tree(tuple(node._replace(sent=True) if n in there else node for n, node in enumerate(tree.nodes)), tree.read)
+    return Tree(tuple([Node(*node[:-1], True) if n in there else node for n, node in enumerate(tree.nodes)]), tree.read)
 
 
 def below(tree: Tree, root: int) -> Tree:
@@ -263,10 +276,12 @@ def below(tree: Tree, root: int) -> Tree:
             inside[n] = len(nodes)
             above = inside[node.parent]
             reach = node.chance * (nodes[above].reach if above != ROOT else 1.0)
-            nodes.append(node._replace(parent=above, reach=reach, depth=node.depth - base.depth, sent=False))
+            nodes.append(Node(node.token, above, node.chance, reach, node.depth - base.depth, *node[5:-1], False))
     return Tree(tuple(nodes), base.fed)
 
 
 def farthest(tree: Tree, deepest: int) -> list[int]:
     """Return the nodes down to a depth in the order of their reach; parents come before children."""
-    return sorted((n for n, node in enumerate(tree.nodes) if node.depth <= deepest), key=lambda n: (-tree.nodes[n].reach, n))
+    found = [(n, node.reach) for n, node in enumerate(tree.nodes) if node.depth <= deepest]
+    found.sort(key=itemgetter(1), reverse=True)  # of equal ones the first stays the first
+    return [n for n, _ in found]

@@ -11,19 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Sparse
-from specbranch.core.runner import Ask, Feed, Proposal
+from specbranch.core.runner import Ask, Done, Feed, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
-from specbranch.exec.grower import Done, grow
+from specbranch.exec.grower import grow, never
 from specbranch.exec.worker import Worker, chain_after
 
 Announce = Callable[[dict[int, Branch]], None]  # told of the sessions' first heads as soon as they are drawn, where there are any
-
-
-def never() -> bool:
-    """The target is never done first."""
-    return False
 
 
 @dataclass(slots=True)

@@ -6,18 +6,16 @@ node of it that is marked as read has its place in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from specbranch.core.orders import Grow
-from specbranch.core.runner import Ask, Feed, Proposal
+from specbranch.core.runner import Ask, Done, Feed, Growing, GrowsTrees, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Sapling, Tree
 from specbranch.errors import CacheFull
 from specbranch.exec.worker import Worker, chain_after
-
-Done = Callable[[], bool]
 
 
 class _Plot:
@@ -52,12 +50,12 @@ class _Plot:
 
     def next_nodes(self) -> list[int]:
         """Choose what to read in the next step."""
-        frontier = self.sapling.frontier(self.growth)[: self.worker.slots(self.session).room]
-        width = self.growth.pace(self.spent, [self.sapling.thirst(n) for n in frontier])
+        thirsty = self.sapling.thirsty(self.growth)[: self.worker.slots(self.session).room]
+        width = self.growth.pace(self.spent, [thirst for _, thirst in thirsty])
         if not width or not self.worker.make_room(self.session, width):
             return []
         self.spent += self.growth.seconds(self.spent, width)
-        return sorted(frontier[:width])
+        return sorted(n for n, _ in thirsty[:width])
 
     def feed(self, numbers: list[int]) -> Feed:
         """Give nodes their places; returns the work of a step."""
@@ -75,10 +73,28 @@ class _Plot:
         """Take in what the draft proposes."""
         self.sapling.sprout(number, self.growth, proposal.tokens, _said(proposal))
 
+    def grown_at_once(self, done: Done) -> Tree | None:
+        """Have the model grow the tree by itself, if it can."""
+        if not isinstance(self.worker.runner, GrowsTrees):
+            return None
+        held = {n: place for n, place in self.places.items() if n != ROOT}
+        tree = Tree(tuple(self.sapling.nodes), self.sapling.read)
+        grown = self.worker.runner.grow(Growing(self.session, tuple(self.rest), tree, held, self.growth), done)
+        if grown is not None:
+            self.worker.rows_fed += sum(grown.steps)
+        return grown
+
+
+def never() -> bool:
+    """The target is never done first."""
+    return False
+
 
 def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
     """Carry out the orders; `done` ends those that have the target's time to themselves."""
     plots = list(_plots(worker, orders))
+    if len(plots) == 1 and (tree := plots[0].grown_at_once(done if plots[0].order.until_target else never)) is not None:
+        return {plots[0].session: tree}
     _open(worker, plots)
     while steps := _steps(plots, done):
         work = [plot.feed(numbers) for plot, numbers in steps]

@@ -6,13 +6,14 @@ Owns no state besides its workers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, Verify, as_drafted
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Meanwhile, Orders, Reports, Span, Verify, as_drafted
 from specbranch.core.request import Request
-from specbranch.exec.drafter import Drafter, never
-from specbranch.exec.grower import Done
+from specbranch.core.runner import Done
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.grower import never
 from specbranch.exec.verifier import Verifier
 
 
@@ -37,7 +38,8 @@ class Serial:
         heads: dict[int, Branch] = {}
         drafts = {session: o.draft for session, o in orders.items() if o.draft}
         drafted = self._drafts(drafts, heads)
-        verified = self._verifies({session: o.verify for session, o in orders.items() if o.verify}, heads)
+        meanwhile = [o.meanwhile for o in orders.values() if o.meanwhile]
+        verified = self._verifies({session: o.verify for session, o in orders.items() if o.verify}, heads, meanwhile)
         none = Reports()
         return {s: _both(drafted.get(s, none), verified.get(s, none)) for s in orders}
 
@@ -50,12 +52,14 @@ class Serial:
         span = Span(start, self.now(), self.draft.rows_fed - fed)
         return {session: Reports(**as_drafted(drafted[session]), drafting=span) for session in orders}
 
-    def _verifies(self, orders: dict[int, Verify], heads: Mapping[int, Branch]) -> dict[int, Reports]:
+    def _verifies(self, orders: dict[int, Verify], heads: Mapping[int, Branch], meanwhile: Sequence[Meanwhile]) -> dict[int, Reports]:
         """Verify for all sessions."""
         if not orders:
             return {}
         start, fed = self.now(), self.target.rows_fed
         scored, failed = self.target.score(orders, heads)
+        for task in meanwhile:
+            task()
         verdicts = self.target.judge(scored, heads)
         span = Span(start, self.now(), self.target.rows_fed - fed)
         reports = {session: Reports(verdict=verdict, verifying=span) for session, verdict in verdicts.items()}

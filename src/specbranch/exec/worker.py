@@ -62,7 +62,7 @@ class Worker:
 
         Returns the node the line ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
         """
-        unread, path = self._unread(session, on, pending)
+        unread, path = self._unread(session, on, pending, asked=pending + 1)
         committed = len(unread) - pending
         self.runner.keep(session, path, min(len(path), committed))
         rest = unread[len(path) :]
@@ -73,24 +73,29 @@ class Worker:
 
         Returns the tokens still to be fed, and where the nodes of the tree lie that were read.
         """
-        unread, path = self._unread(session, on, 0)
+        unread, path = self._unread(session, on, 0, asked=0 if tree.read else 1)
         rest = unread[len(path) :]
         places = {} if rest else _places(self.slots(session), path[-1] if path else ROOT, tree)
         kept = sorted(places.values())
         self.runner.keep(session, [*path, *kept], len(path))
         return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
 
-    def _unread(self, session: int, on: Context, pending: int) -> tuple[list[int], list[int]]:
-        """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry the first of them."""
+    def _unread(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
+        """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry the first of them.
+
+        `asked`: after how many of the last tokens something will be asked.
+        """
         slots = self.slots(session)
         held, settled = len(slots.prefix), len(on) - pending
         if held < on.base:
             raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
         unread = on.tail[held - on.base :]
         alike = on.base + _alike(slots.prefix[on.base :], on.tail)
-        if min(alike, settled) < held or (settled == held and not self.runner.knows(session, ROOT)):
+        if min(alike, settled) < held or (asked and settled == held and not self.runner.knows(session, ROOT)):
             unread = self._go_back(session, on, min(alike, settled - 1))
-        return list(unread), list(takewhile(lambda node: self.runner.knows(session, node), slots.find(unread)))
+        answered = len(unread) - asked  # of those before, nothing is asked
+        nodes = takewhile(lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(unread)))
+        return list(unread), [node for _, node in nodes]
 
     def _go_back(self, session: int, on: Context, length: int) -> tuple[int, ...]:
         """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of `on`."""

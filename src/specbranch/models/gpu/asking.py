@@ -26,6 +26,12 @@ def is_chosen_in_graph(spot: Spot) -> bool:
     return not spot.request.by_ratio and not is_shaped(spot)
 
 
+def are_chosen_in_graph(spots: Sequence[Spot]) -> bool:
+    """Whether none of some rows' tokens needs more."""
+    of_requests = {id(spot.request): spot for spot in reversed(spots)}  # what is wanted of the first tokens is not wanted less later
+    return all(map(is_chosen_in_graph, of_requests.values())) and not any(spot.allowed is not None for spot in spots)
+
+
 def rows_in(work: Sequence[Feed], first_nodes: Sequence[int]) -> RowOf:
     """Return the way from nodes to the rows of a step that reads `work`, whose first nodes are these."""
     starts: dict[int, tuple[int, int, int]] = {}
@@ -52,11 +58,13 @@ def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:
     """Write down what is asked of some rows of a step; the others are chosen among as they are."""
     table = np.zeros((len(Choosing._fields), rows), dtype=np.int32)
     table[0], table[4], table[5] = ONE, np.arange(rows), ROOT_ROW
-    for row, spot in spots:
-        table[0, row] = np.float32(temperature_of(spot)).view(np.int32)
-        if is_noisy(spot):
-            both = np.array(keys(spot.request.seed, spot.request.sample, spot.position), dtype=np.uint32)
-            table[1:3, row], table[3, row] = both.view(np.int32), 1
+    asked = [(row, spot) for row, spot in spots if not spot.request.greedy]  # those are chosen among as they are, too
+    if asked:
+        at = [row for row, _ in asked]
+        table[0, at] = np.array([temperature_of(spot) for _, spot in asked], dtype=np.float32).view(np.int32)
+        noisy = [(row, keys(spot.request.seed, spot.request.sample, spot.position)) for row, spot in asked if is_noisy(spot)]
+        table[1:3, [row for row, _ in noisy]] = np.array([both for _, both in noisy], dtype=np.uint32).view(np.int32).reshape(-1, 2).T
+        table[3, [row for row, _ in noisy]] = 1
     return Choosing(*table)
 
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Feed, Judged, Proposal, Trial, Verdicts
+from specbranch.core.noise import keys
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Ask, Done, Feed, Growing, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, TAIL
+from specbranch.core.trees import Sapling, Tree
 from specbranch.models import sample, verdict
 from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
@@ -27,15 +30,17 @@ from specbranch.models.gpu import asking
 from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.choice import BEFORE, Chooser
 from specbranch.models.gpu.kernel_step import step_of
-from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Choosing, brought_moves, most_moves, pack
+from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
 from specbranch.models.gpu.step import Graphs, Ran
+from specbranch.models.gpu.trees import DEEPEST, ENTRIES, LANES, MOVES, NODES, STEPS, DeviceTree, growing_bucket
 from specbranch.models.kv import PAGE, Copy
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import proposed
-from specbranch.models.sheet import Arrays
+from specbranch.models.sheet import Arrays, is_noisy, temperature_of
 
+NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
 Lines = Callable[[], np.ndarray]  # waits for the device
 
@@ -58,6 +63,8 @@ class GpuRunner(NativeRunner):
         self._fused = None
         self._graphs = Graphs(step_of(decoder, self.memory), -(-(context_length + tail) // PAGE))
         self._graphs.choose_with(self._chooser())
+        pages = -(-(context_length + tail) // PAGE)
+        self._graphs.tree = self._tree = DeviceTree(pages, self.device, self.pool.pages * PAGE)
         self._moves: list[tuple[int, np.ndarray, int]] = []  # still to be made: sequence, places, and the lowest that is written
         self._ahead: Ahead | None = None
 
@@ -92,11 +99,77 @@ class GpuRunner(NativeRunner):
         return proposed(spots, asks, self.transfer.down(found))
 
     @torch.inference_mode()
+    def grow(self, growing: Growing, done: Done) -> Tree | None:
+        """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no more than its width."""
+        held, self._ahead = self._held[growing.seq], None
+        room = min(held.slots.room - len(growing.unread), growing.growth.most)
+        if not self._can_grow(growing, room):
+            return None
+        try:
+            with self._here():
+                self._reach(held, len(held.slots), len(held.slots) + len(growing.unread) + room)
+                bucket = growing_bucket(len(held.slots) + len(growing.unread) + room, self._graphs.step.least)
+                self._plant(growing, room, bucket)
+                steps, count = self._grown_steps(bucket, done)
+                nodes, places = self._tree.nodes(self.transfer.down(self._tree.held(count)))
+            new = sorted((place, n) for n, place in enumerate(places) if nodes[n].fed and place >= len(held.slots.tokens))
+            above = [nodes[n].parent for _, n in new]
+            held.slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else places[parent] for parent in above])
+        finally:
+            held.table.shrink(len(held.slots))
+        sapling = Sapling(growing.tree)
+        sapling.nodes, sapling.read = nodes, True
+        sapling.steps = [*([len(growing.unread)] if growing.unread else []), *steps]
+        return sapling.tree()
+
+    def _can_grow(self, growing: Growing, room: int) -> bool:
+        """Whether a tree grows by what the device's choice alone says, and fits there."""
+        growth, end = growing.growth, len(self.slots(growing.seq).prefix) + len(growing.unread)
+        spot = Spot(self._requests[growing.seq], end, list)
+        asks = bool(growing.unread) or growing.tree.read
+        fits = len(growth.step) <= LANES and growth.children <= ENTRIES and len(growing.tree) + growth.children * (room + 1) <= NODES
+        return asks and fits and room > 0 and asking.is_chosen_in_graph(spot) and len(growing.unread) <= self._graphs.step.most_rows
+
+    def _plant(self, growing: Growing, room: int, bucket: Bucket) -> None:
+        """Bring a tree to the device, read what is unread of its text and commit that, and have the first step chosen."""
+        seq, count = growing.seq, len(growing.unread)
+        slots, request = self.slots(seq), self._requests[seq]
+        end, tail = len(slots.prefix) + count, 0 if count else len(slots.tokens)
+        spot = Spot(request, end, list)
+        noise = (int(np.float32(temperature_of(spot)).view(np.int32)), keys_of(request, end) if is_noisy(spot) else ())
+        moves = np.concatenate([NO_MOVES, *(places for _, places, _ in self._moves)], axis=1)
+        if count or not self._graphs.step.moves or moves.shape[1] > MOVES:  # they are made with the text's step, or now
+            moves = NO_MOVES
+            if not count:
+                self._up({})
+        growth = replace(growing.growth, deepest=min(growing.growth.deepest, DEEPEST))
+        tree = self._tree.planted(replace(growing, growth=growth), end, tail, room, self._held[seq].table.pages, noise, moves)
+        self.transfer.into(self._tree.state, tree)
+        if not count:
+            self._tree.grow(None, self._graphs.input, bucket)
+            return
+        work = [Feed(seq, growing.unread, tuple(range(ROOT, count - 1)))]
+        with self._grown(work) as rows:
+            self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket.pages)
+        self.keep(seq, range(count), count)
+
+    def _grown_steps(self, bucket: Bucket, done: Done) -> tuple[list[int], int]:
+        """Run the steps that the device chooses; returns how many nodes each read, and how many there are in the end."""
+        widths: list[int] = []
+        count, width = self._tree.told(0)
+        while width and len(widths) < STEPS and not done():
+            self._graphs.run_brought(bucket, 0, ENTRIES, True)
+            self._moves = []
+            widths.append(width)
+            count, width = self._tree.told(len(widths))
+        return widths, count
+
+    @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Read new nodes and start judging; the verdicts wait for the device."""
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
-            spots = [self._spot_of(trial, index) for trial in trials for index in range(ROOT, len(trial.nodes))]
+            spots = [spot for trial in trials for spot in self._spots_of(trial)]
             places = self._chosen_rows(work, rows, trials, spots)
             if places is None:
                 return self._verify_shaped(work, rows, trials, spots)
@@ -104,12 +177,22 @@ class GpuRunner(NativeRunner):
             said = self._go_on(rows, trials, spots, at)
         return lambda: _judged(trials, at, lines(), said)
 
+    def _spots_of(self, trial: Trial) -> list[Spot]:
+        """Where the tokens after a trial's root and after each of its nodes will stand."""
+        slots, request, root = self.slots(trial.seq), self._requests[trial.seq], trial.root
+        positions = [len(slots.prefix) if root == ROOT else slots.position(root) + 1]
+        for index in range(len(trial.nodes)):
+            positions.append(positions[trial.order.parent(index) + 1] + 1)
+        allowed = trial.allowed or [None] * len(positions)
+        nodes = (root, *trial.nodes)
+        return [Spot(request, at, partial(slots.sequence, node), 0, one) for at, node, one in zip(positions, nodes, allowed, strict=True)]
+
     def _chosen_rows(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> list[list[int]] | None:
         """The rows of each trial in the step, if a graph can choose at all of them and nothing else is wanted."""
         wanted = not trials or self._tapped or any(trial.logprobs is not None or trial.foretold for trial in trials)
-        if wanted or not self._is_one_step(rows) or not all(map(asking.is_chosen_in_graph, spots)):
+        if wanted or not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
@@ -130,7 +213,7 @@ class GpuRunner(NativeRunner):
             return None
         after = [Spot(spot.request, spot.position + 1, spot.history) for spot in spots]
         fits = all(part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for part in rows)
-        if not fits or not all(map(asking.is_chosen_in_graph, after)):
+        if not fits or not asking.are_chosen_in_graph(after):
             return None
         there = [Rows(part.table, [-1 - place], part.start + 1, part.start + 1, [1]) for part, (place,) in zip(rows, at, strict=True)]
         _, lines = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
@@ -140,19 +223,24 @@ class GpuRunner(NativeRunner):
 
     def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Lines]:
         """Run rows as one step that chooses, and start to read what it says of each."""
-        moves = self._moves_for(choosing)
-        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, self._graphs.step.least)
+        ran = self._start(rows, choosing, count)
+        assert ran.lines is not None
+        return ran, self.transfer.later(ran.lines[: len(choosing.said)])
+
+    def _start(self, rows: list[Rows], choosing: Choosing, count: int, pages: int = 0) -> Ran:
+        """Run rows as one step that chooses; `pages`: by which a tree grows whose steps have so many."""
+        moves, least = self._moves_for(choosing), self._graphs.step.least
+        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, least._replace(pages=max(pages, least.pages)))
         try:
             self.transfer.into(self._graphs.input, packed)
             if moves is not None and not self._graphs.step.moves:
                 self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
-            ran = self._graphs.run_brought(bucket, 0, count)
+            ran = self._graphs.run_brought(bucket, 0, count, pages > 0)
         except BaseException:
             self._forget_moves()
             raise
         self._moves = []
-        assert ran.lines is not None
-        return ran, self.transfer.later(ran.lines[: len(choosing.said)])
+        return ran
 
     def _moves_for(self, choosing: Choosing) -> np.ndarray | None:
         """The moves that go with a step; where it has no room for them, they are made before it."""
@@ -326,6 +414,11 @@ def _judged(trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndar
         if said is not None:
             said[trial.seq] = token
     return found
+
+
+def keys_of(request: Request, position: int) -> list[int]:
+    """The noise's keys of a position and of those a tree may reach behind it."""
+    return [key for behind in range(DEEPEST + 1) for key in keys(request.seed, request.sample, position + behind)]
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from specbranch.models.gpu.attention import Attend, attend_by_kernels, choose_at
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.layout import LEAST, MOST_ROWS, Bucket, Views, packed_size, padding, power_of_two, views
 from specbranch.models.gpu.small import Small, small_functions
+from specbranch.models.gpu.trees import DeviceTree, growing_bucket
 from specbranch.models.kv import PAGE, Memory
 
 log = logging.getLogger("specbranch")
@@ -30,7 +31,7 @@ VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture: they compile, and choose how to multiply
 MOST_GRAPHS = 64
 PINNED_ROWS = 16
-Kind = tuple[Bucket, int, int]  # with the number of tapped layers, and of best entries
+Kind = tuple[Bucket, int, int, bool]  # with the number of tapped layers, of best entries, and whether a tree grows by them
 
 
 class GpuStep:
@@ -106,6 +107,7 @@ class Graphs:
         largest = Bucket(MOST_ROWS, MOST_ROWS, max(power_of_two(most_pages), LEAST.pages))
         self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)  # where graphs read a packed step
         self.chooser = chooser
+        self.tree: DeviceTree | None = None
         self._outs: dict[int, Tensor] = {}  # by tapped layers; 0: logits
         self._graphs: OrderedDict[Kind, tuple[torch.cuda.CUDAGraph, Ran]] = OrderedDict()
         if self.captures:
@@ -129,9 +131,12 @@ class Graphs:
         return self.run_brought(bucket).logits
 
     @torch.inference_mode()
-    def run_brought(self, bucket: Bucket, layers: int = 0, count: int = 0) -> Ran:
-        """Run the step that lies in `input`: tap so many last layers, and choose so many best entries of every row; of 0 none."""
-        kind = (bucket, layers, count)
+    def run_brought(self, bucket: Bucket, layers: int = 0, count: int = 0, grows: bool = False) -> Ran:
+        """Run the step that lies in `input`: tap so many last layers, and choose so many best entries of every row; of 0 none.
+
+        `grows`: the tree grows by what is chosen, and the step that follows is left in `input`.
+        """
+        kind = (bucket, layers, count, grows)
         if not self.captures:
             return self._forward(*kind)
         if kind not in self._graphs:
@@ -151,18 +156,24 @@ class Graphs:
             packed = host.new_empty(host.shape, pin_memory=True).copy_(host) if self._device.type == "cuda" else host
         self.input[: packed.shape[0]].copy_(packed, non_blocking=True)  # torch keeps pinned memory until the copy is done
 
-    def _forward(self, bucket: Bucket, layers: int, count: int) -> Ran:
+    def _forward(self, bucket: Bucket, layers: int, count: int, grows: bool) -> Ran:
         step = views(self.input, bucket)
         logits, states = self._step.forward(step, layers)
         if not count or self.chooser is None or step.choosing is None or step.counts is None:
             return Ran(logits, states, None)
-        return Ran(logits, states, self.chooser(logits, step.choosing, step.counts, count))
+        lines = self.chooser(logits, step.choosing, step.counts, count)
+        if grows and self.tree is not None:
+            self.tree.grow(lines, self.input, growing_bucket(bucket.pages * PAGE, self._step.least))
+        return Ran(logits, states, lines)
 
     def _captured(self, kind: Kind) -> tuple[torch.cuda.CUDAGraph, Ran]:
         """Capture a kind of step, on one of padding alone: what moves or goes on from what was chosen must happen once."""
         size = f"{kind[0].rows} rows in {kind[0].groups} groups over {kind[0].pages} pages"
         log.info("Capturing a step of %s.", size)
-        begun, held = time.perf_counter(), (self.input.clone(), self._step.picks.clone())
+        changed = [self.input, self._step.picks, *([self.tree.state] if self.tree is not None else [])]
+        begun, held = time.perf_counter(), [tensor.clone() for tensor in changed]
+        if self.tree is not None:
+            self.tree.clear()
         packed = padding(kind[0], (self._step.memory.data.shape[0] - 1) * PAGE)
         self.bring(packed)
         ran, graph = self._warmed_up(kind), torch.cuda.CUDAGraph()
@@ -171,9 +182,11 @@ class Graphs:
             for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
                 if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
                     lasting.copy_(made)
-        self.input.copy_(held[0])
-        self._step.picks.copy_(held[1])
-        log.info("Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.", size, *kind[1:], time.perf_counter() - begun)
+        for tensor, before in zip(changed, held, strict=True):
+            tensor.copy_(before)
+        if self.tree is not None:
+            self.tree.listen()
+        log.info("Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.", size, *kind[1:3], time.perf_counter() - begun)
         return graph, ran
 
     def _warmed_up(self, kind: Kind) -> Ran:

@@ -1,0 +1,219 @@
+"""A draft's tree that grows where its model is: what is read next is chosen on the device, and the next step written out there.
+
+Owns the tree's layout in the device's memory: one array of float64, in which whole numbers are exact, so that one copy brings it up and one
+read brings it back. Invariant: what grows is what `core.trees.Sapling` grows from the same proposals, operation by operation. Two ways lead
+there: a Triton kernel, and that very code, which the kernel is compared with and which serves where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from math import exp
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbranch.core.runner import Growing
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, Growth, Node, Sapling
+from specbranch.models.batch import GROUP, Rows
+from specbranch.models.gpu.choice import BEFORE
+from specbranch.models.gpu.layout import ALIGNED, GROUP_ROWS, ROOT_ROW, Bucket, Choosing, most_moves, pack, packed_size, views
+from specbranch.models.kv import PAGE, Pool, Table
+
+NODES = 1024  # at most in a tree
+LANES = GROUP_ROWS  # read at a time, at most
+ENTRIES = 8  # best tokens of a row that its choice tells
+MOVES = most_moves(LANES)  # places that may have to move before the first step
+DEEPEST = GROUP  # below the text: so far a row's own line begins where its position says
+STEPS = 64  # of one growth, at most
+LOST = 10.0  # seconds without a word from the device after which it is asked what happened
+
+SCALARS = (
+    "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature", "noisy",
+    "worth", "least", "free", "drag", "slower", "row", "children", "rows", "deepest", "most", "lanes", "room", "planted",
+)  # fmt: skip
+FIELDS = (*Node._fields, "place", "known")  # of a node; place: in the tail, once it was read; known: the chances of its children, summed
+LOOKED = 2 * WORDS * STANDINGS
+PARTS = {
+    "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED,
+    "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
+}  # fmt: skip
+AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))  # where each part begins; nodes come last
+
+Noise = tuple[int, Sequence[int]]  # the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
+
+
+class DeviceTree:
+    """The one tree that grows on a model's device at a time, and the code that makes it grow by a step."""
+
+    def __init__(self, pages: int, device: torch.device, spare: int) -> None:
+        """`pages`: at most in a sequence's table; `spare`: the flat place for padding."""
+        self._device, self._spare, self._first = device, spare, AT["pages"] + pages  # where nodes begin
+        self.state = torch.zeros(self._first + NODES * len(FIELDS), dtype=torch.float64, device=device)
+        # After each step: how many nodes there are, times 32, and how many are read next.
+        self._told = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._growth: Growth | None = None
+
+    def planted(
+        self, growing: Growing, prefix: int, tail: int, room: int, pages: Sequence[int], noise: Noise, moves: np.ndarray
+    ) -> np.ndarray:
+        """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more."""
+        growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
+        asked = unread - 1 if not growing.tree.read else -1
+        spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
+        array = np.zeros(self._first + len(nodes) * len(FIELDS))
+        array[: len(SCALARS)] = (
+            len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare, len(pages), moves.shape[1],
+            noise[0], bool(noise[1]), growth.worth, growth.least, growth.free, growth.drag, growth.slower, growth.row, growth.children,
+            growth.rows, growth.deepest, growth.most, len(growth.step), room, len(nodes),
+        )  # fmt: skip
+        array[AT["now"]] = ROOT
+        chances = growth.chances
+        tables = (*EDGES, *chances.first, *chances.other, *chances.looked, *map(exp, chances.shifts))
+        for name, part in (("step", growth.step), ("edges", tables), ("keys", noise[1]), ("moves", moves[0]), ("pages", pages)):
+            array[AT[name] : AT[name] + len(part)] = part
+        array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
+        array[self._first :] = _numbers(nodes, growing.held)
+        if self._growth is not None:  # one that was broken off: it may have something to tell yet
+            self.listen()
+        self._growth = growth
+        self._told.fill_(-1)
+        return array
+
+    def clear(self) -> None:
+        """Have no tree: then nothing grows."""
+        self.state.zero_()
+
+    def listen(self) -> None:
+        """Forget what was told, once nothing is under way."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._told.fill_(-1)
+
+    def grow(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+        """Take in what lines say of the nodes read last, choose what is read next, and write that step to `packed`."""
+        (self._by_kernel if self._device.type == "cuda" else self._plainly)(lines, packed, bucket)
+
+    def told(self, step: int) -> tuple[int, int]:
+        """Wait for a step; returns how many nodes there are, and how many are to be read next."""
+        numbers: np.ndarray = self._told.numpy()
+        begun = None
+        while (said := int(numbers[step])) < 0:
+            begun = begun or time.monotonic()
+            if time.monotonic() - begun > LOST:
+                torch.cuda.synchronize(self._device)  # says what went wrong
+                raise RuntimeError("the device did not say what it reads next")
+        return said >> 5, said & 31
+
+    def held(self, count: int) -> Tensor:
+        """What has to be read back of a tree with so many nodes."""
+        return self.state[: self._first + count * len(FIELDS)]
+
+    def nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
+        """The nodes of what was read back, and their places in the tail."""
+        self._growth = None
+        return self._nodes(read)
+
+    def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
+        table = read[self._first :].reshape(-1, len(FIELDS))
+        whole, real = table.astype(np.int64).T.tolist(), table.T.tolist()
+        fed, sent = ([flag > 0 for flag in whole[at]] for at in (8, 9))
+        return list(map(Node, whole[0], whole[1], real[2], real[3], whole[4], whole[5], real[6], whole[7], fed, sent)), whole[10]
+
+    def _by_kernel(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+        from specbranch.models.gpu.tree_kernels import grow
+
+        step = views(packed, bucket)
+        assert step.counts is not None and step.moves is not None
+        across = 0 if lines is None else lines.shape[1]
+        grow[(1,)](
+            self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts, step.moves,
+            self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self._first, bucket.pages, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _plainly(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+        """Do the same by the tree's own code, on the host."""
+        state, growth = self.state.numpy(), self._growth
+        assert growth is not None
+        now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
+        count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
+        nodes, places = self._nodes(state[: self._first + count * len(FIELDS)])
+        sapling = _sapling(nodes)
+        read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
+        if read and read != [ROOT]:
+            sapling.feed(read)
+        for row, n in enumerate(read):
+            assert lines is not None
+            sapling.sprout(n, growth, *_candidates(lines[int(now["asked"]) if n == ROOT else row].tolist(), growth.children))
+        thirsty = sapling.thirsty(growth)[:room]
+        chosen = growth.pace(now["spent"], [thirst for _, thirst in thirsty])
+        nexts = sorted(n for n, _ in thirsty[:chosen])
+        places += [-1] * (len(sapling.nodes) - count)
+        for place, n in enumerate(nexts, tail):
+            places[n] = place
+        if nexts:
+            self._pack(packed, bucket, sapling.nodes, nexts, places, now, with_moves=step == 0 and lines is None)
+        now |= {"count": len(sapling.nodes), "fed": sum(node.fed for node in sapling.nodes), "width": chosen, "tail": tail + chosen}
+        now |= {"step": step + 1, "room": room - chosen}
+        now["spent"] += growth.seconds(now["spent"], chosen) if chosen else 0.0
+        state[: len(SCALARS)] = [now[name] for name in SCALARS]
+        state[AT["now"] : AT["now"] + chosen] = nexts
+        table = _numbers(sapling.nodes, dict(enumerate(places)))
+        state[self._first : self._first + len(table)] = table
+        self._told[step] = 32 * len(sapling.nodes) + chosen
+
+    def _pack(
+        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int], now: Mapping[str, float],
+        with_moves: bool,
+    ) -> None:  # fmt: skip
+        """Write out the step that reads some nodes."""
+        state, prefix, count = self.state.numpy(), int(now["prefix"]), len(nexts)
+        table = Table(Pool(0), state[AT["pages"] : AT["pages"] + int(now["pages"])].astype(int).tolist())
+        rows = Rows(table, [nodes[n].token for n in nexts], prefix + int(now["tail"]), prefix, [_seen(nodes, places, n) for n in nexts])
+        keys = state[AT["keys"] : AT["moves"]].astype(np.int64).astype(np.uint32).view(np.int32).reshape(-1, 2)
+        noise = keys[[nodes[n].depth for n in nexts]].T if now["noisy"] else np.zeros((2, count), dtype=np.int32)
+        same = [np.full(count, int(now[name]), dtype=np.int32) for name in ("temperature", "noisy")]
+        own, top = np.arange(count, dtype=np.int32), np.full(count, ROOT_ROW, dtype=np.int32)
+        choosing = Choosing(same[0], noise[0], noise[1], same[1], own, top)
+        moves = state[AT["moves"] : AT["moves"] + 2 * MOVES].reshape(2, MOVES)[:, : int(now["moves"])].astype(np.int32)
+        array, _ = pack([rows], self._spare, choosing, moves if with_moves and moves.size else None, bucket)
+        packed[: packed_size(bucket)] = torch.from_numpy(array)
+
+
+def growing_bucket(places: int, least: Bucket) -> Bucket:
+    """The bucket of all steps that grow a tree behind so many places."""
+    return Bucket(max(LANES, least.rows), 1, max(1 << (-(-places // PAGE) - 1).bit_length(), least.pages))
+
+
+def _sapling(nodes: list[Node]) -> Sapling:
+    sapling = Sapling(NO_TREE)
+    sapling.nodes = nodes
+    return sapling
+
+
+def _seen(nodes: Sequence[Node], places: Sequence[int], n: int) -> int:
+    """The nodes of the tail that a node sees, itself included, as bits."""
+    bits = 0
+    while n != ROOT:
+        bits |= 1 << places[n]
+        n = nodes[n].parent
+    return bits
+
+
+def _candidates(line: list[float], children: int) -> tuple[list[int], list[float]]:
+    """The tokens that a line proposes, and what the draft itself gives each."""
+    confidence, tokens, scores = line[BEFORE - 1], line[BEFORE : BEFORE + ENTRIES], line[BEFORE + ENTRIES :]
+    possible = [(int(token), score) for token, score in zip(tokens, scores, strict=True) if score > -np.inf][:children]
+    return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
+
+
+def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> list[float]:
+    """Nodes as numbers, with their places and what is known of their children."""
+    known = [0.0] * len(nodes)
+    for node in nodes:
+        if node.parent != ROOT:
+            known[node.parent] += node.chance
+    return [number for n, node in enumerate(nodes) for number in (*node, places.get(n, -1), known[n])]

@@ -1,0 +1,150 @@
+"""Trees that grow where the model is: the same trees as those that are asked for step by step, and the same places."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbranch.config import SamplingParams
+from specbranch.core.orders import Context, Grow
+from specbranch.core.request import Request
+from specbranch.core.runner import Growing
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import CLASSES, NO_TREE, STANDINGS, WORDS, Chances, Growth, Sapling, Tree, below
+from specbranch.exec.drafter import Drafter
+from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.native import load_native
+from tiny_models import saved, some_tokens, tiny
+
+torch.set_num_threads(1)
+PROMPT = 40
+GREEDY = Request(SamplingParams(), 3, PROMPT)
+NOISY = Request(SamplingParams(temperature=0.9), 3, PROMPT)
+SHAPED = Request(SamplingParams(temperature=0.9, top_p=0.9), 3, PROMPT)
+
+
+class StepByStep(GpuRunner):
+    """Leaves the choice of what is read next to who asks."""
+
+    def grow(self, growing: Growing, done: object) -> None:
+        return None
+
+
+class Counting(GpuRunner):
+    """Counts the trees that it grew by itself."""
+
+    grown = 0
+
+    def grow(self, growing: Growing, done: Any) -> Tree | None:
+        tree = super().grow(growing, done)
+        self.grown += tree is not None
+        return tree
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_native(saved(tiny("llama"), Path(tmp_path_factory.mktemp("llama"))), context_length=600, dtype="float64").decoder
+
+
+def some_growth(rng: random.Random) -> Growth:
+    """Prices and chances at random, such that trees of all sizes come of them."""
+    first, other = (tuple(sorted(rng.uniform(0, high) for _ in range(CLASSES))) for high in (1.0, 0.4))
+    looked = tuple(rng.random() for _ in range(2 * WORDS * STANDINGS))
+    chances = Chances(first, other, looked, tuple(rng.uniform(-1, 2) for _ in range(2 * WORDS * STANDINGS)))
+    step = tuple(rng.uniform(0.001, 0.02) * (1 + 0.1 * lane) for lane in range(rng.choice([1, 4, 8, 16])))
+    beside = rng.random() < 0.5
+    return Growth(
+        step,
+        chances,
+        free=rng.uniform(0.01, 0.3) if beside else 0.0,
+        drag=rng.uniform(0, 0.005) if beside else 0.0,
+        slower=rng.uniform(0, 0.005) if beside else 0.0,
+        worth=rng.uniform(0.3, 1.0),
+        children=rng.choice([1, 4, 8]),
+        least=rng.choice([0.01, 0.0005]),
+        rows=rng.choice([7, 15]),
+        row=rng.choice([0.0, 0.001]),
+        most=rng.choice([5, 40, 96]),
+        deepest=rng.choice([3, 12, 64]),
+    )
+
+
+def with_lookup(rng: random.Random, tree: Tree, growth: Growth) -> Tree:
+    """The tree with some lines that were met before; now and then they repeat what it has."""
+    sapling = Sapling(tree)
+    for _ in range(rng.randint(0, 2)):
+        line, here = [], ROOT
+        while (known := tree.children(here)) and rng.random() < 0.7:
+            here = rng.choice(known)
+            line.append(tree.nodes[here].token)
+        sapling.graft([*line, *(rng.randrange(131) for _ in range(rng.randint(1, 4)))], rng.randint(1, 5), growth.chances)
+    return sapling.tree()
+
+
+@pytest.mark.parametrize("request_", [GREEDY, NOISY], ids=["greedy", "noisy"])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_tree_grown_at_once_is_the_one_that_is_grown_step_by_step(seed: int, request_: Request, decoder: Any) -> None:
+    rng = random.Random(seed)
+    at_once, in_steps = Drafter(Counting(decoder, 600)), Drafter(StepByStep(decoder, 600))
+    tokens, told, tree = some_tokens(PROMPT, seed), 0, NO_TREE
+    for drafter in (at_once, in_steps):
+        drafter.open(0, request_)
+    for number in range(12):
+        growth = some_growth(rng)
+        order = Grow(Context(told, tuple(tokens[told:]), tokens), with_lookup(rng, tree, growth), growth, number)
+        told, polls = len(tokens), rng.choice([99, 99, 2])
+        grown, expected = (drafter.draft({0: order}, done_after(polls))[0] for drafter in (at_once, in_steps))
+        assert grown == expected
+        for drafter in (at_once, in_steps):
+            drafter.runner.check()  # type: ignore[attr-defined]
+        slots, others = (drafter.slots(0) for drafter in (at_once, in_steps))
+        assert (slots.prefix, slots.tokens, slots.parents) == (others.prefix, others.tokens, others.parents)
+        tree = taken(rng, expected, tokens)
+    assert at_once.runner.grown == 12  # type: ignore[attr-defined]
+    assert at_once.rows_fed == in_steps.rows_fed
+
+
+def done_after(polls: int) -> Any:
+    """A target that is done when it was asked so many times."""
+    left = iter(range(polls))
+    return lambda: next(left, None) is None
+
+
+def taken(rng: random.Random, tree: Tree, tokens: list[int]) -> Tree:
+    """Commit some line of a tree to the text, or what it does not have; returns what is left of it."""
+    here = ROOT
+    while (known := tree.children(here)) and (rng.random() < 0.8 or here == ROOT):
+        here = rng.choice(known[:2])
+        tokens.append(tree.nodes[here].token)
+    if here == ROOT or rng.random() < 0.3:
+        tokens.append(rng.randrange(131))
+        return NO_TREE
+    return below(tree, here)
+
+
+def test_what_the_device_does_not_choose_is_asked_for_step_by_step(decoder: Any) -> None:
+    drafter, tokens = Drafter(Counting(decoder, 600)), some_tokens(PROMPT)
+    drafter.open(0, SHAPED)
+    tree = drafter.draft({0: Grow(Context(0, tuple(tokens)), NO_TREE, some_growth(random.Random(3)), 1)})[0]
+    assert isinstance(tree, Tree) and len(tree) > 0
+    assert drafter.runner.grown == 0  # type: ignore[attr-defined]
+
+
+def test_a_growth_that_is_broken_off_leaves_the_text_and_is_made_again(decoder: Any) -> None:
+    drafter, other = (Drafter(kind(decoder, 600)) for kind in (Counting, StepByStep))
+    tokens, growth = some_tokens(PROMPT), some_growth(random.Random(1))
+    order = Grow(Context(0, tuple(tokens)), NO_TREE, Growth((0.001,) * 8, growth.chances, free=9.0), 1)
+    for one in (drafter, other):
+        one.open(0, GREEDY)
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drafter.draft({0: order}, interrupted)
+    drafter.runner.check()  # type: ignore[attr-defined]
+    assert drafter.draft({0: order}) == other.draft({0: order})
