@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from measure_gpu import device_name, milliseconds
-from shapes import DTYPE, architecture, random_weights
+from shapes import architecture, random_weights
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from torch import Tensor
@@ -39,10 +39,11 @@ from specbranch.experiences import Experiences
 from specbranch.models.batch import Rows
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.weights import HUGGING_FACE, Weights
+from specbranch.models.files.weights import Weights
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import PAGE, Table
+from specbranch.models.mirror import as_transformers
 from specbranch.models.shapes import SHAPES
 from specbranch.text.tokenizer import Tokenizer
 
@@ -88,7 +89,7 @@ def measure(name: str, given: argparse.Namespace) -> Found:
     arch = architecture(name)
     weights = random_weights(arch, device)
     runner = make_runner(arch, weights, max(given.context + given.tokens, given.prompt))
-    model = as_transformers(arch, weights, device)
+    model = as_transformers(runner.decoder)
     prompt = torch.randint(0, arch.vocabulary, (max(given.context, given.prompt),)).tolist()
     done(**check(runner, model, prompt[:CHECKED]))
     done(**engine(runner, prompt[: given.context], given))
@@ -109,36 +110,6 @@ def make_runner(arch: Architecture, weights: Weights, context: int) -> GpuRunner
     """Make the runner of the engine, with room for two sequences."""
     context += PAGE
     return GpuRunner(Decoder(arch, weights, context + TAIL), context, TAIL, 2 * (-(-(context + TAIL) // PAGE)))
-
-
-def as_transformers(arch: Architecture, weights: Weights, device: torch.device) -> Any:
-    """Make transformers' model on the same memory."""
-    config = transformers.LlamaConfig(
-        vocab_size=arch.vocabulary, hidden_size=arch.hidden, intermediate_size=arch.intermediate, num_hidden_layers=arch.layers,
-        num_attention_heads=arch.heads, num_key_value_heads=arch.kv_heads, head_dim=arch.head_dim, rms_norm_eps=arch.rms_eps,
-        max_position_embeddings=arch.context_length, rope_parameters={"rope_type": "default", "rope_theta": arch.rope.theta},
-        eos_token_id=None, bos_token_id=None, pad_token_id=0, attn_implementation="sdpa", dtype=DTYPE,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    model.load_state_dict(named(arch, weights), assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its numbers are no part of the weights
-    assert model.config._attn_implementation == "sdpa" and model.dtype == DTYPE
-    return model.requires_grad_(False).eval()
-
-
-def named(arch: Architecture, weights: Weights) -> dict[str, Tensor]:
-    """Name views of the weights as transformers does."""
-    whole = {"embedding": weights.embedding, "norm": weights.norm, "head": weights.head.weight}
-    found = {f"{HUGGING_FACE[part]}.weight": tensor for part, tensor in whole.items()}
-    kv = arch.kv_heads * arch.head_dim
-    for index, layer in enumerate(weights.layers):
-        q, k, v = layer.qkv.weight.split([arch.heads * arch.head_dim, kv, kv])
-        gate, up = layer.gate_up.weight.chunk(2)
-        parts = {"attention_norm": layer.attention_norm, "mlp_norm": layer.mlp_norm, "out": layer.out.weight, "down": layer.down.weight}
-        parts |= {"q": q, "k": k, "v": v, "gate": gate, "up": up}
-        found |= {f"{HUGGING_FACE[part].format(index)}.weight": tensor for part, tensor in parts.items()}
-    return found
 
 
 @torch.inference_mode()

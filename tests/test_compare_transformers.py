@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from specbranch.models.mirror import named
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -26,15 +28,17 @@ def test_transformers_runs_on_our_weights_and_others_are_noticed(script: ModuleT
     torch.manual_seed(0)
     cpu, arch = torch.device("cpu"), script.architecture("tiny")
     weights = script.random_weights(arch, cpu)
-    runner, model = script.make_runner(arch, weights, 100), script.as_transformers(arch, weights, cpu)
-    views = script.named(arch, weights)
+    runner = script.make_runner(arch, weights, 100)
+    model = script.as_transformers(runner.decoder)
+    views = {**named(runner.decoder), "lm_head.weight": runner.decoder.head.weight}
     assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == {name: one.data_ptr() for name, one in views.items()}
     prompt = torch.randint(0, arch.vocabulary, (20,)).tolist()
     assert script.check(runner, model, prompt)["largest_difference"] < 0.1
     first, *others = weights.layers
     swapped = replace(first, gate_up=replace(first.gate_up, weight=first.gate_up.weight.flip(0)))
     with pytest.raises(SystemExit, match="not the same weights"):
-        script.check(runner, script.as_transformers(arch, replace(weights, layers=(swapped, *others)), cpu), prompt)
+        other = script.make_runner(arch, replace(weights, layers=(swapped, *others)), 100)
+        script.check(runner, script.as_transformers(other.decoder), prompt)
 
 
 def test_the_last_line_of_a_run_holds_every_figure(

@@ -145,7 +145,7 @@ def test_mistakes_are_sentences(pair: tuple[str, str], lab: Lab, outside: Transf
     with Lab(target=pair[0], folder=tmp_path / "alone") as alone, pytest.raises(BadParameter, match="needs a draft model"):
         Transformers(alone).answer("hf-assisted", record)
     outside_other = Transformers(lab)
-    outside_other._names = {**lab.identity, "draft": make_pair(tmp_path / "other", vocabulary=430)[0]}
+    outside_other._models = lab.models[0], make_pair(tmp_path / "other", vocabulary=430)[0]
     with pytest.raises(BadParameter, match="421 tokens and the draft 430"):
         outside_other.answer("hf-assisted", record)
 

@@ -141,6 +141,22 @@ class TestAggregation:
         assert row.speedup == pytest.approx(0.5)
         assert (row.tokens_per_forward, row.rollback_rate, row.draft_idle, row.target_idle, dict(row.rollback)) == (None,) * 4 + ({},)
 
+    def test_a_row_tells_who_waits_what_is_hidden_and_how_rounds_begin(self) -> None:
+        rows = rows_of(toy_runs())
+        for row in rows:
+            drafts_beside = row.method in ("pearl", "specbranch")
+            assert row.host_share is not None and 0 < row.host_share < 0.1, "the toy profile charges 0.1 of some 12 seconds a round"
+            assert (row.begun_with_tree is not None) == (row.begun_of_beside is not None) == drafts_beside
+            if drafts_beside:
+                assert 0 < row.draft_beside <= 1 and 0 < row.begun_with_tree <= row.begun_of_beside <= 1  # type: ignore[operator]
+        assert {row.draft_beside for row in rows if row.method == "speculative"} == {0.0}
+        text = table_text(rows)
+        assert all(head in text for head in ("begun", "beside", "target idle", "draft idle", "host"))
+
+    def test_runs_that_tell_nothing_of_spans_have_no_shares_of_them(self) -> None:
+        row = row_of([run(AR), run("pearl", turn={"draft_idle_seconds": 0.2, "target_idle_seconds": 0.1})])
+        assert (row.draft_beside, row.host_share, row.begun_with_tree, row.begun_of_beside) == (None,) * 4
+
     def test_toys_are_counted_as_core_counts_them(self) -> None:
         for one in toy_runs():
             row = rows_of([one])[0]

@@ -16,6 +16,7 @@ from specbranch.bench.aggregate import rows_of
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.measurement import RunStore
 from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
+from specbranch.bench.record import Record
 from specbranch.bench.run import Clock, Job, check_replay, measure, record_all, replay
 from specbranch.bench.suites import Prompt, Suite
 from specbranch.cli.bench_presets import ABLATION
@@ -65,6 +66,29 @@ def test_replays_count_what_live_runs_on_the_same_clock_count(lab: Lab, pair: tu
 def _about(summary: dict[str, Any]) -> dict[str, Any]:
     """Seconds only nearly: the clock of one has run longer before."""
     return {name: pytest.approx(value) if isinstance(value, float) else value for name, value in summary.items()}
+
+
+class Parrot:
+    """A way from outside that repeats the record, and counts."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
+        self.asked.append(method)
+        return record.tokens, {"tokens": len(record.tokens), "ttft_seconds": 0.1, "decode_seconds": 1.0}
+
+
+def test_methods_from_outside_may_answer_fewer_prompts(lab: Lab, tmp_path: Path) -> None:
+    settings, outside = tuple(map(default_setting, ("autoregressive", "hf-generate"))), Parrot()
+    with RunStore(tmp_path / "runs.jsonl", {}) as store:
+        measure(lab, replace(job(settings), outside=1), store, nothing, outside)
+    rows = {(row.suite, row.method): row for row in rows_of(store.measurements)}
+    assert {key: row.prompts for key, row in rows.items()} == {
+        ("code", "autoregressive"): 2, ("code", "hf-generate"): 1, ("talk", "autoregressive"): 1, ("talk", "hf-generate"): 1,
+    }  # fmt: skip
+    assert len(outside.asked) == 1 + 1 + 2, "a warm-up, and the first prompt of each suite, one of which has two turns"
+    assert all(row.lossless and row.speedup for row in rows.values())
 
 
 def test_the_second_turn_is_asked_after_the_targets_own_first_answer(lab: Lab) -> None:

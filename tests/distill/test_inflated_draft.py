@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT
 from specbranch.distill.load import load_draft
-from specbranch.errors import ModelError
+from specbranch.errors import BadParameter, ModelError
 from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.mirror import as_transformers, refuse_other_families
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import scored
 from tiers import tiered
@@ -85,6 +87,31 @@ def test_a_reduced_draft_is_charged_with_the_shapes_head_and_proposes_the_same(
         (proposal,) = runner.propose([Feed(1, (5, 6, 7), (ROOT, 0, 1))], [Ask(1, 2, 4)])
         said.append(list(proposal.tokens))
     assert said[0] == said[1] and len(said[0]) >= 4
+
+
+@pytest.mark.parametrize("name", ["target", "whole", "reduced"])
+def test_transformers_scores_alike_on_the_weights_of_an_inflated_model(name: str, places: dict[str, str]) -> None:
+    asked: dict[str, Any] = {"context_length": 64, "dtype": torch.float64}
+    large = places[f"large {name}"]
+    runner = load_native(large, **asked) if name == "target" else load_draft(large, places["large target"], **asked)
+    model: Any = as_transformers(runner.decoder)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([[5, 6, 7, 8]])).logits[0]
+    ours, scored = logits(runner), theirs > -torch.inf
+    assert theirs.shape == (4, runner.vocabulary) and scored.sum(-1).tolist() == [KEPT if name == "reduced" else runner.vocabulary] * 4
+    assert (theirs[scored].view(4, -1) - ours[:, : runner.vocabulary]).abs().max() < 1e-5 * ours.abs().max()  # its norms are in float32
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (runner.decoder.embedding, runner.decoder.layers[0].qkv.weight)}
+    assert shared <= {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+
+
+def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(places: dict[str, str]) -> None:
+    small = load_native(places["target"], context_length=64, weights="int8")
+    with pytest.raises(BadParameter, match="cannot be shared with transformers"):
+        as_transformers(small.decoder)
+    with pytest.raises(BadParameter, match="is of the family qwen2"):
+        refuse_other_families(replace(small.decoder.arch, family="qwen2"))
+    with pytest.raises(BadParameter, match="transformers expects a multiple"):
+        refuse_other_families(replace(small.decoder.arch, heads=6))
 
 
 def test_a_draft_beside_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:

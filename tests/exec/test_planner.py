@@ -185,6 +185,14 @@ def test_with_a_draft_auto_is_specbranch() -> None:
     assert one.stats == other.stats
 
 
+def test_rounds_begin_with_something_read_only_where_the_draft_works_beside_the_target() -> None:
+    script = Scripted.of(fresh(200), 0.7, 4)
+    with_overlap, without = (play(script, replace(AUTO, without=parts), TEN).stats for parts in ((), ("overlap",)))
+    assert 0 < with_overlap.rounds_begun <= with_overlap.rounds_beside <= with_overlap.target_forwards
+    assert 0 < with_overlap.both_busy <= with_overlap.draft_busy
+    assert without.rounds_beside == 0 and without.both_busy == 0.0
+
+
 def test_text_that_repeats_is_looked_up() -> None:
     for seed in SEEDS:
         script = Scripted.of(repeating(300), 0.5, seed)

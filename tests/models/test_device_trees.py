@@ -69,7 +69,7 @@ def some_growth(rng: random.Random) -> Growth:
         rows=rng.choice([7, 15]),
         row=rng.choice([0.0, 0.001]),
         most=rng.choice([5, 40, 96]),
-        deepest=rng.choice([3, 12, 64]),
+        deepest=rng.choice([3, 12, 32]),
     )
 
 

@@ -32,6 +32,10 @@ class Timing:
 
 
 Slot = tuple[str, int]  # prompt, repeat
+COUNTED = (  # counters of a request that add up under the names they are told by
+    *("target_forwards", "drafted", "accepted", "unused", "rejections", "rounds_beside", "rounds_begun"),
+    *("branch_points", "branch_points_reached", "branch_hits"),
+)
 
 
 def rows_of(measurements: Iterable[Measurement]) -> tuple[Row, ...]:
@@ -119,6 +123,7 @@ def _counted(runs: list[Measurement]) -> dict[str, Any]:
     stats, emitted = pooled(turns), sum(turn["tokens"] for turn in turns)
     told = stats.summary()
     drafted = stats.drafted > 0
+    clocked = all("both_busy_seconds" in turn for turn in turns)  # not told from outside, nor by runs of earlier versions
     return {
         "tokens_per_forward": told["tokens_per_forward"],
         "rollback_rate": told["rollback_rate"] if drafted else None,
@@ -130,6 +135,10 @@ def _counted(runs: list[Measurement]) -> dict[str, Any]:
         "branch_hit_rate": told["branch_hit_rate"],
         "draft_idle": _share(told["draft_idle_seconds"], stats.decode_seconds),
         "target_idle": _share(told["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
+        "draft_beside": _share(stats.both_busy, stats.draft_busy) if clocked else None,
+        "host_share": _share(stats.host_seconds, stats.decode_seconds) if clocked else None,
+        "begun_with_tree": _share(stats.rounds_begun, stats.target_forwards) if stats.rounds_beside else None,
+        "begun_of_beside": _share(stats.rounds_begun, stats.rounds_beside),
     }
 
 
@@ -181,11 +190,12 @@ def _add(total: Stats, turn: Mapping[str, Any]) -> None:
     total.siblings += rollback.get("tree_siblings", 0)
     total.losing += rollback.get("losing_branches", 0)
     total.dropped += rollback.get("dropped_by_length", 0)
-    for name in ("target_forwards", "drafted", "accepted", "unused", "rejections", "branch_points", "branch_points_reached", "branch_hits"):
+    for name in COUNTED:
         setattr(total, name, getattr(total, name) + (turn.get(name) or 0))
     for name in ("draft", "target"):
         idle = turn.get(f"{name}_idle_seconds")
         setattr(total, f"{name}_busy", getattr(total, f"{name}_busy") + (decode - idle if idle is not None else 0.0))
+    total.both_busy += turn.get("both_busy_seconds", 0.0)
     tested = turn.get("tested_by_position", ())
     good = [round((rate or 0.0) * count) for rate, count in zip(turn.get("acceptance_by_position", ()), tested, strict=False)]
     total.tested_at = [a + b for a, b in zip_longest(total.tested_at, tested, fillvalue=0)]

@@ -21,6 +21,7 @@ from specbranch.bench.ledger import Books
 from specbranch.bench.play import Draft, Player, Target
 from specbranch.bench.record import Record, Records, Task
 from specbranch.bench.replay import Memory
+from specbranch.bench.subjects import Running, pair_title, told_of
 from specbranch.bench.suites import Prompt
 from specbranch.config import SamplingParams
 from specbranch.engine import LLM
@@ -55,11 +56,6 @@ def default_folder() -> Path:
     return cache_folder() / "lab"
 
 
-def pair_title(pair: str | None, target: str, draft: str | None) -> str:
-    """Return what results call a pair: its name, or those of its models."""
-    return pair or (target if draft is None else f"{Path(draft).name}+{Path(target).name}")
-
-
 class Lab:
     """A loaded pair, its records and its draft's memory; to be closed."""
 
@@ -71,13 +67,31 @@ class Lab:
         folder: Path | None = None,
         predictor: str | None = None,
         keep_experience: bool = False,
+        title: str | None = None,
+        running: Running | None = None,
+        context_length: int | None = None,
     ) -> None:
         """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own. Unless `keep_experience` is true, nothing that was
-        learned before takes part."""
+        learned before takes part. `title`: what results call the pair; `running`: where and how it runs."""
         target, draft = chosen_models(pair, target, draft)
-        self.pair = pair_title(pair, target, draft)
-        self.llm = LLM(target, draft, predictor=predictor, keep_experience=keep_experience)
-        self.identity = {"target": target, "target_identity": identity(target)}
+        running = running or Running()
+        self.pair = title or pair_title(pair, target, draft)
+        self.models = target, draft
+        self.llm = LLM(
+            target,
+            draft,
+            predictor=predictor,
+            keep_experience=keep_experience,
+            executor=running.executor,
+            device=running.device,
+            draft_device=running.draft_device,
+            draft_weights=running.draft_weights,
+            context_length=context_length,
+        )
+        self.identity = {**told_of("target", target), "target_identity": identity(target), **running.told()}
+        if draft is not None:
+            self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
+        self._running = running.told()
         place = folder or default_folder()
         self._records = Records(place / "records", self.identity["target_identity"])
         self.draft = self._remembering(draft, place)
@@ -92,8 +106,8 @@ class Lab:
 
     @property
     def digest(self) -> str:
-        """Tells target and draft from others, in a few characters."""
-        names = sorted(name for name in self.identity if name.endswith("identity"))
+        """Tells target and draft, and where and how they run, from others, in a few characters."""
+        names = sorted(name for name in self.identity if name.endswith("identity") or name in self._running)
         return sha256(" ".join(str(self.identity[name]) for name in names).encode()).hexdigest()[:16]
 
     def records(self, prompt: Prompt, workload: Workload) -> list[Record]:
@@ -147,8 +161,7 @@ class Lab:
         worker = self.llm.drafter
         if name is None or worker is None:
             return None
-        known = identity(name)
-        self.identity |= {"draft": name, "draft_identity": known}
+        known = self.identity["draft_identity"]
         memory = Memory(place / "drafts" / f"{known}.sqlite")
         return Draft(f"{known} {self.identity['target_identity']}", memory, worker.runner)
 

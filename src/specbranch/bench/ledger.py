@@ -53,6 +53,7 @@ class Book:
             finished=opening + sum(charge.seconds + profile.host for charge in rest),
             draft_busy=sum(charge.draft for charge in rest),
             target_busy=sum(charge.target for charge in rest),
+            both_busy=sum(charge.together for charge in rest),
         )
 
     def _rounds(self) -> Iterator[Round]:

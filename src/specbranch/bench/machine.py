@@ -6,14 +6,32 @@ from dataclasses import replace
 
 from specbranch.assembly import ModelChoice
 from specbranch.bench.measure import QUICK, Progress, measure, silent
+from specbranch.bench.subjects import Running
 from specbranch.bench.workers import load_workers
-from specbranch.config import ExecutorName
 from specbranch.sim.profile import CostProfile
 
 BRIEFLY = replace(QUICK, rows=(1, 2, 4, 8, 16))  # as many rows as a tuned length may need
+FARTHER = replace(BRIEFLY, far=True)  # also at a longer context
 
 
-def machine_profile(target: str, draft: str, pair: str, executor: ExecutorName = "serial", progress: Progress = silent) -> CostProfile:
+def machine_profile(
+    target: str, draft: str, pair: str, running: Running | None = None, progress: Progress = silent, far: bool = False
+) -> CostProfile:
     """Load both models by their names and measure them, in some seconds; `specbranch profile` takes its time and is exacter."""
-    workers = load_workers(ModelChoice(target), ModelChoice(draft, shorten=True), pair, executor)
-    return measure(workers, BRIEFLY, progress)
+    how = running or Running()
+    big = ModelChoice(target, device=how.device)
+    small = ModelChoice(draft, device=how.draft_device or how.device, shorten=True, weights=how.draft_weights)
+    made = measure(load_workers(big, small, pair, how.executor), FARTHER if far else BRIEFLY, progress)
+    forget()
+    return made
+
+
+def forget() -> None:
+    """Give back the memory of models that nobody holds any more, before others are loaded."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -148,6 +148,16 @@ class RunStore:
         _check_header(_object(whole[0], 1, self.path), self.plan, self.path)
         for number, line in enumerate(whole[1:], 2):
             self.measurements.append(_measurement(line, number, self.path))
+        self._refuse_other_prompts()
+
+    def _refuse_other_prompts(self) -> None:
+        """Raise if runs are held of other prompts under the name of a suite that is to be run."""
+        held: dict[str, dict[str, None]] = {}  # the digests of each suite, in the order they were run
+        for one in self.measurements:
+            held.setdefault(one.suite, {})[one.digest] = None
+        other = [name for name, digests in held.items() if not _goes_on({name: list(digests)}, self.plan.get("suites", {}))]
+        if other:
+            raise BadParameter(f"{self.path.parent} holds runs of other prompts under the name {other[0]}. Name a new folder with --out.")
 
 
 def _without_torn_end(path: Path) -> list[bytes]:
@@ -179,10 +189,17 @@ def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path
             f"{path} has version {header.get('version')!r}; this specbranch goes on with version {VERSION}. Use a new --out."
         )
     before = header.get("plan", {})
-    other = [name for name in sorted(before.keys() | plan.keys()) if before.get(name) != plan.get(name)]
+    other = [name for name in sorted(before.keys() | plan.keys()) if not _goes_on(before.get(name), plan.get(name))]
     if other:
         told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(plan.get(name))}" for name in other)
         raise BadParameter(f"{path} was begun with other settings ({told}). Use the same to go on with it, or a new --out to begin afresh.")
+
+
+def _goes_on(before: Any, now: Any) -> bool:
+    """Whether what is asked for goes on with what was: the same, or of suites others, and more or fewer of the same prompts."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return bool(before == now)
+    return all(one == other for name in before.keys() & now.keys() for one, other in zip(before[name], now[name], strict=False))
 
 
 def _short(value: Any) -> str:

@@ -8,7 +8,8 @@ is timed begins with the prompt as token ids and ends with the last token.
 
 An assistant made by `specbranch distill` is our target's class with the draft's layers and last norm, and the target's own embedding and
 head. A reduced head scores only its own tokens, all others being −∞, as in our engine; its weights, if stored in int8, are spread out to
-the target's precision, because transformers has no kernel for them.
+the target's precision, because transformers has no kernel for them. Inflated models, and
+what drafts beside them, are run on our own weights, where they lie (`models.mirror`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ LOOKED_UP = 10  # tokens a round of prompt lookup, as transformers' documentatio
 def check_target(name: str) -> None:
     """Raise, before anything is run, if transformers lacks what it needs for a target."""
     if is_inflation(name):
-        raise BadParameter(f"{name} is inflated, and transformers cannot run it. Leave {', '.join(OUTSIDE)} out of --methods.")
+        from specbranch.models.files.locate import locate
+        from specbranch.models.mirror import refuse_other_families
+        from specbranch.models.native import open_model
+
+        refuse_other_families(open_model(locate(name))[0])
+        return
     if fetched(ModelChoice(name)).lower().endswith(".gguf"):
         ACCELERATE.require(f"or leave {', '.join(OUTSIDE)} out of --methods")
 
@@ -52,7 +58,7 @@ class Transformers:
     """Answers the prompts of records as transformers would."""
 
     def __init__(self, lab: Lab) -> None:
-        self._llm, self._names = lab.llm, lab.identity
+        self._llm, self._models = lab.llm, lab.models
 
     def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Answer a record's prompt; returns the tokens and what is told of the turn."""
@@ -71,17 +77,21 @@ class Transformers:
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        """Our target, as transformers runs it."""
-        return self._load(self._names["target"])
+        """Our target, as transformers runs it; an inflated one's weights are in memory alone, and both run on them."""
+        name = self._models[0]
+        return self._mirrored(self._llm.target_runner) if is_inflation(name) else self._load(name)
 
     @cached_property
     def assistant(self) -> PreTrainedModel:
         """Our draft, likewise."""
-        name = self._names.get("draft")
+        name = self._models[1]
         if name is None:
             raise BadParameter("Method 'hf-assisted' needs a draft model, and none was given. Name a --pair, or leave it out of --methods.")
         path = draft_path(name)
-        found = self._distilled(path) if is_draft_folder(path) else self._load(path)
+        if is_inflation(path) or is_inflation(self._models[0]):
+            found = self._mirrored(self._drafting)
+        else:
+            found = self._distilled(path) if is_draft_folder(path) else self._load(path)
         sizes = [model.config.get_text_config().vocab_size for model in (self.target, found)]
         if sizes[0] != sizes[1]:
             raise BadParameter(
@@ -121,6 +131,19 @@ class Transformers:
         with _in_silence(), redirect_stderr(io.StringIO()):  # bars of its own, in the middle of ours
             loaded = load_transformers(fetched(ModelChoice(name)), device=self._device, dtype=self._dtype, shorten=True)
         return _plain(loaded.model)
+
+    @property
+    def _drafting(self) -> Any:
+        """The draft's runner, if it is in this process."""
+        worker = self._llm.drafter
+        if worker is None:
+            raise BadParameter("The draft is in a process of its own, where transformers cannot share it. Leave 'hf-assisted' out.")
+        return worker.runner
+
+    def _mirrored(self, runner: Any) -> PreTrainedModel:
+        from specbranch.models.mirror import as_transformers
+
+        return _plain(as_transformers(runner.decoder))
 
     def _distilled(self, folder: str) -> PreTrainedModel:
         from specbranch.distill.draft_folder import read_draft

@@ -28,17 +28,18 @@ SPLIT = {
 }
 
 
-def save_report(results: Results, path: Path) -> None:
+def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None = None) -> None:
     """Write the page."""
-    write_whole(path, report_html(results))
+    write_whole(path, report_html(results, pictures=pictures))
 
 
-def report_html(results: Results, title: str = "SpecBranch bench") -> str:
-    """Return the page."""
+def report_html(results: Results, title: str = "SpecBranch bench", pictures: Mapping[str, str] | None = None) -> str:
+    """Return the page; `pictures` of timelines, as SVG, by what they show."""
     scenes = list(dict.fromkeys(_scene(row) for row in results.rows))
     body = [
         _header(results, title),
         *(_scene_section(scene, [row for row in results.rows if _scene(row) == scene]) for scene in scenes),
+        _timelines(pictures or {}),
         _table_section(results.rows),
         _provenance_section(results),
         _glossary(),
@@ -79,6 +80,12 @@ def _scene_section(scene: Scene, rows: list[Row]) -> str:
     ]
     heading = f"{pair}, temperature {temperature:g}: {clock_label(clock)}"
     return f'<section><h2>{escape(heading)}</h2>\n<div class="charts">{"".join(charts)}</div></section>\n'
+
+
+def _timelines(pictures: Mapping[str, str]) -> str:
+    caption = "The beginning of one answer, as it was measured."
+    figures = "".join(_figure(picture, f"{name}. {caption}") for name, picture in pictures.items())
+    return f"<section><h2>What draft and target did</h2>{figures}</section>\n" if figures else ""
 
 
 def _figure(svg: str, caption: str) -> str:
@@ -211,6 +218,10 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("branch hits", lambda row: _number(row.branch_hit_rate, ".0%")),
     ("draft idle", lambda row: _number(row.draft_idle, ".0%")),
     ("target idle", lambda row: _number(row.target_idle, ".0%")),
+    ("beside", lambda row: _number(row.draft_beside, ".0%")),
+    ("host", lambda row: _number(row.host_share, ".1%")),
+    ("begun", lambda row: _number(row.begun_with_tree, ".0%")),
+    ("begun of beside", lambda row: _number(row.begun_of_beside, ".0%")),
     ("first token", lambda row: _number(row.ttft_seconds, ".3f", " s")),
     ("end-to-end tokens/s", lambda row: rate_text(row.end_to_end_tokens_per_second)),
     ("peak memory", lambda row: _number(None if row.peak_memory is None else row.peak_memory / 2**20, ".0f", " MiB")),
@@ -274,6 +285,9 @@ GLOSSARY = {
     "rollback rate": "drafted tokens thrown away over drafted tokens, on the surviving line: losing branches are counted apart.",
     "branch hits": "the share of branch points that the target reached at which one of the branches went on as the target did.",
     "idle": "the share of decode time in which a model had nothing to do.",
+    "beside": "the share of the draft's working time that lies inside the target's.",
+    "host": "the share of decode time in which neither model worked.",
+    "begun": "the share of rounds that began with something the draft had read while the target worked; of beside: of rounds with both.",
     "lossless": "every run gave the same tokens as AR. A dash where the ratio rule keeps the distribution instead of the text.",
     "modelled": "tokens and decisions are real, the time is charged by a cost profile instead of being measured.",
 }

@@ -15,7 +15,11 @@ run_between_rejections   decoded tokens over the rounds in which a token of the 
 devices             that the method takes: two where draft and target are on different ones; tokens_per_second_per_device is its share.
 accepted_lengths    how many verifications of a chain accepted 0, 1, 2 … of its tokens.
 lossless            whether every run gave the same tokens as autoregressive decoding; None under the ratio rule, or without such a run.
-draft_idle, target_idle   the share of decode time in which the model had nothing to do.
+draft_idle, target_idle   the share of decode time in which the model had nothing to do: how long it waits.
+draft_beside        the share of the draft's working time that lies inside the target's: what overlap hides. 0 where they take turns.
+host_share          the share of decode time in which neither model worked: the host's between and inside rounds.
+begun_with_tree     the share of rounds (target forwards) that began with something the draft had read before, while the target worked; None
+                    where nothing is drafted beside it. begun_of_beside: the same as a share of the rounds in which a draft worked beside.
 """
 
 from __future__ import annotations
@@ -74,6 +78,10 @@ class Row:
     branch_hit_rate: float | None = None
     draft_idle: float | None = None
     target_idle: float | None = None
+    draft_beside: float | None = None
+    host_share: float | None = None
+    begun_with_tree: float | None = None
+    begun_of_beside: float | None = None
     peak_memory: int | None = None  # bytes
     run_between_rejections: float | None = None
     devices: int = 1

@@ -125,12 +125,18 @@ class Goal:
 
 
 def tuned(
-    lab: Lab, method: str, clock: Clock, workload: Workload, progress: Progress | None = None, suites: tuple[Suite, ...] = ()
+    lab: Lab,
+    method: str,
+    clock: Clock,
+    workload: Workload,
+    progress: Progress | None = None,
+    suites: tuple[Suite, ...] = (),
+    trials: int = TRIALS,
 ) -> Setting:
     """Return a method at its best for a pair, a clock and a temperature; one that has nothing to set, or sets itself, as it is."""
     if not can_be_tuned(method):
         return default_setting(method)
-    goal = Goal(clock, workload, suites or tuning_suites())
+    goal = Goal(clock, workload, suites or tuning_suites(), trials)
     return variant(method, Tuner(lab, goal, progress).search(Name.of(method).like).setting)
 
 
@@ -144,10 +150,10 @@ def has_several_values(method: str) -> bool:
     return method not in OUTSIDE and len(SPACES.get(Name.of(method).like, {})) > 1
 
 
-def tuning_suites() -> tuple[Suite, ...]:
-    """Return the prompts that methods are tuned on unless others are given."""
+def tuning_suites(prompts: int = PROMPTS) -> tuple[Suite, ...]:
+    """Return the prompts that methods are tuned on unless others are given: so many of each shipped suite."""
     suites = (load_suite(name) for name in SHIPPED)
-    return tuple(replace(suite, prompts=suite.prompts[-PROMPTS:]) for suite in suites)
+    return tuple(replace(suite, prompts=suite.prompts[-prompts:]) for suite in suites)
 
 
 def candidates(has_draft: bool) -> tuple[str, ...]:

@@ -7,16 +7,19 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.suites import ALL_SHIPPED, SUITES
-from specbranch.cli.bench_presets import DEFAULTS, PRESETS
+from specbranch.cli.bench_entries import chosen_subject, for_pair, make_entry
+from specbranch.cli.bench_presets import DEFAULTS, PRESETS, TOLD
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.config import ExecutorName
 from specbranch.errors import BadParameter
 from specbranch.pairs import DEFAULT_PAIR
 from specbranch.sim.shipped import shipped_profiles
@@ -24,13 +27,17 @@ from specbranch.sim.shipped import shipped_profiles
 if TYPE_CHECKING:
     from specbranch.bench.lab import Lab, Workload
     from specbranch.bench.methods import Setting
+    from specbranch.bench.provenance import Provenance
     from specbranch.bench.results import Results
-    from specbranch.bench.run import Clock, Progress
+    from specbranch.bench.run import Clock, Job, Progress
+    from specbranch.bench.subjects import Subject
     from specbranch.bench.suites import Suite
+    from specbranch.cli.bench_entries import Entry, Group
     from specbranch.sim.profile import CostProfile
 
 OUT = Path("bench-results")
-_what, _how, _where = (options_of(title) for title in ("What to run", "How", "Where"))
+DRAWN = ("specbranch", "pearl")  # by --timeline
+_what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
 
 @click.group()
@@ -41,12 +48,7 @@ def bench() -> None:
 @bench.command(
     cls=SectionedCommand,
     tables={
-        "Presets": [
-            ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
-            ("wall", "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public suite"),
-            ("modelled", "all methods, pairs and shipped profiles on 32 prompts of each public suite, from records"),
-            ("ablation", "specbranch and the paper's policy with each part left out, and over ε and k_max, on 8 prompts of each suite"),
-        ],
+        "Presets": TOLD,
         "Suites": list(SUITES.items()),
         **TABLES,
         "Methods from outside": list(OUTSIDE.items()),
@@ -74,10 +76,33 @@ def bench() -> None:
 )
 @_what("--limit", type=int, metavar="N", help="Only the first N prompts of each suite.")
 @_what("--max-tokens", type=click.IntRange(min=2), metavar="N", help="Longest answer [128].")
+@_what(
+    "--context",
+    type=click.IntRange(min=1),
+    multiple=True,
+    metavar="N",
+    help="Put text of ours before each prompt, so that prompt and answer have about N tokens; may be repeated [prompts as they are].",
+)
 @_what("--temperature", "temperatures", type=float, multiple=True, metavar="T", help="Temperature; may be repeated [0].")
+@_models(
+    "--target-shape",
+    metavar="SHAPE",
+    help="Run the target in a larger model's shape, see `inflate`: 7b, hidden=64,layers=3, 7b,layers=40; own: as it is [own].",
+)
+@_models("--draft-shape", metavar="SHAPE", help="The same for the draft.")
+@_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
+@_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
+@_models(
+    "--draft-weights", metavar="TYPE", help="How the draft's matrices are stored: float32, bfloat16, int8 or int4 [int8 if its file is]."
+)
+@_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
 @_how("--clock", multiple=True, metavar="PROFILE", help="Charge time by a profile (name or file) instead of measuring it; may be repeated.")
 @_how("--repeats", type=click.IntRange(min=1), metavar="N", help="Times each prompt is measured [1; a modelled clock needs no more].")
 @_how("--tune/--no-tune", default=None, help="Tune each method on the shipped prompts first, once per pair and clock [tune].")
+@_how("--trials", type=click.IntRange(min=1), metavar="N", help="Settings tried of a method with several to set [40].")
+@_how("--tuning-prompts", type=click.IntRange(min=1), metavar="N", help="Prompts of each shipped suite to tune on, the last ones [4].")
+@_how("--outside-limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each suite for methods from outside [all].")
+@_how("--timeline/--no-timeline", default=None, help="Draw one answer of specbranch and of pearl, by the wall clock [no].")
 @_how(
     "--profile",
     type=click.Path(path_type=Path),
@@ -109,31 +134,38 @@ def run(**given: Any) -> None:
     specbranch bench run --preset quick
     specbranch bench run --suites humaneval,gsm8k --limit 8 --repeats 3 --out here
     specbranch bench run --pair smollm2-weak --pair smollm2-strong --clock c10 --clock h200-1b-8b
+    specbranch bench run --preset gpu-core --pair smollm2-weak --out gpu
 
     By the wall clock all methods take turns on each prompt. With --clock decisions are real and time is modelled: the target's text is
     recorded once, and methods are replayed from the record. Writes DIR/results.json, results.csv and report.html. Interrupted, the same
     command goes on: with --clock it comes to the very rows of a run in one go; by the wall clock specbranch, tree and auto begin to learn
-    anew. The last line on standard output is JSON.
+    anew. Other commands may add pairs, methods and prompts to the same DIR. The last line on standard output is JSON.
+
+    A pair in larger shapes (--target-shape, --draft-shape) is tuned as it is, by the costs of the larger one, on the same device.
     """
+    from specbranch.bench.machine import forget
     from specbranch.bench.measurement import RunStore
 
     wanted = _with_preset(given)
     out = wanted["out"] or OUT
-    suites, workloads, clocks = _suites(wanted), _workloads(wanted), _clocks(wanted["clock"])
-    pairs = _pairs(wanted)
+    workloads, clocks, pairs = _workloads(wanted), _clocks(wanted["clock"]), _pairs(wanted)
     names = _methods(wanted, pairs, clocks)
     wanted["settings"] = _given_settings(wanted["configs"], pairs)
-    with RunStore(out / "runs.jsonl", _plan(wanted, suites)) as store, _bars() as progress:
+    subjects = [chosen_subject(pair, wanted, out) for pair in pairs]
+    suites = _suites(wanted)  # which may be fetched, so what is wrong with the rest was told before
+    entries = [make_entry(subject, for_pair(pair, wanted), suites) for subject, pair in zip(subjects, pairs, strict=True)]
+    with RunStore(out / "runs.jsonl", _plan(wanted, entries)) as store, _bars() as progress:
         identities: dict[str, Any] = {}
         try:
-            for pair in pairs:
-                identities |= _run_pair(pair, wanted, names, suites, workloads, clocks, store, progress)
+            for entry in entries:
+                identities |= _run_pair(entry, wanted, names, workloads, clocks, store, progress)
+                forget()
         except KeyboardInterrupt:
             click.echo(f"Interrupted; what was measured is in {out}. The same command goes on.", err=True)
             if store.measurements:
-                _write(_results(store, identities, wanted, suites), out, quiet=True)
+                _write(_results(store, identities, wanted, entries), out, quiet=True)
             raise
-        results = _results(store, identities, wanted, suites)
+        results = _results(store, identities, wanted, entries)
     _write(results, out, wanted["quiet"])
     click.echo(results.last_line())
 
@@ -158,7 +190,9 @@ def _file(path: Path) -> Path:
 def _with_preset(given: dict[str, Any]) -> dict[str, Any]:
     """Fill in what was not given: from the preset, then from the defaults."""
     filled = {**DEFAULTS, **PRESETS.get(given["preset"] or "", {})}
-    return {**given, **{name: given[name] if given[name] not in (None, ()) else value for name, value in filled.items()}}
+    found = {name: given[name] if given.get(name) not in (None, ()) else value for name, value in filled.items()}
+    of_pair = {pair: {name: given[name] or value for name, value in values.items()} for pair, values in filled["of_pair"].items()}
+    return {**given, **found, "of_pair": of_pair, "context_given": bool(given["context"])}
 
 
 def _suites(wanted: dict[str, Any]) -> tuple[Suite, ...]:
@@ -221,18 +255,18 @@ def _methods(wanted: dict[str, Any], pairs: list[dict[str, Any]], clocks: Sequen
     return chosen
 
 
-def _plan(wanted: dict[str, Any], suites: tuple[Suite, ...]) -> dict[str, Any]:
-    """What a folder of results is begun with; more pairs, methods, clocks or repeats may be added to it later."""
+def _plan(wanted: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
+    """What a folder of results is begun with; more pairs, methods, clocks, prompts or repeats may be added to it later."""
+    suites = sorted((suite for entry in entries for suite in entry.suites), key=lambda suite: len(suite.prompts))
     prompts = {suite.name: [prompt.digest for prompt in suite.prompts] for suite in suites}
     plan = {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "suites": prompts}
     return {**plan, "experience": True} if wanted["keep_experience"] else plan
 
 
 def _run_pair(
-    pair: dict[str, Any],
+    entry: Entry,
     wanted: dict[str, Any],
     names: tuple[str, ...],
-    suites: tuple[Suite, ...],
     workloads: tuple[Workload, ...],
     clocks: tuple[Clock, ...],
     store: Any,
@@ -243,21 +277,33 @@ def _run_pair(
     from specbranch.bench.outside import check_target
     from specbranch.bench.run import Job, check_replay, measure, record_all, replay
     from specbranch.cli.progress import pulled
-    from specbranch.pairs import chosen_models
 
-    target = chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))[0]
-    pulled(target)
+    subject = entry.subject
+    pulled(subject.source[0])
     if any(name in OUTSIDE for name in names):
-        check_target(target)
-    _measure_machine(pair, names, wanted, clocks, progress)
-    progress(f"Loading {pair.get('pair') or pair.get('target')}", 0, 0)
-    with Lab(**pair, folder=wanted["records"], predictor=wanted["predictor"], keep_experience=wanted["keep_experience"]) as lab:
-        for clock in clocks:
-            _refuse_other_pair(clock.profile, lab, wanted["force_profile"])
-            job = Job(suites, workloads, _settings(lab, names, wanted, clock, workloads, progress), wanted["repeats"])
+        check_target(subject.target)
+    _measure_machine(entry, names, wanted, clocks, progress)
+    by_the_wall = clocks[0].profile is None
+    apart = {} if subject.is_plain or not by_the_wall else _tuned_apart(entry, names, wanted, clocks[0], workloads, progress)
+    progress(f"Loading {subject.title}", 0, 0)
+    with Lab(
+        target=subject.target,
+        draft=subject.draft,
+        folder=wanted["records"],
+        predictor=wanted["predictor"],
+        keep_experience=wanted["keep_experience"],
+        title=subject.title,
+        running=subject.running,
+        context_length=entry.context_length,
+    ) as lab:
+        outside = _outside(lab, names)
+        for clock, group in product(clocks, entry.groups):
+            _refuse_other_pair(clock.profile, subject, wanted["force_profile"])
+            settings = apart.get(group) or _settings(lab, subject, names, wanted, clock, workloads, group, progress)
+            job = Job(group.suites, workloads, settings, wanted["repeats"], entry.outside)
             record_all(lab, job, progress)
             if clock.profile is None:
-                measure(lab, job, store, progress, _outside(lab, names))
+                measure(lab, job, store, progress, outside)
                 continue
             replay(lab, job, clock, store, progress)
             if clock is clocks[0]:
@@ -267,27 +313,71 @@ def _run_pair(
                     f"{agreement.same_counts} of the {agreement.counted} that do not go by the clock drafted and accepted exactly as much.",
                     err=True,
                 )
+        if wanted["timeline"] and by_the_wall:
+            _draw(lab, job, wanted["out"] or OUT, progress)
         return {lab.pair: lab.identity}
 
 
-def _refuse_other_pair(profile: CostProfile | None, lab: Lab, force: bool) -> None:
+def _draw(lab: Lab, job: Job, out: Path, progress: Progress) -> None:
+    """Draw one answer of each method that shows what both models do."""
+    from specbranch.bench.picture import draw_timeline
+
+    record = lab.records(job.suites[0].prompts[0], job.workloads[0])[0]
+    for setting in job.settings:
+        if setting.method in DRAWN:
+            progress(f"Drawing {setting.method}", 0, 0)
+            draw_timeline(lab, setting, record, out)
+
+
+def _tuned_apart(
+    entry: Entry, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock, workloads: tuple[Workload, ...], progress: Progress
+) -> dict[Group, tuple[Setting, ...]]:
+    """Tune a pair that is costly, or not all in this process, with its models as they are: they decide alike, and costs are the pair's."""
+    from specbranch.bench.lab import Lab
+    from specbranch.bench.machine import forget
+    from specbranch.bench.subjects import Running
+
+    subject = entry.subject
+    if _tuning_clock(subject, names, wanted, clock) is None:
+        return {}
+    (target, draft), running = subject.source, Running(device=subject.running.device)
+    more = {"folder": wanted["records"], "predictor": wanted["predictor"], "context_length": entry.context_length}
+    with Lab(target=target, draft=draft, running=running, **more) as small:
+        found = {group: _settings(small, subject, names, wanted, clock, workloads, group, progress) for group in entry.groups}
+    del small
+    forget()
+    return found
+
+
+def _refuse_other_pair(profile: CostProfile | None, subject: Subject, force: bool) -> None:
+    from specbranch.assembly import identity
+
     if profile is not None and not force:
-        profile.check_pair(lab.identity["target_identity"], lab.identity.get("draft_identity"))
+        profile.check_pair(identity(subject.target), None if subject.draft is None else identity(subject.draft))
 
 
 def _settings(
-    lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock, workloads: tuple[Workload, ...], progress: Progress
+    lab: Lab,
+    subject: Subject,
+    names: tuple[str, ...],
+    wanted: dict[str, Any],
+    clock: Clock,
+    workloads: tuple[Workload, ...],
+    group: Group,
+    progress: Progress,
 ) -> tuple[Setting, ...]:
     """Return how each method is set: tuned for pair and clock, as usual, and as given by hand."""
     from specbranch.bench.methods import default_setting
 
-    by = _tuning_clock(lab, names, wanted, clock)
-    if by is not None:
-        from specbranch.bench.tuning import tuned
+    by = _tuning_clock(subject, names, wanted, clock)
+    if by is None:
+        return (*map(default_setting, names), *wanted["settings"])
+    from specbranch.bench.tuning import TRIALS, tuned
 
-        found = [tuned(lab, name, by, workloads[0], progress) if name not in OUTSIDE else default_setting(name) for name in names]
-    else:
-        found = [default_setting(name) for name in names]
+    trials = wanted["trials"] or TRIALS
+    found = (
+        default_setting(name) if name in OUTSIDE else tuned(lab, name, by, workloads[0], progress, group.tuning, trials) for name in names
+    )
     return (*found, *wanted["settings"])
 
 
@@ -308,7 +398,7 @@ def _given_settings(texts: Sequence[str], pairs: list[dict[str, Any]]) -> tuple[
     return tuple(found)
 
 
-def _tuning_clock(lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock) -> Clock | None:
+def _tuning_clock(subject: Subject, names: tuple[str, ...], wanted: dict[str, Any], clock: Clock) -> Clock | None:
     """Return what methods are tuned by: the clock itself, or a profile of this machine; nothing if they are not to be, or cannot."""
     from specbranch.bench.run import Clock
     from specbranch.bench.tuning import can_be_tuned
@@ -320,19 +410,20 @@ def _tuning_clock(lab: Lab, names: tuple[str, ...], wanted: dict[str, Any], cloc
         return clock
     if wanted["profile"] is not None:
         given = load_profile(str(wanted["profile"]))
-        _refuse_other_pair(given, lab, wanted["force_profile"])
+        _refuse_other_pair(given, subject, wanted["force_profile"])
         return Clock(f"profile {wanted['profile'].stem}", given)
-    return _machine(lab, wanted["out"] or OUT) if lab.draft is not None else None
+    return _machine(subject, wanted["out"] or OUT) if subject.draft is not None else None
 
 
-def _machine(lab: Lab, out: Path) -> Clock:
+def _machine(subject: Subject, out: Path) -> Clock:
     """What was measured of this machine for a folder."""
+    from specbranch.assembly import identity
     from specbranch.bench.run import Clock
     from specbranch.sim.profile import CostProfile
 
-    file = _machine_file(out, lab.pair)
+    file = _machine_file(out, subject.title)
     made = CostProfile.load(file)
-    if made.target_identity != lab.identity["target_identity"] or made.draft_identity != lab.identity.get("draft_identity"):
+    if (made.target_identity, made.draft_identity) != (identity(subject.target), identity(str(subject.draft))):
         raise BadParameter(f"{file} was measured with other models. Delete it to have this machine measured again, or name another --out.")
     return Clock("this machine", made)
 
@@ -341,26 +432,21 @@ def _machine_file(out: Path, pair: str) -> Path:
     return out / f"profile-{pair}.json"
 
 
-def _measure_machine(
-    pair: dict[str, Any], names: tuple[str, ...], wanted: dict[str, Any], clocks: tuple[Clock, ...], progress: Progress
-) -> None:
+def _measure_machine(entry: Entry, names: tuple[str, ...], wanted: dict[str, Any], clocks: tuple[Clock, ...], progress: Progress) -> None:
     """Measure this machine with a pair, briefly, if that is wanted to tune by and was not done for the folder before.
 
     Done before the pair is loaded to be run: both at once would take twice the memory.
     """
     from specbranch.bench.files import write_whole
-    from specbranch.bench.lab import pair_title
     from specbranch.bench.machine import machine_profile
     from specbranch.bench.tuning import can_be_tuned
-    from specbranch.pairs import chosen_models
 
-    target, draft = chosen_models(pair.get("pair"), pair.get("target"), pair.get("draft"))
+    subject = entry.subject
     by_the_wall = any(clock.profile is None for clock in clocks)
     wants = wanted["tune"] and wanted["profile"] is None and any(can_be_tuned(name) for name in names)
-    title = pair_title(pair.get("pair"), target, draft)
-    file = _machine_file(wanted["out"] or OUT, title)
-    if by_the_wall and wants and draft is not None and not file.exists():
-        made = machine_profile(target, draft, title, progress=progress)
+    file = _machine_file(wanted["out"] or OUT, subject.title)
+    if by_the_wall and wants and subject.draft is not None and not file.exists():
+        made = machine_profile(subject.target, subject.draft, subject.title, subject.running, progress, far=bool(wanted["context"]))
         write_whole(file, json.dumps(made.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 
@@ -372,7 +458,8 @@ def _outside(lab: Lab, names: tuple[str, ...]) -> Any:
     return Transformers(lab)
 
 
-def _results(store: Any, identities: dict[str, Any], wanted: dict[str, Any], suites: tuple[Suite, ...]) -> Results:
+def _results(store: Any, identities: dict[str, Any], wanted: dict[str, Any], entries: Sequence[Entry]) -> Results:
+    """Put rows together, and what is known of all pairs whose rows these are: earlier commands may have run others."""
     from specbranch.bench.aggregate import rows_of
     from specbranch.bench.provenance import Provenance
     from specbranch.bench.results import Results
@@ -380,9 +467,27 @@ def _results(store: Any, identities: dict[str, Any], wanted: dict[str, Any], sui
     workload = {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "chat_template": True}
     settings = {"repeats": wanted["repeats"], "tuned": wanted["tune"], "threads": _threads()}
     command = shlex.join(["specbranch", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
-    sources = {suite.name: Path(suite.source).name for suite in suites}
-    made = Provenance.here(pairs=identities, workload=workload, settings=settings, suites=sources, command=command)
+    sources = {suite.name: Path(suite.source).name for entry in entries for suite in entry.suites}
+    before = _earlier(wanted["out"] or OUT)
+    commands = [*(before.command or "").split("\n"), command] if before is not None else [command]
+    made = Provenance.here(
+        pairs={**(before.pairs if before is not None else {}), **identities},
+        workload=workload,
+        settings=settings,
+        suites={**(before.suites if before is not None else {}), **sources},
+        command="\n".join(dict.fromkeys(one for one in commands if one)),
+    )
     return Results(rows_of(store.measurements), made)
+
+
+def _earlier(out: Path) -> Provenance | None:
+    """What the results in a folder say of themselves, if there are any."""
+    from specbranch.bench.results import Results
+
+    try:
+        return Results.load(out / "results.json").provenance
+    except BadParameter:
+        return None
 
 
 def _threads() -> int:
@@ -392,12 +497,13 @@ def _threads() -> int:
 
 
 def _write(results: Results, out: Path, quiet: bool) -> None:
+    from specbranch.bench.picture import pictures
     from specbranch.bench.report import save_report
     from specbranch.bench.table import show
 
     results.save(out / "results.json")
     results.save_csv(out / "results.csv")
-    save_report(results, out / "report.html")
+    save_report(results, out / "report.html", pictures(out))
     if not quiet:
         show(results)
         click.echo(f"\nWritten: {out / 'results.json'}, results.csv, report.html")

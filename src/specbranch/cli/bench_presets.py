@@ -1,6 +1,6 @@
 """What a bench runs where nothing is said: the presets of `specbranch bench run`, and its defaults.
 
-Owns the choice of methods, prompts and clocks, nothing of how they are run.
+Owns the choice of methods, prompts, clocks and shapes, nothing of how they are run.
 """
 
 from __future__ import annotations
@@ -13,23 +13,13 @@ from specbranch.core.methods import METHODS
 from specbranch.pairs import PAIRS
 from specbranch.sim.shipped import shipped_profiles
 
+SUITES = ("humaneval", "gsm8k", "mt_bench", "cnn_dm")
 QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)  # replayed; lookahead has the target decode anew
 MODELLED = (*(name for name in QUICKLY if name != "specbranch"), "specbranch:confidence", "specbranch:paper", "specbranch")
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64, "tune": False},
-    "wall": {
-        "methods": "autoregressive,speculative,specbranch,auto,hf-generate",
-        "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
-        "limit": 4,
-        "repeats": 2,
-    },
-    "modelled": {
-        "methods": ",".join(MODELLED),
-        "pair": tuple(PAIRS),
-        "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
-        "limit": 32,
-        "clock": shipped_profiles(),
-    },
+    "wall": {"methods": "autoregressive,speculative,specbranch,auto,hf-generate", "suites": SUITES, "limit": 4, "repeats": 2},
+    "modelled": {"methods": ",".join(MODELLED), "pair": tuple(PAIRS), "suites": SUITES, "limit": 32, "clock": shipped_profiles()},
 }
 PLANNER_PARTS, PAPER_PARTS = PARTS["planner"], PARTS["paper"]
 THRESHOLDS, WIDTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 3, 6, 9, 12)  # ε and k_max of the paper's tables
@@ -44,17 +34,80 @@ ABLATION = (
 PRESETS["ablation"] = {
     "methods": ",".join(ABLATION),
     "pair": ("smollm2-weak", "smollm2-default"),
-    "suites": ("humaneval", "gsm8k", "mt_bench", "cnn_dm"),
+    "suites": SUITES,
     "limit": 8,
     "clock": ("c10",),
+}
+
+# By the wall clock of one GPU: a method takes some 10 seconds for eight prompts a suite behind 7B or 8B, and for two behind 33B.
+OF_PAIR: dict[str, dict[str, Any]] = {  # whose costs a pair has there
+    "smollm2-weak": {"draft_shape": "68m", "target_shape": "7b"},
+    "smollm2-default": {"draft_shape": "1b", "target_shape": "8b"},
+    "smollm2-strong": {"draft_shape": "1.3b", "target_shape": "33b", "limit": 2, "outside_limit": 1},
+}
+GPU_BASELINES = ("autoregressive", "speculative", "adaptive", "pearl", "tree", "lookup", "lookahead", "specbranch:confidence")
+GPU_OURS = ("specbranch", "specbranch-overlap", "specbranch-trees", "specbranch-lookup", "auto")
+GPU_BRIEF = ("autoregressive", "speculative", "pearl", "tree", "specbranch", "specbranch-overlap")
+GPU_OUTSIDE = ("hf-generate", "hf-assisted")
+GPU: dict[str, Any] = {
+    "methods": ",".join((*GPU_BASELINES, *GPU_OURS)),
+    "device": "cuda",
+    "suites": SUITES,
+    "limit": 8,
+    "context": (1024,),
+    "tuning_prompts": 1,
+    "trials": 8,
+    "outside_limit": 2,
+    "timeline": True,
+}
+SHAPED = {**GPU, "of_pair": OF_PAIR}
+PRESETS |= {
+    "gpu-core": {**SHAPED, "methods": ",".join((*GPU_BASELINES, *GPU_OURS, *GPU_OUTSIDE))},
+    "gpu-temperature": {**SHAPED, "temperatures": (1.0,)},
+    "gpu-context": {
+        **SHAPED,
+        "methods": ",".join(GPU_BRIEF),
+        "context": (8192, 32768),
+        "limit": 4,
+        "of_pair": {**OF_PAIR, "smollm2-strong": {**OF_PAIR["smollm2-strong"], "limit": 1}},
+    },
+    "gpu-int8": {**SHAPED, "methods": ",".join((*GPU_BRIEF, "adaptive", "auto")), "draft_weights": "int8"},
+    "gpu-cpu-draft": {
+        **SHAPED,
+        "of_pair": {pair: {**given, "draft_shape": "own"} for pair, given in OF_PAIR.items()},
+        "methods": ",".join((*GPU_BRIEF, "auto")),
+        "draft_device": "cpu",
+        "executor": "process",
+    },
+    "gpu-real": {**GPU, "methods": ",".join((*GPU_BASELINES, "specbranch:paper", *GPU_OURS, *GPU_OUTSIDE))},
 }
 DEFAULTS: dict[str, Any] = {
     "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
     "pair": (),
     "suites": (),
     "limit": None,
+    "of_pair": {},  # what differs from pair to pair
+    "context": (),
     "max_tokens": 128,
     "repeats": 1,
     "clock": (),
     "tune": True,
+    "executor": "serial",
+    "timeline": False,
 }
+TOLD = [  # in the help
+    ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
+    ("wall", "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public suite"),
+    ("modelled", "all methods, pairs and shipped profiles on 32 prompts of each public suite, from records"),
+    ("ablation", "specbranch and the paper's policy with each part left out, and over ε and k_max, on 8 prompts of each suite"),
+    (
+        "gpu-core",
+        "one GPU's clock: the pair in the shapes of 68m & 7b (smollm2-weak), 1b & 8b (smollm2-default) or 1.3b & 33b (smollm2-strong), all "
+        "methods and transformers' on 8 prompts of each public suite (33b: 2) behind text up to 1,024 tokens",
+    ),
+    ("gpu-temperature", "the same at temperature 1, without transformers"),
+    ("gpu-context", "fewer methods in contexts of 8,192 and, where the target was made for it, 32,768 tokens"),
+    ("gpu-int8", "drafts in int8"),
+    ("gpu-cpu-draft", "the pair's draft as it is on the CPU, in a process of its own, beside the target on the GPU"),
+    ("gpu-real", "models as they are: a --pair, or --target and --draft"),
+]

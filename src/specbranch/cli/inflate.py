@@ -13,8 +13,8 @@ import click
 
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import WEIGHTS
-from specbranch.errors import BadParameter, ModelError, unknown
-from specbranch.models.shapes import SHAPES, Shape
+from specbranch.errors import BadParameter, ModelError
+from specbranch.models.shapes import SHAPES, Shape, ShapeChoice
 from specbranch.pairs import draft_path
 
 if TYPE_CHECKING:
@@ -99,22 +99,16 @@ class _Job:
         from specbranch.assembly import ModelChoice, chosen_device
         from specbranch.cli.progress import pulled
         from specbranch.distill.draft_name import is_draft_folder
-        from specbranch.models.files.inflated import inflated_architecture, shape_of
+        from specbranch.distill.sizing import sized
         from specbranch.models.files.inflation import is_inflation
 
-        sizes = _named_shape(given["shape"])
+        shape = ShapeChoice(given["shape"], {name: given[name] for name in SIZES if given[name] is not None})
         device = chosen_device(given["device"])
         dtype = ModelChoice(model, dtype=given["dtype"]).dtype or ("float32" if device == "cpu" else "bfloat16")
         source = pulled(draft_path(model))
-        if is_inflation(source):
-            raise BadParameter(f"{source} is inflated already. Inflate its source instead.")
-        is_draft = is_draft_folder(source)
-        target = _target_of(source, given["target"]) if is_draft else None
-        small, scored = _opened(source, target)
-        asked = {name: given[name] for name in SIZES if given[name] is not None}
-        shape = replace(sizes or shape_of(small), **asked)
-        recipe = _recipe(model, source, is_draft, _title(given["shape"], asked), shape, scored, given["seed"])
-        return cls(source, target, small, inflated_architecture(small, shape, recipe.head_rows, recipe.name), recipe, device, dtype)
+        target = _target_of(source, given["target"]) if is_draft_folder(source) and not is_inflation(source) else None
+        found = sized(model, source, shape, target, given["seed"])
+        return cls(source, target, found.small, found.large, found.recipe, device, dtype)
 
     def choice(self, name: str) -> ModelChoice:
         """How a model is loaded to be compared: in plain floats, whatever its file has."""
@@ -129,18 +123,6 @@ class _Job:
         return self.choice(self.target or self.source)
 
 
-def _named_shape(name: str | None) -> Shape | None:
-    if name is not None and name not in SHAPES:
-        raise unknown("shape", name, SHAPES)
-    return None if name is None else SHAPES[name]
-
-
-def _title(shape: str | None, asked: Mapping[str, int]) -> str:
-    """Call a shape by its name and by what was asked for besides."""
-    others = [f"{name} {value}" for name, value in asked.items()]
-    return " with ".join(part for part in (shape, ", ".join(others)) if part) or "itself"
-
-
 def _target_of(draft: str, given: str | None) -> str:
     """Return the path of the target a draft shares with: the one given, or the one that its folder names if that is known here."""
     from specbranch.cli.progress import pulled
@@ -151,39 +133,6 @@ def _target_of(draft: str, given: str | None) -> str:
     if given is None and named not in KNOWN:
         raise BadParameter(f"{draft} is a draft for {named}, which is no known name. Say where that is with --target.")
     return pulled(str(named))
-
-
-def _opened(source: str, target: str | None) -> tuple[Architecture, int]:
-    """Return what a model is, and how many tokens it scores."""
-    from specbranch.models.files.locate import locate
-    from specbranch.models.native import open_model
-
-    if target is None:
-        arch, _ = open_model(locate(source))
-        return arch, arch.vocabulary
-    from specbranch.distill.load import open_beside
-
-    found = open_beside(source, target)
-    ids = found.draft.head_ids
-    return found.arch, found.arch.vocabulary if ids is None else len(ids)
-
-
-def _recipe(model: str, source: str, is_draft: bool, shape: str, sizes: Shape, scored: int, seed: int) -> Inflation:
-    from specbranch.models.files.identity import model_identity
-    from specbranch.models.files.inflation import Inflation
-
-    path = Path(source).expanduser()
-    by_name = not Path(model).expanduser().exists() and not is_draft  # a known name or a Hub id is the same everywhere
-    return Inflation(
-        kind="draft" if is_draft else "model",
-        source=model if by_name else str(path.resolve()),
-        source_identity=model_identity(source),
-        shape=shape,
-        sizes=sizes,
-        head_rows=max(sizes.vocabulary, scored),
-        head_scored=scored,
-        seed=seed,
-    )
 
 
 def _record(out: Path, recipe: Inflation, job: _Job) -> dict[str, Any]:

@@ -198,10 +198,11 @@ def _measured(request: Request, executor: str, progress: Progress) -> Clock:
     """Measure this machine with the pair, briefly."""
     from specbranch.bench.machine import machine_profile
     from specbranch.bench.run import Clock
+    from specbranch.bench.subjects import Running
 
     assert request.draft is not None
     kind: Any = executor
-    return Clock("this machine", machine_profile(request.target, request.draft, request.draft, kind, progress))
+    return Clock("this machine", machine_profile(request.target, request.draft, request.draft, Running(executor=kind), progress))
 
 
 def _circumstances(request: Request, goal: Any, tuner: Tuner) -> dict[str, Any]:

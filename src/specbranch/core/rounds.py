@@ -51,6 +51,7 @@ def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds
     """PEARL: while the pending chain is verified, draft its one likeliest continuation; after a rollback start from nothing pending."""
     pending: InFlight = None
     while not session.finished:
+        session.stats.begin(pending is not None)
         chain = pending or NOTHING
         reports = yield Orders(session.draft(policy.fork(chain), chain), session.verify(chain))
         pending = absorb(session, policy, chain, reports)
@@ -61,6 +62,7 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> R
     """SpecBranch: a serial draft stage, then branch stages, in which the draft hedges at the unsure token, until none is hit."""
     pending: InFlight = None
     while not session.finished:
+        session.stats.begin(pending is not None)
         if pending is None:
             pending = yield from _draft_stage(session, policy)
         reports = yield Orders(session.draft(policy.fork(pending), pending), session.verify(pending))

@@ -38,6 +38,8 @@ class Stats:
     hits_at: list[int] = field(default_factory=list)  # by how many tokens were taken before the head
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    rounds_beside: int = 0  # target forwards beside which a draft worked
+    rounds_begun: int = 0  # target forwards of rounds that began with something the draft had read before, in an earlier one's shadow
     rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
     draft_restarts: int = 0
     started: float = 0.0
@@ -45,6 +47,7 @@ class Stats:
     finished: float = 0.0
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
+    both_busy: float = 0.0  # of it, beside the draft
     choices: list[tuple[int, str]] = field(default_factory=list)  # what `auto` chose: tokens emitted before, method
     _lost: bool = False  # since the last target forward
     _rejected: bool = False  # by the last verdict
@@ -66,6 +69,15 @@ class Stats:
     def decode_seconds(self) -> float:
         """Seconds from the first token to the last."""
         return self.finished - self.first_token
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of decoding in which neither model worked."""
+        return max(self.decode_seconds - self.draft_busy - self.target_busy + self.both_busy, 0.0)
+
+    def begin(self, read: bool) -> None:
+        """Note that a round begins, and whether the draft has read something for it already."""
+        self.rounds_begun += read
 
     def chose(self, method: str) -> None:
         """Note that `auto` goes on with a method."""
@@ -195,8 +207,12 @@ class Stats:
 
     def clock(self, reports: Reports) -> None:
         """Add the time both models worked in a decoding round."""
-        self.draft_busy += _seconds(reports.drafting)
-        self.target_busy += _seconds(reports.verifying)
+        drafting, verifying = reports.drafting, reports.verifying
+        self.draft_busy += _seconds(drafting)
+        self.target_busy += _seconds(verifying)
+        if drafting is not None and verifying is not None:
+            self.rounds_beside += 1
+            self.both_busy += max(min(drafting.end, verifying.end) - max(drafting.start, verifying.start), 0.0)
 
     def check(self) -> None:
         """Raise if a drafted token went missing."""
@@ -238,6 +254,10 @@ class Stats:
             "branch_hit_rate": _over(self.branch_hits, self.branch_points_reached),
             "draft_idle_seconds": max(self.decode_seconds - self.draft_busy, 0.0) if self.draft_busy else None,
             "target_idle_seconds": max(self.decode_seconds - self.target_busy, 0.0),
+            "both_busy_seconds": self.both_busy,
+            "host_seconds": self.host_seconds,
+            "rounds_beside": self.rounds_beside,
+            "rounds_begun": self.rounds_begun,
             "rounds_without_draft": self.rounds_without_draft,
             "draft_restarts": self.draft_restarts,
             "tokens_by_method": self.by_method,

@@ -29,6 +29,7 @@ def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> Round
     tree = NO_TREE
     while not session.finished:
         planner.begin(len(session.tokens))
+        session.stats.begin(tree.read)
         tree = planner.looked_up(tree)
         if growth := _within(session, planner.alone(tree, session.untold)):
             orders = Orders(draft=session.grow(tree, growth))

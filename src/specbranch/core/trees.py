@@ -123,7 +123,7 @@ class Growth:
     least: float = 0.01  # reach under which a candidate is not taken in
     rows: int = 64  # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
     row: float = 0.0  # the price of one
-    deepest: int = 64
+    deepest: int = 32  # as deep as a tail may be for every token to have the bits of a single step on every device
     most: int = 96  # nodes read, of one tree
 
     def pace(self, spent: float, reaches: Sequence[float]) -> int:

@@ -5,7 +5,11 @@ Owns the table; what is made in a shape is decided elsewhere. Invariant: a shape
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Self
+
+from specbranch.errors import BadParameter, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +47,43 @@ SHAPES: dict[str, Shape] = {  # hidden, layers, heads, kv heads, head dim, inter
     "33b": Shape(7168, 62, 56, 8, 128, 19200, 32256),
     "tiny": Shape(64, 2, 4, 2, 16, 128, 500),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeChoice:
+    """A shape as it is asked for: by its name, by single numbers, or both; without a name the other numbers are the model's own."""
+
+    name: str | None = None
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name is not None and self.name not in SHAPES:
+            raise unknown("shape", self.name, SHAPES)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read '7b', 'hidden=64,layers=3' or '7b,layers=40'."""
+        first, *rest = text.split(",")
+        named = "=" not in first
+        parts = [part.partition("=") for part in (rest if named else (first, *rest))]
+        known = Shape.__dataclass_fields__
+        for key, _, value in parts:
+            if key not in known or not value.isdigit() or int(value) < 1:
+                told = f"expected a name such as 7b, NUMBER=VALUE, or both with commas; numbers: {', '.join(known)}"
+                raise BadParameter(f"The shape {text!r} has the part {key + (f'={value}' if value else '')!r}; {told}.")
+        return cls(first if named else None, {key: int(value) for key, _, value in parts})
+
+    @property
+    def title(self) -> str:
+        """Call it by its name and by what was asked for besides."""
+        others = ", ".join(f"{name} {value}" for name, value in self.numbers.items())
+        return " with ".join(part for part in (self.name, others) if part) or "itself"
+
+    @property
+    def short(self) -> str:
+        """The same as part of a file's name."""
+        return "-".join((self.name or "", *(f"{value}{name}" for name, value in self.numbers.items()))).strip("-") or "own"
+
+    def over(self, own: Shape) -> Shape:
+        """Return the numbers, with those of the model where nothing is said of them."""
+        return replace(SHAPES[self.name] if self.name is not None else own, **self.numbers)

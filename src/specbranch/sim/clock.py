@@ -32,6 +32,11 @@ class Charge:
         return max(self.draft, self.target) if self.profile.overlap else self.draft + self.target
 
     @property
+    def together(self) -> float:
+        """How long both are at work."""
+        return min(self.draft, self.target) if self.profile.overlap else 0.0
+
+    @property
     def target_start(self) -> float:
         """When the target begins, after the round's beginning."""
         return 0.0 if self.profile.overlap else self.draft
