@@ -9,11 +9,14 @@ from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.orders import Context, Grow, Orders, Reports, Span, Verify
 from specbranch.core.rehearsal import ROWS, WIDTHS, rehearse
+from specbranch.core.trees import NO_TREE, Growth, Tree
 from specbranch.exec.serial import Serial
 from specbranch.sim.profile import CostProfile
 from toybench import Case, Ending, make_drafter, make_verifier, next_number, run_out, serial, virtual_clock
 
+GROWTH = Growth((1.0,), Experience().insight.chances())
 STEEP = CostProfile(target=((1, 10.0), (33, 42.0)), draft=((1, 2.0), (33, 18.0)), overlap=False)
 
 
@@ -76,3 +79,24 @@ def test_a_rehearsal_takes_no_token_for_granted_that_does_not_fit() -> None:
     target.runner.context_length, target.runner._tail = 8, 4  # type: ignore[misc, attr-defined]
     rehearse(Serial(target), costs, 3, has_draft=False, seconds=10.0)
     assert not costs.knows_target
+
+
+def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
+    """Steps of 2 alone take 4 beside it, and a target of 10 takes 1 more for each."""
+    costs, on = LearnedCosts(), Context(5, (1,))
+    grow, verify = Grow(on, NO_TREE, GROWTH), Verify(on)
+    tree = Tree(read=True, steps=(1, 1))
+    for _ in range(4):
+        costs.observe({0: Orders(grow)}, {0: Reports(tree=tree, drafting=Span(0.0, 4.0))})
+        costs.observe({0: Orders(verify=verify)}, {0: Reports(verifying=Span(4.0, 14.0, 1))})
+        costs.observe({0: Orders(grow, verify)}, {0: Reports(tree=tree, drafting=Span(14.0, 22.0), verifying=Span(14.0, 26.0, 1))})
+    assert (costs.draft_seconds(1), costs.target_seconds(1)) == (2.0, 10.0)
+    assert (costs.draft_slow_down, costs.slow_down) == (2.0, 1.0)
+
+
+def test_steps_that_were_never_timed_alone_are_timed_beside_the_target() -> None:
+    costs, on, tree = LearnedCosts(), Context(5, (1,)), Tree(read=True, steps=(1, 1))
+    for _ in range(2):
+        report = Reports(tree=tree, drafting=Span(14.0, 22.0), verifying=Span(14.0, 26.0, 1))
+        costs.observe({0: Orders(Grow(on, NO_TREE, GROWTH), Verify(on))}, {0: report})
+    assert (costs.draft_seconds(1), costs.draft_slow_down) == (4.0, 0.0)

@@ -18,7 +18,7 @@ KEPT = 15  # of the latest times at a number of rows; their median is the estima
 SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
 LANE = 0.05  # likewise, each further lane of a draft step
 MOST_UNREAD = 24  # tokens of one session; more is reading a text, not a round
-Timed = Literal["target", "step", "slow_down", "host"]
+Timed = Literal["target", "step", "slow_down", "draft_slow_down", "host"]
 Points = list[tuple[int, float]]  # seconds by rows, ascending
 
 
@@ -67,8 +67,6 @@ class Costs(Protocol):
 class LearnedCosts:
     """Costs as the rounds so far have shown them: for each kind, by rows, the latest times. What has no rows is filed under 0."""
 
-    draft_slow_down = 0.0  # part of the steps' own times where they are beside the target
-
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
@@ -82,6 +80,11 @@ class LearnedCosts:
     def slow_down(self) -> float:
         """Seconds added to the target for each draft step run beside it."""
         return max(_at(self._points("slow_down"), 0, 0.0), 0.0)
+
+    @property
+    def draft_slow_down(self) -> float:
+        """Seconds added to each draft step run beside the target."""
+        return max(_at(self._points("draft_slow_down"), 0, 0.0), 0.0)
 
     @property
     def host(self) -> float:
@@ -134,16 +137,25 @@ class LearnedCosts:
         drafting = next((report.drafting for report in reports.values() if report.drafting), None)
         verifying = next((report.verifying for report in reports.values() if report.verifying), None)
         steps = _steps(reports)
+        beside = drafting is not None and verifying is not None and _overlap(drafting, verifying)
         if drafting is not None and steps and not any(_reads(order.draft) for order in orders.values()):
-            self.add("step", round(sum(steps) / len(steps)), drafting.seconds / len(steps))
+            self._drafted(drafting, steps, beside)
         if verifying is not None and not any(_reads(order.verify) for order in orders.values()):
-            self._verified(verifying, len(steps) if drafting is not None and _overlap(drafting, verifying) else 0)
+            self._verified(verifying, len(steps) if beside else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 
     def _points(self, kind: Timed) -> Points:
         if kind not in self._sorted:
             self._sorted[kind] = sorted(self._medians[kind].items())
         return self._sorted[kind]
+
+    def _drafted(self, span: Span, steps: list[int], beside: bool) -> None:
+        """Learn from the draft's part of a round; where steps were never timed alone, what they take beside the target has to do."""
+        width, seconds = round(sum(steps) / len(steps)), span.seconds / len(steps)
+        if beside and self.knows_draft:
+            self.add("draft_slow_down", 0, seconds - self.draft_seconds(width))
+        else:
+            self.add("step", width, seconds)
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round, so many draft steps beside it."""

@@ -136,7 +136,8 @@ class GpuRunner(NativeRunner):
     def grow(self, growing: Growing, done: Done) -> Tree | None:
         """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no more than its width."""
         held, self._ahead = self._held[growing.seq], None
-        room = min(held.slots.room - len(growing.unread), growing.growth.most)
+        fits = (NODES - len(growing.tree)) // growing.growth.children - 1  # so many may have children
+        room = min(held.slots.room - len(growing.unread), growing.growth.most, fits)
         if not self._can_grow(growing, room):
             return None
         try:
@@ -161,7 +162,7 @@ class GpuRunner(NativeRunner):
         growth, end = growing.growth, len(self.slots(growing.seq).prefix) + len(growing.unread)
         spot = Spot(self._requests[growing.seq], end, list)
         asks = bool(growing.unread) or growing.tree.read
-        fits = len(growth.step) <= LANES and growth.children <= ENTRIES and len(growing.tree) + growth.children * (room + 1) <= NODES
+        fits = len(growth.step) <= LANES and growth.children <= ENTRIES
         return asks and fits and room > 0 and asking.is_chosen_in_graph(spot) and len(growing.unread) <= self._graphs.step.most_rows
 
     def _plant(self, growing: Growing, room: int, bucket: Bucket) -> None:
