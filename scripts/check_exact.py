@@ -36,6 +36,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--pair", help="a pair by name [the default one]")
     options.add_argument("--device", default="cuda")
+    options.add_argument("--executor", default="serial", choices=("serial", "streams", "process"))
     options.add_argument("--dtype")
     options.add_argument("--weights")
     options.add_argument("--draft-weights")
@@ -44,7 +45,7 @@ def main() -> None:
     options.add_argument("--prompts", type=int, default=len(PROMPTS))
     given = options.parse_args()
     models = {name: getattr(given, name) for name in ("pair", "device", "dtype", "weights", "draft_weights")}
-    llm = LLM(**models, max_batch=given.together, keep_experience=False, method="specbranch")
+    llm = LLM(**models, max_batch=given.together, keep_experience=False, method="specbranch", executor=given.executor)
     prompts = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS[: given.prompts]]
     found = [entry for name, shaping in SHAPINGS.items() for entry in compared(llm, prompts, name, shaping, given.tokens)]
     different = sum(entry["prompts"] - entry["same"] for entry in found)

@@ -18,6 +18,8 @@ from specbranch.core.trees import CLASSES, NO_TREE, STANDINGS, WORDS, Chances, G
 from specbranch.exec.drafter import Drafter
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
+from specbranch.sim.clock import Charge, MeteredDrafter
+from specbranch.sim.profile import CostProfile
 from tiny_models import saved, some_tokens, tiny
 
 torch.set_num_threads(1)
@@ -148,3 +150,23 @@ def test_a_growth_that_is_broken_off_leaves_the_text_and_is_made_again(decoder: 
         drafter.draft({0: order}, interrupted)
     drafter.runner.check()  # type: ignore[attr-defined]
     assert drafter.draft({0: order}) == other.draft({0: order})
+
+
+def test_where_memory_is_short_a_tree_grows_step_by_step_in_what_there_is(decoder: Any) -> None:
+    drafter, other = (Drafter(kind(decoder, 600, pages=1)) for kind in (Counting, StepByStep))
+    tokens, growth = some_tokens(230), some_growth(random.Random(1))
+    order = Grow(Context(0, tuple(tokens)), NO_TREE, Growth((0.001,) * 8, growth.chances, most=90), 1)
+    for one in (drafter, other):
+        one.open(0, Request(SamplingParams(), 3, 230))
+    assert drafter.draft({0: order}) == other.draft({0: order})
+    assert drafter.runner.grown == 0  # type: ignore[attr-defined]
+    drafter.runner.check()  # type: ignore[attr-defined]
+
+
+def test_a_drafter_that_is_charged_by_the_step_sees_every_step(decoder: Any) -> None:
+    drafter, tokens = MeteredDrafter(Counting(decoder, 600)), some_tokens(PROMPT)
+    drafter.charge = Charge(CostProfile(target=((1, 1.0),), draft=((1, 0.1),)))
+    drafter.open(0, GREEDY)
+    tree = drafter.draft({0: Grow(Context(0, tuple(tokens)), NO_TREE, some_growth(random.Random(1)), 1)})[0]
+    assert isinstance(tree, Tree) and len(tree.steps) > 1
+    assert drafter.runner.grown == 0  # type: ignore[attr-defined]

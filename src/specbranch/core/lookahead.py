@@ -122,4 +122,5 @@ def _absorb(session: Session, tree: Tree, reports: Reports) -> None:
     verdict = verdict_of(reports)
     taken = session.commit([node.token for node in tree.nodes], verdict)
     session.stats.take(reports)
+    session.stats.end_round()
     session.stats.judge_tree(tree, range(len(tree)), verdict.path, None, taken)

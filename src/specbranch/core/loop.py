@@ -96,12 +96,14 @@ class Loop:
     def leave(self, session: Session) -> None:
         """Let a session go, finished or not, and free what it held."""
         if session.number in self._live:
-            self._live.pop(session.number)[1].close()
-            orders = self._orders.pop(session.number)
-            session.stats.finished = self.executor.now()
-            if session.finished in (None, "error") and orders.verify and orders.verify.parents is None:
-                session.stats.unused += len(orders.verify.tokens)  # in flight: no verdict will come; a tree's tokens count once judged
-            self.executor.leave(session.number)
+            rounds, orders = self._live.pop(session.number)[1], self._orders.pop(session.number)
+            try:
+                rounds.close()
+            finally:
+                session.stats.finished = self.executor.now()
+                if session.finished in (None, "error") and orders.verify and orders.verify.parents is None:
+                    session.stats.unused += len(orders.verify.tokens)  # in flight: no verdict will come; a tree's tokens count once judged
+                self.executor.leave(session.number)
 
     def close(self) -> None:
         """Stop the workers, for good."""

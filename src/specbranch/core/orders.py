@@ -241,15 +241,26 @@ class Meanwhile:
 
     def __init__(self) -> None:
         self._tasks: list[Callable[[], object]] = []
+        self._error: Exception | None = None
 
     def add(self, task: Callable[..., object], *given: Any) -> None:
         """Put something off."""
         self._tasks.append(partial(task, *given))
 
     def __call__(self) -> None:
-        """Do what was put off, in its order."""
+        """Do what was put off, in its order; an error comes up here, where whoever put it off can take it."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         while self._tasks:
             self._tasks.pop(0)()
+
+    def attempt(self) -> None:
+        """Do it while others wait, whom an error does not concern."""
+        try:
+            self()
+        except Exception as error:  # whatever a method raises
+            self._error = error
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,7 @@ class Stats:
         length = good if ended else len(pending.tokens)
         self.unused += len(pending.tokens) - length
         self.target_forwards += 1
-        self.rounds_without_draft += self._lost
-        self._lost = False
+        self.end_round()
         self.accepted += good
         self.rejected += length - good
         self.rounds_all_accepted += good == length > 0
@@ -135,6 +134,11 @@ class Stats:
         self.branch_hits_other += kept is not next(b for b in branches if b.after == kept.after)
         self._hit(kept.after)
 
+    def end_round(self) -> None:
+        """Count whether the round that a verdict ended was without its draft."""
+        self.rounds_without_draft += self._lost
+        self._lost = False
+
     def judge_tree(self, tree: Tree, sent: Sequence[int], path: Sequence[int], hit: int | None, taken: int) -> None:
         """Count what a verdict did to a tree: `sent` was verified, `path` accepted, then the target said the token of `hit`.
 
@@ -145,8 +149,6 @@ class Stats:
         line = tree.main_line(sent)
         missed = 0 if ended else sum(n not in path for n in line)
         self.target_forwards += 1
-        self.rounds_without_draft += self._lost
-        self._lost = False
         self.drafted += len(sent)
         self.accepted += good
         self.rejected += missed

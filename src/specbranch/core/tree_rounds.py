@@ -70,6 +70,7 @@ def _absorb(
     hit = tree.child(path[-1] if path else ROOT, verdict.token)
     taken = session.commit([tree.nodes[n].token for n in sent], verdict, hit is not None)
     ended = taken <= len(path)
+    session.stats.end_round()
     meanwhile.add(session.stats.judge_tree, tree, sent, path, hit, taken)
     meanwhile.add(planner.observe, tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token)
     planner.note(orders, reports, taken)

@@ -75,7 +75,7 @@ class _Plot:
 
     def grown_at_once(self, done: Done) -> Tree | None:
         """Have the model grow the tree by itself, if it can."""
-        if not isinstance(self.worker.runner, GrowsTrees):
+        if not self.worker.lets_grow or not isinstance(self.worker.runner, GrowsTrees):
             return None
         held = {n: place for n, place in self.places.items() if n != ROOT}
         tree = Tree(tuple(self.sapling.nodes), self.sapling.read)

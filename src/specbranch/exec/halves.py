@@ -79,7 +79,7 @@ def do_meanwhile(orders: Mapping[int, Orders]) -> None:
     """Do what was put off, now that the target works."""
     for order in orders.values():
         if order.meanwhile:
-            order.meanwhile()
+            order.meanwhile.attempt()
 
 
 def reports_of(

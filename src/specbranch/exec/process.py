@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
-from specbranch.exec.halves import Stretch, parted, reports_of
+from specbranch.exec.halves import Stretch, do_meanwhile, parted, reports_of
 from specbranch.exec.messages import (
     Broken,
     HeadsDrawn,
@@ -165,6 +165,7 @@ class Process:
         work = self._begin(drafts)
         timed = Stretch(self.target, self.now)
         scored, failed = self.target.score(verifies)
+        do_meanwhile(orders)
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, (work.heads if work else None) or {})
         timed.end()

@@ -38,6 +38,8 @@ class Holding:
 class Worker:
     """A Runner and the sequences it holds."""
 
+    lets_grow = True  # whether a model may grow trees by itself; not where every step has to be seen
+
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.rows_fed = 0

@@ -98,8 +98,9 @@ class Transfer:
         if not self._pinned or self._pinned[0][0].numel() < size:
             torch.cuda.synchronize(self.device)  # only as buffers grow
             size = max(1 << (size - 1).bit_length(), 1 << 16)
-            self._pinned = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), _event()) for _ in range(BUFFERS)]
-            self._there = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
+            there = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
+            pinned = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), _event()) for _ in range(BUFFERS)]
+            self._pinned, self._there = pinned, there  # both or neither: there may be no memory for one of them
         held, copied = self._pinned[self._next]
         copied.synchronize()
         return held, self._there[self._next]

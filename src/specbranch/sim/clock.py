@@ -61,6 +61,7 @@ class MeteredDrafter(Drafter):
     """A Drafter that charges each of its forwards."""
 
     charge: Charge
+    lets_grow = False  # the target may be done after any step
 
     def _count(self, work: Sequence[Feed]) -> None:
         """Charge one step of that width."""

@@ -1,7 +1,7 @@
 """A decoder's forward in six kernels a layer: near the memory's pace, and a row with the same bits in any company.
 
-Owns the small buffers between kernels and how each product is cut up. Invariant: what a product is cut into follows from its own shape
-and from a pinned table, never from the rows of a step or from a trial at run time.
+Owns the small buffers between kernels and how each product is cut up. Invariant: the order of every sum follows from a product's shape and
+from a pinned table, never from a trial at run time; only how many rows share a program follows from the rows of a step.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Product:
         return min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap])
 
     def row_tiles(self, rows: int) -> int:
-        """How many programs share some rows."""
+        """How many tiles some rows make."""
         return -(-rows // self.together(rows))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Done, Feed, Growing, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trees import Sapling, Tree
+from specbranch.errors import CacheFull
 from specbranch.models import sample, verdict
 from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
@@ -142,7 +143,10 @@ class GpuRunner(NativeRunner):
             return None
         try:
             with self._here():
-                self._reach(held, len(held.slots), len(held.slots) + len(growing.unread) + room)
+                with suppress(CacheFull):  # step by step a tree may grow in what there is
+                    self._reach(held, len(held.slots), len(held.slots) + len(growing.unread) + room)
+                if len(held.table.pages) * PAGE < len(held.slots) + len(growing.unread) + room:
+                    return None
                 bucket = growing_bucket(len(held.slots) + len(growing.unread) + room, self._graphs.step.least)
                 self._plant(growing, room, bucket)
                 steps, count = self._grown_steps(bucket, done)
@@ -193,8 +197,12 @@ class GpuRunner(NativeRunner):
         widths: list[int] = []
         count, width = self._tree.told(0)
         while width and len(widths) < STEPS and not done():
-            self._graphs.run_brought(bucket, 0, ENTRIES, True)
-            self._moves = []
+            try:
+                self._graphs.run_brought(bucket, 0, ENTRIES, True)
+                self._moves = []
+            except BaseException:
+                self._forget_moves()
+                raise
             widths.append(width)
             count, width = self._tree.told(len(widths))
         return widths, count
@@ -272,10 +280,10 @@ class GpuRunner(NativeRunner):
             if moves is not None and not self._graphs.step.moves:
                 self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
             ran = self._graphs.run_brought(bucket, 0, count, pages > 0)
+            self._moves = []
         except BaseException:
             self._forget_moves()
             raise
-        self._moves = []
         return ran
 
     def _moves_for(self, choosing: Choosing) -> np.ndarray | None:

@@ -172,20 +172,21 @@ class Graphs:
         log.info("Capturing a step of %s.", size)
         changed = [self.input, self._step.picks, *([self.tree.state] if self.tree is not None else [])]
         begun, held = time.perf_counter(), [tensor.clone() for tensor in changed]
-        if self.tree is not None:
-            self.tree.clear()
-        packed = padding(kind[0], (self._step.memory.data.shape[0] - 1) * PAGE)
-        self.bring(packed)
-        ran, graph = self._warmed_up(kind), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            again = self._forward(*kind)
-            for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
-                if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
-                    lasting.copy_(made)
-        for tensor, before in zip(changed, held, strict=True):
-            tensor.copy_(before)
-        if self.tree is not None:
-            self.tree.listen()
+        try:
+            if self.tree is not None:
+                self.tree.clear()
+            self.bring(padding(kind[0], (self._step.memory.data.shape[0] - 1) * PAGE))
+            ran, graph = self._warmed_up(kind), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                again = self._forward(*kind)
+                for lasting, made in ((ran.logits, again.logits), (ran.states, again.states)):
+                    if lasting is not None and made is not None and lasting.data_ptr() != made.data_ptr():
+                        lasting.copy_(made)
+        finally:
+            for tensor, before in zip(changed, held, strict=True):
+                tensor.copy_(before)
+            if self.tree is not None:
+                self.tree.forget_told()
         log.info("Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.", size, *kind[1:3], time.perf_counter() - begun)
         return graph, ran
 

@@ -10,6 +10,9 @@ come of it as of `DeviceTree._plainly`. Needs Triton, so nobody imports it but `
 import triton
 import triton.language as tl
 
+from specbranch.core.trees import STANDINGS as _STANDINGS
+from specbranch.core.trees import WORDS as _WORDS
+from specbranch.models.batch import GROUP as _GROUP
 from specbranch.models.gpu import trees
 from specbranch.models.gpu.choice import BEFORE as _BEFORE
 from specbranch.models.gpu.layout import ONE as _ONE
@@ -18,19 +21,28 @@ from specbranch.models.kv import PAGE as _PAGE
 
 NODES, LANES, ENTRIES, MOVES = (tl.constexpr(n) for n in (trees.NODES, trees.LANES, trees.ENTRIES, trees.MOVES))
 FIELDS, EDGES = tl.constexpr(len(trees.FIELDS)), tl.constexpr(trees.PARTS["edges"])
-BEFORE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _ONE, _OWN, _PAGE, trees.DEEPEST))
+BEFORE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _ONE, _OWN, _PAGE, _GROUP))
 CHUNK = tl.constexpr(8)  # nodes looked through at a time
 SMALL = tl.constexpr(256)  # nodes of a tree as most are
 BACK = tl.constexpr(2 * trees.DEEPEST)  # positions of the text that a row may have in its own line
 ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
 
-COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (tl.constexpr(n) for n in range(13))
-WORTH, LEAST, FREE, DRAG, SLOWER, ROW, CHILDREN, ROWS, DEEPEST, MOST, PACES, ROOM, PLANTED = (tl.constexpr(n) for n in range(13, 26))
+COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
+    tl.constexpr(trees.SCALARS.index(name))
+    for name in ["count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature", "noisy"]
+)
+WORTH, LEAST, FREE, DRAG, SLOWER, ROW, CHILDREN, ROWS, DEEPEST, MOST, PACES, ROOM, PLANTED = (
+    tl.constexpr(trees.SCALARS.index(name))
+    for name in ["worth", "least", "free", "drag", "slower", "row", "children", "rows", "deepest", "most", "lanes", "room", "planted"]
+)
 NOW, PRICES, EDGE, FIRST, OTHER, LOOKED, ODDS, KEYS, MOVES_AT, PAGES_AT = (
     tl.constexpr(trees.AT[name]) for name in ("now", "step", "edges", "first", "other", "looked", "odds", "keys", "moves", "pages")
 )
-TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN = (tl.constexpr(n) for n in range(12))
-WORDS, STANDINGS = tl.constexpr(4), tl.constexpr(4)
+TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN = (
+    tl.constexpr(trees.FIELDS.index(name))
+    for name in ["token", "parent", "chance", "reach", "depth", "rank", "said", "look", "fed", "sent", "place", "known"]
+)
+WORDS, STANDINGS = tl.constexpr(_WORDS), tl.constexpr(_STANDINGS)
 FIRST_OF, OTHER_OF, ABSENT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 

@@ -20,7 +20,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, Growth, Node, Sapling
 from specbranch.models.batch import GROUP, Rows
 from specbranch.models.gpu.choice import BEFORE
-from specbranch.models.gpu.layout import ALIGNED, GROUP_ROWS, ROOT_ROW, Bucket, Choosing, most_moves, pack, packed_size, views
+from specbranch.models.gpu.layout import ALIGNED, GROUP_ROWS, ROOT_ROW, Bucket, Choosing, most_moves, pack, packed_size, power_of_two, views
 from specbranch.models.kv import PAGE, Pool, Table
 
 NODES = 1024  # at most in a tree
@@ -78,7 +78,7 @@ class DeviceTree:
         array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
         array[self._first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
-            self.listen()
+            self.forget_told()
         self._growth = growth
         self._told.fill_(-1)
         return array
@@ -87,7 +87,7 @@ class DeviceTree:
         """Have no tree: then nothing grows."""
         self.state.zero_()
 
-    def listen(self) -> None:
+    def forget_told(self) -> None:
         """Forget what was told, once nothing is under way."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -104,8 +104,9 @@ class DeviceTree:
         while (said := int(numbers[step])) < 0:
             begun = begun or time.monotonic()
             if time.monotonic() - begun > LOST:
-                torch.cuda.synchronize(self._device)  # says what went wrong
-                raise RuntimeError("the device did not say what it reads next")
+                torch.cuda.synchronize(self._device)  # says what went wrong, or was only slow
+                if int(numbers[step]) < 0:
+                    raise RuntimeError("the device did not say what it reads next")
         return said >> 5, said & 31
 
     def held(self, count: int) -> Tensor:
@@ -120,14 +121,15 @@ class DeviceTree:
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
         table = read[self._first :].reshape(-1, len(FIELDS))
         whole, real = table.astype(np.int64).T.tolist(), table.T.tolist()
-        fed, sent = ([flag > 0 for flag in whole[at]] for at in (8, 9))
-        return list(map(Node, whole[0], whole[1], real[2], real[3], whole[4], whole[5], real[6], whole[7], fed, sent)), whole[10]
+        columns = [real[at] if name in ("chance", "reach", "said") else whole[at] for at, name in enumerate(Node._fields)]
+        columns[-2:] = ([flag > 0 for flag in column] for column in columns[-2:])  # read, sent
+        return list(map(Node, *columns)), whole[FIELDS.index("place")]
 
     def _by_kernel(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         from specbranch.models.gpu.tree_kernels import grow
 
         step = views(packed, bucket)
-        assert step.counts is not None and step.moves is not None
+        assert step.counts is not None and step.moves is not None and bucket.rows == LANES
         across = 0 if lines is None else lines.shape[1]
         grow[(1,)](
             self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts, step.moves,
@@ -185,7 +187,7 @@ class DeviceTree:
 
 def growing_bucket(places: int, least: Bucket) -> Bucket:
     """The bucket of all steps that grow a tree behind so many places."""
-    return Bucket(max(LANES, least.rows), 1, max(1 << (-(-places // PAGE) - 1).bit_length(), least.pages))
+    return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-places // PAGE)), least.pages))
 
 
 def _sapling(nodes: list[Node]) -> Sapling:
