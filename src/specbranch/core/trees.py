@@ -121,7 +121,7 @@ class Growth:
     rows: int = 64  # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
     row: float = 0.0  # the price of one
     deepest: int = 64
-    most: int = 96  # nodes read, of one tree
+    most: int = 120  # nodes read, of one tree: about what a tail holds
 
     def pace(self, spent: float, reaches: Sequence[float]) -> int:
         """Return how many of the farthest-reaching nodes to read next, after so much time; 0: none pays."""
@@ -160,20 +160,25 @@ class Sapling:
         self.steps: list[int] = []
 
     def frontier(self, growth: Growth) -> list[int]:
-        """Return the nodes that may be read next, farthest-reaching first."""
-        fed = sum(node.fed for node in self.nodes)
-        if fed >= growth.most:
+        """Return the nodes that may be read next, thirstiest first."""
+        return [n for _, n in self.thirsts(growth)]
+
+    def thirsts(self, growth: Growth) -> list[tuple[float, int]]:
+        """Return the thirst of each of them and its number: in one pass over the nodes, as this is asked at every step."""
+        fed = [node.fed for node in self.nodes]
+        left = growth.most - sum(fed)
+        if left <= 0:
             return []
         bar = self._last_row(growth) if growth.free == 0.0 else 0.0
-        open_ends = [
-            n
-            for n, node in enumerate(self.nodes)
-            if not node.fed
-            and node.depth < growth.deepest
-            and growth.worth * node.reach > bar
-            and (node.parent == ROOT or self.nodes[node.parent].fed)
-        ]
-        return sorted(open_ends, key=lambda n: (-self.thirst(n), n))[: growth.most - fed]
+        known: dict[int, float] = {}  # of nodes that were not read and have children all the same: how likely one of these follows
+        open_ends: list[tuple[int, float]] = []
+        for n, node in enumerate(self.nodes):
+            if (parent := node.parent) != ROOT and not fed[parent]:
+                known[parent] = known.get(parent, 0.0) + node.chance
+            elif not fed[n] and growth.worth * node.reach > bar and node.depth < growth.deepest:
+                open_ends.append((n, node.reach))
+        ordered = sorted((-reach * max(1.0 - known.get(n, 0.0), 0.0), n) for n, reach in open_ends)
+        return [(-thirst, n) for thirst, n in ordered[:left]]
 
     def _last_row(self, growth: Growth) -> float:
         """The reach of the last node that can be verified with the best."""

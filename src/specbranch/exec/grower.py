@@ -52,12 +52,12 @@ class _Plot:
 
     def next_nodes(self) -> list[int]:
         """Choose what to read in the next step."""
-        frontier = self.sapling.frontier(self.growth)[: self.worker.slots(self.session).room]
-        width = self.growth.pace(self.spent, [self.sapling.thirst(n) for n in frontier])
+        thirsts = self.sapling.thirsts(self.growth)[: self.worker.slots(self.session).room]
+        width = self.growth.pace(self.spent, [thirst for thirst, _ in thirsts])
         if not width or not self.worker.make_room(self.session, width):
             return []
         self.spent += self.growth.seconds(self.spent, width)
-        return sorted(frontier[:width])
+        return sorted(n for _, n in thirsts[:width])
 
     def feed(self, numbers: list[int]) -> Feed:
         """Give nodes their places; returns the work of a step."""
