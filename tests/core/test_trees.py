@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -52,6 +53,18 @@ def numbers_of(tree: Tree) -> list[tuple[int, int]]:
     return [(node.token, node.parent) for node in tree.nodes]
 
 
+TREES = st.lists(st.tuples(st.integers(-1, 8), st.floats(0.05, 1.0), st.booleans()), max_size=14)
+
+
+def made(shape: list[tuple[int, float, bool]]) -> Tree:
+    nodes: list[Node] = []
+    for at, (above, chance, fed) in enumerate(shape):
+        parent = min(above, at - 1)
+        over = nodes[parent] if parent != ROOT else None
+        nodes.append(Node(100 + at, parent, chance, chance * (over.reach if over else 1.0), over.depth + 1 if over else 1, fed=fed))
+    return Tree(tuple(nodes), True)
+
+
 def test_reach_is_the_product_of_chances_on_the_way() -> None:
     tree = grown().tree()
     assert numbers_of(tree) == [(10, ROOT), (11, ROOT), (20, 0), (21, 0)]
@@ -90,6 +103,21 @@ def test_a_node_whose_continuation_is_known_is_less_in_need_of_reading() -> None
     assert sapling.thirsty(GROWTH) == [(1, sapling.nodes[1].reach)]
 
 
+@given(TREES, st.booleans())
+def test_what_may_be_read_next_is_in_the_order_of_its_thirst(shape: list[tuple[int, float, bool]], beside: bool) -> None:
+    sapling = Sapling(made(shape))
+    growth = replace(GROWTH, rows=4, free=9.0 if beside else 0.0)
+    found = sapling.thirsty(growth)
+    assert found == sorted(found, key=lambda pair: (-pair[1], pair[0]))
+    for n, thirst in found:
+        known = sum(node.chance for node in sapling.nodes if node.parent == n)
+        assert thirst == pytest.approx(sapling.nodes[n].reach * max(1.0 - known, 0.0))
+    bar = sorted((node.reach for node in sapling.nodes), reverse=True)[3] if len(shape) > 3 and not beside else 0.0
+    fed = {ROOT, *(n for n, node in enumerate(sapling.nodes) if node.fed)}
+    open_ends = [n for n, node in enumerate(sapling.nodes) if n not in fed and node.parent in fed and node.reach > bar]
+    assert sorted(n for n, _ in found) == open_ends
+
+
 def test_draft_and_text_correct_each_other() -> None:
     alone = Sapling(NO_TREE)
     alone.graft((10, 20), 2, CHANCES)
@@ -117,18 +145,6 @@ def test_every_standing_has_a_class_of_its_own() -> None:
 def test_the_classes_cover_all_probabilities_in_order() -> None:
     assert [class_of(edge) for edge in EDGES] == list(range(1, len(EDGES) + 1))
     assert class_of(0.0) == 0 and class_of(1.0) == len(CHANCES.first) - 1 == len(CHANCES.other) - 1
-
-
-TREES = st.lists(st.tuples(st.integers(-1, 8), st.floats(0.05, 1.0), st.booleans()), max_size=14)
-
-
-def made(shape: list[tuple[int, float, bool]]) -> Tree:
-    nodes: list[Node] = []
-    for at, (above, chance, fed) in enumerate(shape):
-        parent = min(above, at - 1)
-        over = nodes[parent] if parent != ROOT else None
-        nodes.append(Node(100 + at, parent, chance, chance * (over.reach if over else 1.0), over.depth + 1 if over else 1, fed=fed))
-    return Tree(tuple(nodes), True)
 
 
 @given(TREES, st.integers(1, 6))

@@ -16,7 +16,7 @@ from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.planner import Planner
+from specbranch.core.planner import SURE, Planner
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
@@ -146,8 +146,8 @@ def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledg
     for seed in SEEDS:
         script, experience = Scripted.of(fresh(300), hits, seed), KNOWLEDGE[knowledge](HOPELESS)
         sessions = [play(script, AUTO, HOPELESS, experience) for _ in range(3)]
-        first, *later = [speedup(script, HOPELESS, session) for session in sessions]
-        assert first >= 0.85 and min(later) >= 0.95, seed
+        first, second, third = [speedup(script, HOPELESS, session) for session in sessions]
+        assert first >= 0.85 and second >= 0.93 and third >= 0.98, seed  # many rows are sent once or twice before their cost is known
         assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
 
 
@@ -299,6 +299,58 @@ def test_rows_are_sent_as_far_as_they_pay() -> None:
         sapling.sprout(0, growth_of(planner), range(4), (0.8, 0.1, 0.05, 0.02))
         counts[costs] = len(planner.sent(sapling.tree(), 100))
     assert counts[flat] >= 6 and 1 <= counts[steep] <= 3, counts
+
+
+def test_more_is_taken_in_and_read_at_once_only_where_the_draft_reads_on_beside_the_target() -> None:
+    narrow = Growth((1.0,), Experience(TEN).insight.chances(), children=4, least=0.01)
+    for costs, without, lanes, like in (
+        (TEN, "", 16, replace(narrow, children=8, least=0.001)),
+        (TEN, "overlap", 8, narrow),
+        (TEN, "branches", 8, narrow),
+        (TEN, "branches trees", 1, replace(narrow, children=1)),
+        (BY_TURNS, "", 8, narrow),
+    ):
+        planner = Planner(
+            Experience(costs), overlap="overlap" not in without, trees="trees" not in without, branches="branches" not in without
+        )
+        planner.begin(10)
+        growth = planner.alone(NO_TREE, 1)
+        assert growth is not None and len(growth.step) == lanes
+        assert (growth.children, growth.least) == (like.children, like.least), without
+
+
+@pytest.mark.parametrize(("eight", "lanes"), [(0.001, 16), (0.0014, 6), (0.002, 5)])
+def test_a_step_beside_the_target_is_so_wide_that_four_follow_each_other(eight: float, lanes: int) -> None:
+    """The target takes as long as five narrow steps."""
+    costs = CostProfile(target=((1, 0.005),), draft=((1, 0.001), (4, 0.001), (8, eight)))
+    planner = Planner(Experience(costs))
+    planner.begin(10)
+    sapling = Sapling(NO_TREE)
+    sapling.sprout(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
+    beside = planner.beside(sapling.tree(), 4)
+    assert beside is not None and len(beside.step) == lanes
+
+
+def test_a_wide_step_that_costs_little_more_is_made_however_short_the_target_takes() -> None:
+    costs = CostProfile(target=((1, 0.002),), draft=((1, 0.001), (16, 0.0011)))
+    planner = Planner(Experience(costs))
+    planner.begin(10)
+    sapling = Sapling(NO_TREE)
+    sapling.sprout(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
+    beside = planner.beside(sapling.tree(), 4)
+    assert beside is not None and len(beside.step) == 16
+
+
+def test_what_reading_is_worth_does_not_rise_with_candidates_that_are_hardly_sent() -> None:
+    shares = []
+    for rank in (0, SURE - 1, SURE):
+        planner = Planner(Experience(TEN))
+        planner.begin(10)
+        sapling = Sapling(NO_TREE)
+        sapling.sprout(ROOT, replace(growth_of(planner), least=0.0), range(8), (0.3, *[0.1] * 7))
+        planner.observe(sapling.tree(), [], rank)
+        shares.append(planner.insight.cover.shares()[0])
+    assert shares[0] == shares[1] > shares[2]
 
 
 def growth_of(planner: Planner) -> Growth:

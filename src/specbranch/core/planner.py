@@ -7,7 +7,8 @@ depends on committed tokens, past verdicts and times alone, and on what the draf
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
@@ -18,9 +19,25 @@ from specbranch.core.trees import Growth, Node, Sapling, Tree, class_of, farthes
 SPARED = 0.7  # of a step's price is what a node is worth at most that is read beside the target: the step may be made later
 LOOKED = 14  # tokens looked up at a time
 LINE = 0.06  # reach under which the main line is not sent on: what is rejected there costs more than it brings
-CANDIDATES = 4  # taken in of what the draft proposes at a place
+SURE = 4  # candidates of a place among which the target's token is looked for to tell what reading is worth: hardly more are ever sent
+IN_A_ROW = 4  # steps that must fit beside the target if they are to be wide: what is read wide is not read deep
+LIGHT = 1.25  # of a narrow step's price is what a wide one may cost in any case
 FIRST = 0.5  # of the draft's first step is priced by the present rate, the rest by plain decoding's: it opens the way to further ones
 MUTE = 8  # orders in a row that the draft left unanswered after which it counts as gone: the text may have outgrown it
+
+
+@dataclass(frozen=True, slots=True)
+class Breadth:
+    """How much is taken in of what a draft says, and how much is read at once, at most; prices and chances decide within that."""
+
+    candidates: int  # of a place
+    lanes: int  # of a step
+    least: float  # reach
+
+
+ONE = Breadth(1, 1, 0.01)
+NARROW = Breadth(4, 8, 0.01)  # while the target waits: more would hardly be sent
+WIDE = Breadth(8, 16, 0.001)  # with a draft that reads on beside the target: three verdicts in five refuse all that was sent at a place
 
 
 class Planner:
@@ -36,14 +53,14 @@ class Planner:
         branches: bool = True,
         learns: bool = True,
         most_rows: int = 16,
-        lanes: int = 8,
     ) -> None:
         """`trees`: alternatives are verified, too; `branches`: they are drafted on beside the target, too; each can be left out."""
         self.experience, self.insight, self.costs = experience, experience.insight, experience.costs
         self.overlap = overlap and self.costs.overlap
         self._ngrams = ngrams
         self._trees, self._branches, self._learns = trees, branches, learns
-        self._most_rows, self._lanes = most_rows, lanes if trees or branches else 1
+        self._most_rows = most_rows
+        self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else ONE
         self._silent = 0
         self._context = 0
         self._seconds: dict[int, float] = {}  # of the target by rows, since this round began
@@ -59,12 +76,18 @@ class Planner:
         """Look at rate, prices and chances anew, at so many tokens of text."""
         costs, self._context, self._seconds = self.costs, context, {}
         self._rate = self.insight.rate(self._target_seconds(1) + costs.host)
-        steps = tuple(self._rate * costs.draft_seconds(width, context) for width in range(1, self._lanes + 1))
-        candidates = CANDIDATES if self._trees or self._branches else 1
-        worth = self.insight.cover.shares()[0]
+        steps = tuple(self._rate * costs.draft_seconds(width, context) for width in range(1, self._breadth.lanes + 1))
         rows = self._most_rows - 1
         row = self._rate * (self._target_seconds(rows + 1) - self._target_seconds(1)) / rows
-        self._growth = Growth(steps, self._chances, worth=worth, children=candidates, rows=rows, row=max(row, 0.0))
+        self._growth = Growth(
+            steps,
+            self._chances,
+            worth=self.insight.cover.shares()[0],
+            children=self._breadth.candidates,
+            least=self._breadth.least,
+            rows=rows,
+            row=max(row, 0.0),
+        )
 
     def _target_seconds(self, rows: int) -> float:
         """What a forward of the target takes, at the present length of the text."""
@@ -126,15 +149,16 @@ class Planner:
         costs, rate, alone = self.costs, self._rate, self._growth
         if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
             return None
+        free = rate * self._target_seconds(rows)
         growth = replace(
             alone,
-            step=alone.step if self._branches else alone.step[:1],
-            free=rate * self._target_seconds(rows),
+            step=_in_a_row(alone.step, free) if self._branches else alone.step[:1],
+            free=free,
             drag=rate * costs.slow_down,
             slower=rate * costs.draft_slow_down,
             worth=min(alone.worth, SPARED * alone.step[0]),
             row=0.0,
-            children=CANDIDATES if self._branches else 1,
+            children=alone.children if self._branches else 1,
         )
         return growth if growth.pace(0.0, self._thirsts(tree, growth)) else None
 
@@ -162,7 +186,7 @@ class Planner:
             for node in children:
                 self._judged(node, read, node.token == said)
             if read:
-                self.insight.learn("cover", 0, any(node.token == said for node in children))
+                self.insight.learn("cover", 0, any(node.token == said and node.rank < SURE for node in children))
         self._chances = self.insight.chances()
 
     def _judged(self, node: Node, read: bool, true: bool) -> None:
@@ -175,3 +199,9 @@ class Planner:
                 insight.learn("shift", at, true - node.chance)
             else:
                 insight.learn("looked", at, true)
+
+
+def _in_a_row(steps: tuple[float, ...], free: float) -> tuple[float, ...]:
+    """Leave out the widths of which too few steps fit into the time that is free."""
+    bound = max(free / IN_A_ROW, LIGHT * steps[0])
+    return tuple(takewhile(lambda step: step <= bound, steps))

@@ -124,7 +124,7 @@ class Growth:
     rows: int = 64  # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
     row: float = 0.0  # the price of one
     deepest: int = 32  # as deep as a tail may be for every token to have the bits of a single step on every device
-    most: int = 96  # nodes read, of one tree
+    most: int = 120  # nodes read, of one tree: about what a tail holds
 
     def pace(self, spent: float, reaches: Sequence[float]) -> int:
         """Return how many of the farthest-reaching nodes to read next, after so much time; 0: none pays."""
