@@ -26,6 +26,17 @@ def nothing_learned_before(nothing_kept: None, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(tmp_path / "experience"))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums over threads are no test's business."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     from tiny_pair import make_pair

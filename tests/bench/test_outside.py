@@ -26,16 +26,10 @@ from specbranch.errors import BadParameter
 from specbranch.models.rows import collate
 from tiny_pair import make_pair
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = tuple(Prompt(str(at), "", (words,)) for at, words in enumerate(("A branch is a guess", "Smile, and smile again", "1 2 3 1 2 3")))
 GREEDY = Workload(max_tokens=24)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

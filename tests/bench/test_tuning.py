@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from specbranch.bench import tuning
 from specbranch.bench.lab import Lab, Workload
@@ -26,20 +25,14 @@ from specbranch.errors import BadParameter
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORDS = ("A branch is a guess", "1 2 3 1 2 3 1 2 3")
 SUITES = (Suite("ours", tuple(Prompt(str(at), "", (words,)) for at, words in enumerate(WORDS)), "test"),)
 WORKLOAD = Workload(max_tokens=32)
 CHEAP = Clock("cheap", load_profile("c20"))
 BRANCHES = "specbranch:confidence"  # by its own name it plans by itself
 DEAR = Clock("dear", CostProfile(target=((1, 1.0), (16, 3.0)), draft=((1, 0.9),), overlap=False))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,21 @@ def with_lookup(rng: random.Random, tree: Tree, growth: Growth) -> Tree:
 @pytest.mark.parametrize("request_", [GREEDY, NOISY], ids=["greedy", "noisy"])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_tree_grown_at_once_is_the_one_that_is_grown_step_by_step(seed: int, request_: Request, decoder: Any) -> None:
+    assert_grown_alike(seed, request_, decoder)
+
+
+def assert_grown_alike(seed: int, request: Request, decoder: Any, seen: Callable[[Any], Any] = lambda tree: tree) -> None:
+    """Grow a dozen trees both ways, each behind what is left of the one before; they are compared as they are seen."""
     rng = random.Random(seed)
     at_once, in_steps = Drafter(Counting(decoder, 600)), Drafter(StepByStep(decoder, 600))
     tokens, told, tree = some_tokens(PROMPT, seed), 0, NO_TREE
     for drafter in (at_once, in_steps):
-        drafter.open(0, request_)
+        drafter.open(0, request)
     for number in range(12):
         growth = some_growth(rng)
         order = Grow(Context(told, tuple(tokens[told:]), tokens), with_lookup(rng, tree, growth), growth, number)
         told, polls = len(tokens), rng.choice([99, 99, 2])
-        grown, expected = (drafter.draft({0: order}, done_after(polls))[0] for drafter in (at_once, in_steps))
+        grown, expected = (seen(drafter.draft({0: order}, done_after(polls))[0]) for drafter in (at_once, in_steps))
         assert grown == expected
         for drafter in (at_once, in_steps):
             drafter.runner.check()  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.transfer import BUFFERS, Transfer
 from test_identity_models import SHAPINGS, compare
 from tiny_models import planted, saved, some_tokens, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 131
 REQUESTS = {
@@ -250,14 +252,6 @@ def test_a_node_behind_siblings_scores_as_in_plain_decoding(kind: str, prefix: i
     again = runner.score([Feed(0, tuple(line[20:]), tuple(range(ROOT, 9)))])[0]
     for row, expected in zip(again, alone[20:], strict=True):
         torch.testing.assert_close(row.logits, expected, rtol=0, atol=1e-11)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- what a device would show that a CPU hides ---

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,20 +22,14 @@ from specbranch.models.cpu.linear import MOST_ROWS, STORED_AS, KernelLinear, Pla
 from specbranch.models.cpu.machine_code import _clean_mappings, compile_text
 from specbranch.models.files.matrix import Matrix
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_linear.py"
 
 SHAPES = [(576, 576), (960, 577), (1, 64), (7, 3), (5, 1), (130, 1000), (4099, 33)]  # outputs, inputs
 KINDS = ["torch", "onednn", "llvm"]
 
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no kernel can be compiled on this machine")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

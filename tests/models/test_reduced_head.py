@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,10 @@ from specbranch.models.rows import TensorRow, collate, rows_of, scored
 from specbranch.models.sampling import TorchSampler
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY, KEPT = 5003, 811
 HISTORY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 17, 40, 41)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

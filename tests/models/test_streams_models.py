@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from test_identity_models import SHAPINGS
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Late(Transfer):
     """Reads that are there once they were asked for a few times, as from a device that works by itself."""
@@ -43,14 +44,6 @@ class Late(Transfer):
             return self.asked > left
 
         return Reading(reading, ready)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
