@@ -114,10 +114,11 @@ class LearnedCosts:
         self._ended = None
 
     def add(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Take in what was measured; the first time of each is dropped, it may have had something to set up."""
-        if (kind, rows) in self._begun:
+        """Take in what was measured; the first time of about so many rows is dropped, it may have had something to set up."""
+        begun = (kind, rows.bit_length())
+        if begun in self._begun:
             self.count(kind, rows, seconds)
-        self._begun.add((kind, rows))
+        self._begun.add(begun)
 
     def count(self, kind: Timed, rows: int, seconds: float) -> None:
         """Take in what was measured, and note it where news are wanted."""
