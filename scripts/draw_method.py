@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from specbranch.bench.plots import Line, line, line_chart, rect, svg, text
+from specbranch.charts import Line, line, line_chart, rect, svg, text
 from specbranch.bench.results import Results
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specbranch.bench.rounds import Round, read_rounds
-from specbranch.bench.timeline_svg import draw_comparison
+from specbranch.traces.rounds import Round, read_rounds
+from specbranch.traces.timeline_svg import draw_comparison
 from specbranch.config import PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop

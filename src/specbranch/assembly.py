@@ -30,7 +30,7 @@ from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
-    from specbranch.hrad.forecast import Forecast
+    from specbranch.hrad.forecaster import Forecast
     from specbranch.models.files.fetch import Progress
     from specbranch.models.model import TorchRunner
     from specbranch.text.tokenizer import Tokenizer
@@ -197,7 +197,7 @@ def make_verifier(choice: ModelChoice) -> Verifier:
 
 def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner) -> Forecast | None:
     """Put H-RAD to work beside a target: the predictor named, or the one that comes with the pair; where that cannot be, say why."""
-    from specbranch.hrad.forecast import ON, Forecast
+    from specbranch.hrad.forecaster import ON, Forecast
     from specbranch.hrad.predictor import Predictor, PredictorError
 
     try:

@@ -31,7 +31,7 @@ from specbranch.experiences import ExperienceFile, Experiences, experience_folde
 from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
-    from specbranch.hrad.forecast import Forecast
+    from specbranch.hrad.forecaster import Forecast
 
 __all__ = ["LLM", "Chunk", "Output"]
 

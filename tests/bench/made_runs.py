@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from specbranch.bench.measurement import Measurement, output_digest, told
-from specbranch.bench.provenance import Provenance
+from specbranch.bench.prompt_runs import Measurement, output_digest, told
+from specbranch.provenance import Provenance
 from specbranch.config import SpeculativeConfig
 from toybench import PROFILE, Case, Ending, decode, virtual_clock
 

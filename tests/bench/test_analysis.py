@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from specbranch.bench import analysis
-from specbranch.bench.charged import Case, charge, compare, plain_ratio
+from specbranch.study import formulas
+from specbranch.study.toy_runs import Case, charge, compare, plain_ratio
 from specbranch.errors import BadParameter
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.ranked import ranked_pair

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbranch.assembly import ModelChoice
 from specbranch.bench import doctor
-from specbranch.bench.doctor import Finding, Patient, Prediction, examine, recommendation
+from specbranch.doctor.checks import Finding, Patient, Prediction, examine, recommendation
 from specbranch.distill.agreement import Agreement
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.native import load_native
@@ -164,7 +164,7 @@ def test_plain_decoding_is_recommended_where_nothing_gains() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("draft", "gains"), [(0.001, True), (10.0, False)])
 def test_the_prediction_follows_the_costs(pair: tuple[str, str], draft: float, gains: bool) -> None:
-    from specbranch.bench.workers import load_workers
+    from specbranch.measure.workers import load_workers
     from specbranch.distill.agreement import Text
 
     workers = load_workers(ModelChoice(pair[0], device="cpu"), ModelChoice(pair[1], device="cpu"), "tiny")

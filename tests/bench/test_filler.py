@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from specbranch.bench.filler import behind
-from specbranch.bench.suites import Prompt, Suite
+from specbranch.suites.filler import behind
+from specbranch.suites.suite import Prompt, Suite
 
 SUITE = Suite("talk", (Prompt("1", "", ("What is a heron?",)), Prompt("2", "", ("Tell me of reeds.", "And of mud?"))), "a test")
 ANSWER = 20

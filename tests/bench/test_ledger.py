@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.ledger import BookingPlayer, Books, has_book
+from specbranch.replay.pricing import BookingPlayer, Books, has_book
 from specbranch.bench.methods import default_setting
-from specbranch.bench.play import Draft, Player, Target
-from specbranch.bench.record import Record, Task
-from specbranch.bench.replay import Memory
+from specbranch.replay.decode import Draft, Player, Target
+from specbranch.replay.record import Record, Task
+from specbranch.replay.runners import Memory
 from specbranch.bench.tuning import SPACES
 from specbranch.config import SpeculativeConfig
 from specbranch.core.stats import Stats

@@ -13,10 +13,10 @@ import pytest
 
 from specbranch import LLM
 from specbranch.assembly import ModelChoice
-from specbranch.bench import measure
-from specbranch.bench.beside import Companion, measure_slowing
-from specbranch.bench.measure import Compared, Effort, Figure, Probe
-from specbranch.bench.workers import Workers, load_workers, pair_name
+from specbranch.measure import pair as measure
+from specbranch.measure.side_by_side import Companion, measure_slowing
+from specbranch.measure.pair import Compared, Effort, Figure, Probe
+from specbranch.measure.workers import Workers, load_workers, pair_name
 from specbranch.errors import BadParameter, ModelError
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe

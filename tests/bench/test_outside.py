@@ -14,8 +14,8 @@ import torch
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.outside import Transformers, assistant_of
-from specbranch.bench.record import Record
-from specbranch.bench.suites import Prompt
+from specbranch.replay.record import Record
+from specbranch.suites.suite import Prompt
 from specbranch.cli.main import run
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT

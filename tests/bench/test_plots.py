@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specbranch.bench.plots import Bars, Key, Line, bar_chart, histogram, legend, line_chart, number_text, round_ticks
+from specbranch.charts import Bars, Key, Line, bar_chart, histogram, legend, line_chart, number_text, round_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.forecasts import RecordedForecaster
-from specbranch.bench.play import Diverged, Draft, Player, Target
-from specbranch.bench.reader import ROWS, Reader
-from specbranch.bench.record import Record, Task
-from specbranch.bench.replay import NONE, WIDTH, Entry, Memory, RecordedRunner
+from specbranch.replay.signals import RecordedForecaster
+from specbranch.replay.decode import Diverged, Draft, Player, Target
+from specbranch.replay.reader import ROWS, Reader
+from specbranch.replay.record import Record, Task
+from specbranch.replay.runners import NONE, WIDTH, Entry, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS

@@ -23,8 +23,8 @@ from made_runs import PROVENANCE, run, slowed, toy_runs
 from specbranch.bench import aggregate
 from specbranch.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
 from specbranch.bench.compare import compare
-from specbranch.bench.measurement import Measurement, RunStore, output_digest, told
-from specbranch.bench.provenance import Provenance
+from specbranch.bench.prompt_runs import Measurement, RunStore, output_digest, told
+from specbranch.provenance import Provenance
 from specbranch.bench.results import Results, Row, rows_csv, setting_text
 from specbranch.bench.table import losslessness, show, table_lines, table_text
 from specbranch.core.orders import Branch, Verdict
@@ -322,7 +322,7 @@ class TestStore:
     def test_a_killed_process_loses_no_finished_run(self, tmp_path: Path) -> None:
         code = (
             "import os, signal, sys; from pathlib import Path; sys.path[:0] = sys.argv[2:];"
-            "from made_runs import run; from specbranch.bench.measurement import RunStore;"
+            "from made_runs import run; from specbranch.bench.prompt_runs import RunStore;"
             "store = RunStore(Path(sys.argv[1]), {});"
             "store.append(run('pearl', 'p1')); store.append(run('pearl', 'p2')); os.kill(os.getpid(), signal.SIGKILL)"
         )

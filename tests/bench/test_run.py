@@ -14,12 +14,12 @@ from specbranch import LLM
 from specbranch.bench import run as running
 from specbranch.bench.aggregate import rows_of
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.measurement import RunStore
+from specbranch.bench.prompt_runs import RunStore
 from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.bench.run import Clock, Job, check_replay, measure, record_all, replay
-from specbranch.bench.suites import Prompt, Suite
-from specbranch.cli.bench_presets import ABLATION
+from specbranch.suites.suite import Prompt, Suite
+from specbranch.bench.presets import ABLATION
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter

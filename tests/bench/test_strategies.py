@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from specbranch.bench import analysis
-from specbranch.bench.charged import plain_ratio
-from specbranch.bench.strategies import (
+from specbranch.study import formulas
+from specbranch.study.toy_runs import plain_ratio
+from specbranch.study.strategies import (
     MOST_LANES,
     MOST_TOKENS,
     PAIRS,

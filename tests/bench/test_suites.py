@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbranch.bench import hub
-from specbranch.bench.suites import DATA_VARIABLE, PUBLIC, SHIPPED, SUITES, load_suite, load_suites, prompt_set, read_suite
+from specbranch.suites.suite import DATA_VARIABLE, PUBLIC, SHIPPED, SUITES, load_suite, load_suites, prompt_set, read_suite
 from specbranch.errors import BadParameter
 
 GOOD = {"question_id": 1, "category": "chat", "turns": ["Hello", "And again"]}

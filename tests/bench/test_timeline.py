@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from specbranch.bench.methods import default_setting
-from specbranch.bench.rounds import Fate, Round, read_rounds, times, usual_seconds
-from specbranch.bench.timeline import Style, draw_text
-from specbranch.bench.timeline_svg import COLOURS, WIDTH, draw_comparison, draw_svg
+from specbranch.traces.rounds import Fate, Round, read_rounds, times, usual_seconds
+from specbranch.traces.timeline import Style, draw_text
+from specbranch.traces.timeline_svg import COLOURS, WIDTH, draw_comparison, draw_svg
 from specbranch.core.experience import Experience
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace

@@ -13,11 +13,11 @@ import pytest
 
 from specbranch.bench import tuning
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.ledger import BookingPlayer
+from specbranch.replay.pricing import BookingPlayer
 from specbranch.bench.methods import default_setting
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.bench.run import Clock
-from specbranch.bench.suites import SHIPPED, Prompt, Suite, load_suite
+from specbranch.suites.suite import SHIPPED, Prompt, Suite, load_suite
 from specbranch.bench.tuning import SPACES, Goal, Trial, Tuner, candidates, tuned, tuning_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience

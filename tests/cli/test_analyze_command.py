@@ -10,7 +10,7 @@ import pytest
 from in_process import Command
 
 from specbranch.bench import study
-from specbranch.bench.strategies import STRATEGIES, StrategyName
+from specbranch.study.strategies import STRATEGIES, StrategyName
 from specbranch.sim.profile import CostProfile
 
 

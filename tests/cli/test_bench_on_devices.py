@@ -11,7 +11,7 @@ import torch
 from in_process import Command, Done
 
 from specbranch.cli import bench as bench_command
-from specbranch.cli.bench_presets import GPU_BRIEF, PRESETS, TOLD
+from specbranch.bench.presets import GPU_BRIEF, PRESETS, TOLD
 from specbranch.models.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from in_process import Command
 
-from specbranch.bench import measure
-from specbranch.bench.measure import Compared
+from specbranch.measure import pair as measure
+from specbranch.measure.pair import Compared
 from specbranch.cli.profile import _verdict
 
 

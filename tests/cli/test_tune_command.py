@@ -10,7 +10,7 @@ import pytest
 from in_process import Command
 
 from specbranch import LLM, SpeculativeConfig
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.bench.tuning import Tuner
 from specbranch.sim.profile import CostProfile
 

@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
-from specbranch.bench.record import Record, Task
-from specbranch.bench.replay import RecordedRunner
+from specbranch.replay.record import Record, Task
+from specbranch.replay.runners import RecordedRunner
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally

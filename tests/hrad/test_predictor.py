@@ -20,7 +20,7 @@ from specbranch.core.runner import Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.distill.agreement import GREEDY
 from specbranch.hrad.collect import states_along
-from specbranch.hrad.forecast import Forecast, features, reached
+from specbranch.hrad.forecaster import Forecast, features, reached
 from specbranch.hrad.network import Network
 from specbranch.hrad.predictor import Predictor, PredictorError
 from tiers import tiered

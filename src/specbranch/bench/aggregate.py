@@ -15,9 +15,9 @@ from itertools import pairwise, zip_longest
 from statistics import median, quantiles
 from typing import Any
 
-from specbranch.bench.measurement import Measurement
+from specbranch.bench.prompt_runs import Measurement
 from specbranch.bench.results import WALL, Row
-from specbranch.bench.suites import prompt_set
+from specbranch.suites.suite import prompt_set
 from specbranch.core.stats import Stats
 
 DRAWS, SEED = 1000, 20260301  # of the bootstrap: fixed, so that equal runs give equal intervals

@@ -16,17 +16,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from specbranch.assembly import identity
-from specbranch.bench.forecasts import Forecasts
-from specbranch.bench.ledger import Books
-from specbranch.bench.play import Draft, Player, Target
-from specbranch.bench.record import Record, Records, Task
-from specbranch.bench.replay import Memory
+from specbranch.replay.signals import Forecasts
+from specbranch.replay.pricing import Books
+from specbranch.replay.decode import Draft, Player, Target
+from specbranch.replay.record import Record, Records, Task
+from specbranch.replay.runners import Memory
 from specbranch.bench.subjects import Running, pair_title, told_of
-from specbranch.bench.suites import Prompt
+from specbranch.suites.suite import Prompt
 from specbranch.config import SamplingParams
 from specbranch.engine import LLM
 from specbranch.errors import ModelError
-from specbranch.hrad.forecast import ON
+from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
 from specbranch.models.files.store import cache_folder
 from specbranch.pairs import chosen_models, predictor_folder

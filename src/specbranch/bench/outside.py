@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbranch.assembly import ModelChoice, fetched
 from specbranch.bench.methods import OUTSIDE
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.distill.draft_name import is_draft_folder
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import ACCELERATE

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from specbranch.bench.files import write_whole
+from specbranch.files import write_whole
 from specbranch.bench.lab import Lab
 from specbranch.bench.methods import Setting
-from specbranch.bench.record import Record
-from specbranch.bench.rounds import Times, read_rounds, times
-from specbranch.bench.timeline_svg import draw_svg, subtitle
+from specbranch.replay.record import Record
+from specbranch.traces.rounds import Times, read_rounds, times
+from specbranch.traces.timeline_svg import draw_svg, subtitle
 
 TOKENS = 48  # of the answer that are drawn
 STEM = "timeline-"

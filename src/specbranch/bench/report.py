@@ -13,8 +13,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.files import write_whole
-from specbranch.bench.plots import Bars, Line, bar_chart, line_chart
+from specbranch.files import write_whole
+from specbranch.charts import Bars, Line, bar_chart, line_chart
 from specbranch.bench.results import BASELINE, Results, Row, clock_label, setting_text
 from specbranch.bench.table import losslessness, rate_text
 

@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from specbranch.bench.files import write_whole
-from specbranch.bench.provenance import Provenance
+from specbranch.files import write_whole
+from specbranch.provenance import Provenance
 from specbranch.errors import BadParameter, unknown
 
 FORMAT, VERSION = "specbranch-bench", 1

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.ledger import has_book
-from specbranch.bench.measurement import Measurement, RunStore, output_digest, told
+from specbranch.replay.pricing import has_book
+from specbranch.bench.prompt_runs import Measurement, RunStore, output_digest, told
 from specbranch.bench.methods import Setting
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.bench.results import BASELINE, WALL
-from specbranch.bench.suites import Prompt, Suite
+from specbranch.suites.suite import Prompt, Suite
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import __version__
-from specbranch.bench.files import write_whole
+from specbranch.files import write_whole
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.ledger import has_book
+from specbranch.replay.pricing import has_book
 from specbranch.bench.methods import OUTSIDE, Name, Setting, default_setting, variant
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.bench.results import BASELINE
 from specbranch.bench.run import Clock, Progress
-from specbranch.bench.suites import SHIPPED, Suite, load_suite
+from specbranch.suites.suite import SHIPPED, Suite, load_suite
 from specbranch.config import MOST_NODES, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter

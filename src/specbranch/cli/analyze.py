@@ -14,7 +14,7 @@ from specbranch.cli.sections import SectionedCommand
 from specbranch.errors import BadParameter
 
 if TYPE_CHECKING:
-    from specbranch.bench.study import Study
+    from specbranch.study.study import Study
 
 
 @click.command(cls=SectionedCommand)
@@ -36,7 +36,7 @@ def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: b
     Latency comes from the paper's theorem, from our model of the mechanism, and from the real methods on toy models with known agreement,
     timed by the virtual clock. The map tunes six strategies for each cost profile. Needs no model; about a minute.
     """
-    from specbranch.bench.study import record, run_study, tables
+    from specbranch.study.study import record, run_study, tables
 
     study = run_study(profiles, _tracked, tokens)
     if out is not None:
@@ -55,7 +55,7 @@ def _tracked(items: Sequence[Any], what: str) -> Iterable[Any]:
 
 
 def _write(study: Study, folder: Path) -> None:
-    from specbranch.bench.study import charts, record
+    from specbranch.study.study import charts, record
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from specbranch.bench.methods import OUTSIDE
-from specbranch.bench.suites import ALL_SHIPPED, SUITES
-from specbranch.cli.bench_entries import chosen_subject, for_pair, make_entry
-from specbranch.cli.bench_presets import DEFAULTS, PRESETS, TOLD
+from specbranch.suites.suite import ALL_SHIPPED, SUITES
+from specbranch.bench.entries import chosen_subject, for_pair, make_entry
+from specbranch.bench.presets import DEFAULTS, PRESETS, TOLD
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import ExecutorName
@@ -27,12 +27,12 @@ from specbranch.sim.shipped import shipped_profiles
 if TYPE_CHECKING:
     from specbranch.bench.lab import Lab, Workload
     from specbranch.bench.methods import Setting
-    from specbranch.bench.provenance import Provenance
+    from specbranch.provenance import Provenance
     from specbranch.bench.results import Results
     from specbranch.bench.run import Clock, Job, Progress
     from specbranch.bench.subjects import Subject
-    from specbranch.bench.suites import Suite
-    from specbranch.cli.bench_entries import Entry, Group
+    from specbranch.suites.suite import Suite
+    from specbranch.bench.entries import Entry, Group
     from specbranch.sim.profile import CostProfile
 
 OUT = Path("bench-results")
@@ -143,8 +143,8 @@ def run(**given: Any) -> None:
 
     A pair in larger shapes (--target-shape, --draft-shape) is tuned as it is, by the costs of the larger one, on the same device.
     """
-    from specbranch.bench.machine import forget
-    from specbranch.bench.measurement import RunStore
+    from specbranch.bench.own_profile import forget
+    from specbranch.bench.prompt_runs import RunStore
 
     wanted = _with_preset(given)
     out = wanted["out"] or OUT
@@ -196,7 +196,7 @@ def _with_preset(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _suites(wanted: dict[str, Any]) -> tuple[Suite, ...]:
-    from specbranch.bench.suites import load_suites
+    from specbranch.suites.suite import load_suites
 
     names = [name for given in wanted["suites"] for name in given.split(",") if name]
     if not names and not wanted["prompts"]:
@@ -334,7 +334,7 @@ def _tuned_apart(
 ) -> dict[Group, tuple[Setting, ...]]:
     """Tune a pair that is costly, or not all in this process, with its models as they are: they decide alike, and costs are the pair's."""
     from specbranch.bench.lab import Lab
-    from specbranch.bench.machine import forget
+    from specbranch.bench.own_profile import forget
     from specbranch.bench.subjects import Running
 
     subject = entry.subject
@@ -437,8 +437,8 @@ def _measure_machine(entry: Entry, names: tuple[str, ...], wanted: dict[str, Any
 
     Done before the pair is loaded to be run: both at once would take twice the memory.
     """
-    from specbranch.bench.files import write_whole
-    from specbranch.bench.machine import machine_profile
+    from specbranch.files import write_whole
+    from specbranch.bench.own_profile import machine_profile
     from specbranch.bench.tuning import can_be_tuned
 
     subject = entry.subject
@@ -461,7 +461,7 @@ def _outside(lab: Lab, names: tuple[str, ...]) -> Any:
 def _results(store: Any, identities: dict[str, Any], wanted: dict[str, Any], entries: Sequence[Entry]) -> Results:
     """Put rows together, and what is known of all pairs whose rows these are: earlier commands may have run others."""
     from specbranch.bench.aggregate import rows_of
-    from specbranch.bench.provenance import Provenance
+    from specbranch.provenance import Provenance
     from specbranch.bench.results import Results
 
     workload = {"max_tokens": wanted["max_tokens"], "seed": wanted["seed"], "chat_template": True}

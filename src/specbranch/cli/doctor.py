@@ -16,7 +16,7 @@ from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
 from specbranch.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
-    from specbranch.bench.doctor import Finding, Prediction, Report
+    from specbranch.doctor.checks import Finding, Prediction, Report
 
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -38,8 +38,8 @@ def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> N
     both, and decodes the answers again by each method with modelled time. Fetches nothing. Takes less than a minute on two cores; ends
     with 1 if there is a problem.
     """
-    from specbranch.bench.doctor import Patient, examine
-    from specbranch.bench.workers import pair_name
+    from specbranch.doctor.checks import Patient, examine
+    from specbranch.measure.workers import pair_name
     from specbranch.cli.profile import pair_choices
     from specbranch.cli.progress import counted
 

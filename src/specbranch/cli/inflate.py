@@ -19,7 +19,7 @@ from specbranch.pairs import draft_path
 
 if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice
-    from specbranch.bench.likeness import Likeness
+    from specbranch.measure.likeness import Likeness
     from specbranch.models.files.architecture import Architecture
     from specbranch.models.files.inflation import Inflation
 
@@ -64,7 +64,7 @@ def inflate(model: str, as_json: bool, **given: Any) -> None:
     model in every number but the vocabulary, whose head has the larger number of rows. MODEL may be a draft made by `distill`, or a pair's
     name for its draft; inflated it has an embedding and a head of its own.
     """
-    from specbranch.bench.likeness import compare
+    from specbranch.measure.likeness import compare
     from specbranch.cli.progress import narrated
     from specbranch.models.files.inflation import refuse_other_folder, write_inflation
 

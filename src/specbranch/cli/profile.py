@@ -15,8 +15,8 @@ from specbranch.errors import BadParameter
 from specbranch.pairs import chosen_models, draft_path
 
 if TYPE_CHECKING:
-    from specbranch.bench.measure import Compared
-    from specbranch.bench.workers import Workers
+    from specbranch.measure.pair import Compared
+    from specbranch.measure.workers import Workers
     from specbranch.sim.profile import CostProfile
 
 
@@ -43,7 +43,7 @@ def profile(out: Path, executor: str, check: bool, as_json: bool, **given: Any) 
     All probes take turns, medians count. Takes about a minute on two cores; let the machine rest meanwhile. At the end the profile is put
     to the test: what it says a few requests take, against what they took.
     """
-    from specbranch.bench import measure
+    from specbranch.measure import pair as measure
     from specbranch.cli.progress import counted
 
     _check_out(out)
@@ -60,7 +60,7 @@ def profile(out: Path, executor: str, check: bool, as_json: bool, **given: Any) 
 
 def load_pair(given: dict[str, Any], executor: str) -> Workers:
     """Load the pair that was asked for, fetching what is not here first."""
-    from specbranch.bench.workers import load_workers, pair_name
+    from specbranch.measure.workers import load_workers, pair_name
     from specbranch.cli.progress import pulled
 
     target, draft = pair_choices(given)

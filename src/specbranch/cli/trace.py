@@ -18,8 +18,8 @@ from specbranch.errors import BadParameter
 
 if TYPE_CHECKING:
     from specbranch.answer import Output
-    from specbranch.bench.rounds import Round
-    from specbranch.bench.timeline import Style
+    from specbranch.traces.rounds import Round
+    from specbranch.traces.timeline import Style
     from specbranch.core.trace import Trace
     from specbranch.engine import LLM
 
@@ -70,8 +70,8 @@ def trace(prompt: str, as_chat: bool, out: Path | None, as_json: bool, colour: b
 
 
 def _tell(llm: LLM, recorded: Trace, output: Output, clock: str | None, out: Path | None, as_json: bool, style: Style) -> None:
-    from specbranch.bench.rounds import read_rounds
-    from specbranch.bench.timeline import draw_text
+    from specbranch.traces.rounds import read_rounds
+    from specbranch.traces.timeline import draw_text
 
     rounds = read_rounds(recorded.events, len(output.token_ids), [piece.origin for piece in output.pieces])
     head = f"[{output.method}] {_clock(clock)}"
@@ -90,7 +90,7 @@ def _clock(clock: str | None) -> str:
 
 
 def _summary(rounds: Sequence[Round], output: Output, clock: str | None, out: Path | None) -> dict[str, Any]:
-    from specbranch.bench.rounds import times
+    from specbranch.traces.rounds import times
 
     return {
         "method": output.method,
@@ -119,8 +119,8 @@ def _round(one: Round) -> dict[str, Any]:
 
 
 def _write(folder: Path, recorded: Trace, rounds: Sequence[Round], output: Output, head: str, modelled: bool) -> None:
-    from specbranch.bench.timeline import Style, draw_text
-    from specbranch.bench.timeline_svg import draw_svg, subtitle
+    from specbranch.traces.timeline import Style, draw_text
+    from specbranch.traces.timeline_svg import draw_svg, subtitle
 
     try:
         recorded.write_chrome(folder / f"{NAME}.json")
@@ -144,7 +144,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _style(llm: LLM, colour: bool | None, width: int | None) -> Style:
-    from specbranch.bench.timeline import NARROWEST, Style, plain
+    from specbranch.traces.timeline import NARROWEST, Style, plain
 
     shown = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if colour is None else colour
     columns = width or max(shutil.get_terminal_size().columns, NARROWEST)

@@ -217,7 +217,7 @@ class Job:
 
     def draw(self, predictor: Predictor) -> None:
         """Draw whether chances came true."""
-        from specbranch.bench.plots import Line, line_chart
+        from specbranch.charts import Line, line_chart
         from specbranch.distill.draft_folder import write_whole
 
         figures = predictor.about.figures

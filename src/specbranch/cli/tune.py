@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.bench.suites import ALL_SHIPPED, SUITES
+from specbranch.suites.suite import ALL_SHIPPED, SUITES
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR
@@ -19,7 +19,7 @@ from specbranch.sim.shipped import shipped_profiles
 
 if TYPE_CHECKING:
     from specbranch.bench.run import Clock, Progress
-    from specbranch.bench.suites import Suite
+    from specbranch.suites.suite import Suite
     from specbranch.bench.tuning import Search, Tuner
 
 _what, _how, _where = (options_of(title) for title in ("What to tune", "What for", "Output"))
@@ -147,7 +147,7 @@ def _request(given: dict[str, Any]) -> Request:
 
 
 def _suites(given: dict[str, Any]) -> tuple[Suite, ...]:
-    from specbranch.bench.suites import load_suites
+    from specbranch.suites.suite import load_suites
     from specbranch.bench.tuning import tuning_suites
 
     names = [name for value in given["suites"] for name in value.split(",") if name]
@@ -196,7 +196,7 @@ def _pair_name(given: dict[str, Any]) -> str | None:
 
 def _measured(request: Request, executor: str, progress: Progress) -> Clock:
     """Measure this machine with the pair, briefly."""
-    from specbranch.bench.machine import machine_profile
+    from specbranch.bench.own_profile import machine_profile
     from specbranch.bench.run import Clock
     from specbranch.bench.subjects import Running
 
@@ -280,6 +280,6 @@ def _check_out(out: Path) -> None:
 
 
 def _write(out: Path, report: dict[str, Any]) -> None:
-    from specbranch.bench.files import write_whole
+    from specbranch.files import write_whole
 
     write_whole(out, json.dumps(report["best"], indent=2, ensure_ascii=False) + "\n")

@@ -80,7 +80,7 @@ def hardware(device: torch.device) -> str:
 
 def commit() -> str:
     """Return the commit this code is of: of the checkout it lies in, or as the environment says where there is none."""
-    from specbranch.bench.provenance import source_commit
+    from specbranch.provenance import source_commit
 
     return source_commit() or os.environ.get("SPECBRANCH_COMMIT", "unknown")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
 from specbranch.distill.agreement import read
-from specbranch.hrad.forecast import Transparent, features, reached
+from specbranch.hrad.forecaster import Transparent, features, reached
 from specbranch.hrad.rounds import Rounds, Start, walk
 
 MOST = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more

@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from specbranch.bench.forecasts import Forecasts
-from specbranch.bench.play import Draft, Player, Target
-from specbranch.bench.record import Record, Task
+from specbranch.replay.signals import Forecasts
+from specbranch.replay.decode import Draft, Player, Target
+from specbranch.replay.record import Record, Task
 from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
 from specbranch.core.methods import METHODS

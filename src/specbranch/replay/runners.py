@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Judged, Proposal, Trial, Verdicts

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbranch.bench.forecasts import Forecasts
-from specbranch.bench.foresight import read_ahead
-from specbranch.bench.reader import Reader
-from specbranch.bench.record import Record
-from specbranch.bench.replay import Beyond, Guessed, Knowing, MemoRunner, Memory, RecordedRunner
+from specbranch.replay.signals import Forecasts
+from specbranch.replay.read_ahead import read_ahead
+from specbranch.replay.reader import Reader
+from specbranch.replay.record import Record
+from specbranch.replay.runners import Beyond, Guessed, Knowing, MemoRunner, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop

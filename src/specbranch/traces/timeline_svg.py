@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specbranch.bench.plots import Key, legend, line, rect, svg, text
-from specbranch.bench.rounds import Fate, Round, times, usual_seconds
-from specbranch.bench.timeline import FATES, MEANING, Kind, seconds_text
+from specbranch.charts import Key, legend, line, rect, svg, text
+from specbranch.traces.rounds import Fate, Round, times, usual_seconds
+from specbranch.traces.timeline import FATES, MEANING, Kind, seconds_text
 
 WIDTH, LEFT, RIGHT, HEAD = 1080.0, 64.0, 16.0, 100.0
 TARGET, DRAFT, GAP, ROW = 22.0, 26.0, 3.0, 86.0  # heights

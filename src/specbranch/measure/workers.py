@@ -21,7 +21,7 @@ from specbranch.assembly import (
     make_drafter,
     make_verifier,
 )
-from specbranch.bench.suites import load_suite
+from specbranch.suites.suite import load_suite
 from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner

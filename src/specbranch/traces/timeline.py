@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from specbranch.bench.rounds import Fate, Round, Times, times
+from specbranch.traces.rounds import Fate, Round, Times, times
 from specbranch.core.trace import Event
 
 NARROWEST = 40

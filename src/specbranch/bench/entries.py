@@ -17,7 +17,7 @@ from specbranch.errors import BadParameter, unknown
 
 if TYPE_CHECKING:
     from specbranch.bench.subjects import Running, Subject
-    from specbranch.bench.suites import Suite
+    from specbranch.suites.suite import Suite
 
 USUAL_CONTEXT = 8192  # that a model is given unless more is asked for
 ROLES = ("target", "draft")
@@ -131,7 +131,7 @@ def _contexts(subject: Subject, wanted: dict[str, Any]) -> tuple[int, ...]:
 def _behind(suites: Sequence[Suite], context: int, subject: Subject, answer: int) -> tuple[Suite, ...]:
     """Put text before prompts, counted by the target's tokenizer."""
     from specbranch.assembly import ModelChoice, load_tokenizer
-    from specbranch.bench.filler import behind
+    from specbranch.suites.filler import behind
 
     tokenizer = load_tokenizer(ModelChoice(subject.source[0]))
 

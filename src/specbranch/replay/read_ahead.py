@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import cycle
 
-from specbranch.bench.suites import Prompt, Suite, load_suite
+from specbranch.suites.suite import Prompt, Suite, load_suite
 
 BEFORE = "These are notes that were taken earlier. They have nothing to do with the task, which follows behind them.\n\n"
 BEHIND = "\n\nThe notes end here. The task:\n\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specbranch.assembly import ModelChoice
-from specbranch.bench.measure import QUICK, Progress, measure, silent
+from specbranch.measure.pair import QUICK, Progress, measure, silent
 from specbranch.bench.subjects import Running
-from specbranch.bench.workers import load_workers
+from specbranch.measure.workers import load_workers
 from specbranch.sim.profile import CostProfile
 
 BRIEFLY = replace(QUICK, rows=(1, 2, 4, 8, 16))  # as many rows as a tuned length may need

@@ -189,7 +189,7 @@ def _public(name: str, data: Path | None) -> Suite:
 
 
 def _from_hub(name: str, tried: list[Path]) -> Suite:
-    from specbranch.bench.hub import HubUnusable, fetch
+    from specbranch.suites.hub import HubUnusable, fetch
 
     try:
         records, source = fetch(name)

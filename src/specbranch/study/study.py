@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from specbranch.bench import analysis
-from specbranch.bench.charged import TOKENS, Case, Comparison, MethodName, compare, predict
-from specbranch.bench.plots import Bars, Line, bar_chart, line_chart
-from specbranch.bench.strategies import PAIRS, STRATEGIES, Costs, Gain, StrategyName, best, rates_of
+from specbranch.study import formulas
+from specbranch.study.toy_runs import TOKENS, Case, Comparison, MethodName, compare, predict
+from specbranch.charts import Bars, Line, bar_chart, line_chart
+from specbranch.study.strategies import PAIRS, STRATEGIES, Costs, Gain, StrategyName, best, rates_of
 from specbranch.sim.shipped import load_profile, shipped_profiles
 
 T = TypeVar("T")
@@ -120,8 +120,8 @@ def _lengths_table() -> str:
 
 
 def _theorem_best(alpha: float, c: float) -> str:
-    gamma = analysis.best_length(lambda length: analysis.theorem_latency(alpha, c, length))
-    return f"{c / analysis.theorem_latency(alpha, c, gamma):.2f} (γ={gamma})"
+    gamma = formulas.best_length(lambda length: formulas.theorem_latency(alpha, c, length))
+    return f"{c / formulas.theorem_latency(alpha, c, gamma):.2f} (γ={gamma})"
 
 
 def _at_best(method: MethodName, alpha: float, c: float) -> str:
@@ -160,7 +160,7 @@ def _of(study: Study, method: MethodName, alpha: float, c: float) -> list[Compar
 def _theorem_chart(study: Study, c: float) -> str:
     lines = [Line("plain decoding", [(LENGTHS[0], c), (LENGTHS[-1], c)], colour=7)]
     for hue, alpha in enumerate(AGREEMENT):
-        theorem = [(float(g), analysis.theorem_latency(alpha, c, g)) for g in LENGTHS]
+        theorem = [(float(g), formulas.theorem_latency(alpha, c, g)) for g in LENGTHS]
         lines.append(Line(f"theorem, α = {alpha}", [(g, y if y <= 3 * c else None) for g, y in theorem], dashed=True, colour=hue))
         lines += _model_lines(study, "pearl", alpha, c, hue, f"PEARL, α = {alpha}")
     return line_chart(

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbranch.assembly import ModelChoice, beside, common_vocabulary, load_tokenizer
-from specbranch.bench.measure import QUICK, Progress, decode, measure, silent
-from specbranch.bench.workers import Workers, load_workers
+from specbranch.measure.pair import QUICK, Progress, decode, measure, silent
+from specbranch.measure.workers import Workers, load_workers
 from specbranch.config import ExecutorName, SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.errors import ModelError, SpecBranchError
@@ -27,7 +27,7 @@ from specbranch.extras import EXTRAS, Extra
 from specbranch.pairs import PAIRS, draft_folder
 
 if TYPE_CHECKING:
-    from specbranch.bench.play import Player
+    from specbranch.replay.decode import Player
     from specbranch.distill.agreement import Agreement
     from specbranch.sim.profile import CostProfile
 
@@ -279,9 +279,9 @@ def _pair(patient: Patient, report: Report, progress: Progress) -> Iterator[Find
 
 def predict(workers: Workers, texts: Sequence[Any], profile: CostProfile) -> list[Prediction]:
     """Decode the target's answers again by each method, with the draft's real proposals and modelled time; best setting of each."""
-    from specbranch.bench.play import Draft, Player
-    from specbranch.bench.record import Record, Task
-    from specbranch.bench.replay import Memory
+    from specbranch.replay.decode import Draft, Player
+    from specbranch.replay.record import Record, Task
+    from specbranch.replay.runners import Memory
     from specbranch.config import SamplingParams
 
     eos = tuple(workers.tokenizer.eos_ids)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from specbranch.bench import analysis
+from specbranch.study import formulas
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
@@ -85,9 +85,9 @@ def plain_ratio(c: float) -> CostProfile:
 def predict(case: Case) -> float:
     """Return draft steps a token by the model of the mechanism."""
     formulas: dict[MethodName, Callable[[], float]] = {
-        "speculative": lambda: analysis.serial_latency(case.alpha, case.c, case.gamma),
-        "pearl": lambda: analysis.pearl_latency(case.alpha, case.c, case.gamma, case.hit),
-        "specbranch": lambda: analysis.two_stage_latency(case.alpha, case.c, case.gamma, case.hit),
+        "speculative": lambda: formulas.serial_latency(case.alpha, case.c, case.gamma),
+        "pearl": lambda: formulas.pearl_latency(case.alpha, case.c, case.gamma, case.hit),
+        "specbranch": lambda: formulas.two_stage_latency(case.alpha, case.c, case.gamma, case.hit),
     }
     return formulas[case.method]()
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specbranch.bench.record import Record
+from specbranch.replay.record import Record
 from specbranch.core.orders import Signal
 from specbranch.core.runner import Runner
 from specbranch.hrad.collect import states_along
-from specbranch.hrad.forecast import Forecast, reached
+from specbranch.hrad.forecaster import Forecast, reached
 from specbranch.hrad.predictor import Predictor
 
 ROWS = 64  # tokens read in one forward

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbranch.bench.suites import ALL_SHIPPED
+from specbranch.suites.suite import ALL_SHIPPED
 from specbranch.config import PARTS
 from specbranch.core.methods import METHODS
 from specbranch.pairs import PAIRS

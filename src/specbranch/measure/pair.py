@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from specbranch.bench.beside import Companion, Slowing, measure_slowing
-from specbranch.bench.provenance import Provenance
-from specbranch.bench.workers import Workers, stored_in
+from specbranch.measure.side_by_side import Companion, Slowing, measure_slowing
+from specbranch.provenance import Provenance
+from specbranch.measure.workers import Workers, stored_in
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience

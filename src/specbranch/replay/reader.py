@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from specbranch.bench.record import Record
-from specbranch.bench.replay import WIDTH, Entry
+from specbranch.replay.record import Record
+from specbranch.replay.runners import WIDTH, Entry
 from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT, Slots
 

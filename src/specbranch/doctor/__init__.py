@@ -1,0 +1,1 @@
+"""Is all well with this installation and this pair, and what is to be gained?"""

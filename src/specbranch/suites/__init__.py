@@ -1,0 +1,1 @@
+"""Prompts to run benches on: suites that ship, public ones, and texts that lengthen them."""
