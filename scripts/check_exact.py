@@ -1,4 +1,5 @@
-"""Decode prompts of our own by every method, several at once; compare each text with plain decoding of the prompt alone. Last line: JSON.
+"""Decode prompts of our own by every method, several at once; compare each text with plain decoding of the prompt
+alone. Last line: JSON.
 
 Temperatures 0, 0.7 and 1.3, and one with filters and penalties. Exits with 1 where a text differs.
 """
@@ -14,10 +15,27 @@ from typing import Any
 from specbranch import LLM, SamplingParams
 
 PROMPTS = (
-    *("Explain why the sky is blue.", "Write a Python function for the n-th Fibonacci number.", "Tell a short story about a lighthouse."),
-    *("A farmer has 17 sheep. All but nine run away. How many are left?", "List five rivers of Europe.", "What is a hash table?"),
-    *("Summarise the plot of Hamlet.", "How do bees make honey?", "Translate 'good morning' into French, German and Spanish."),
-    *("Write a haiku about rain.", "What is 37 times 24? Show the steps.", "Give me a recipe for pancakes.", "Who was Ada Lovelace?"),
+    *(
+        "Explain why the sky is blue.",
+        "Write a Python function for the n-th Fibonacci number.",
+        "Tell a short story about a lighthouse.",
+    ),
+    *(
+        "A farmer has 17 sheep. All but nine run away. How many are left?",
+        "List five rivers of Europe.",
+        "What is a hash table?",
+    ),
+    *(
+        "Summarise the plot of Hamlet.",
+        "How do bees make honey?",
+        "Translate 'good morning' into French, German and Spanish.",
+    ),
+    *(
+        "Write a haiku about rain.",
+        "What is 37 times 24? Show the steps.",
+        "Give me a recipe for pancakes.",
+        "Who was Ada Lovelace?",
+    ),
     *("Explain recursion to a child.", "Write SQL that counts users by country.", "Why do leaves turn red in autumn?"),
     *("Name the planets in order.", "What is the difference between TCP and UDP?", "Write a limerick about a cat."),
     "How does a bicycle stay upright?",
@@ -47,27 +65,40 @@ def main() -> None:
     models = {name: getattr(given, name) for name in ("pair", "device", "dtype", "weights", "draft_weights")}
     llm = LLM(**models, max_batch=given.together, keep_experience=False, method="specbranch", executor=given.executor)
     prompts = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS[: given.prompts]]
-    found = [entry for name, shaping in SHAPINGS.items() for entry in compared(llm, prompts, name, shaping, given.tokens)]
+    found = [
+        entry for name, shaping in SHAPINGS.items() for entry in compared(llm, prompts, name, shaping, given.tokens)
+    ]
     different = sum(entry["prompts"] - entry["same"] for entry in found)
     print(f"{different} of {sum(entry['prompts'] for entry in found)} texts differ from plain decoding")
-    print(json.dumps({"device": given.device, "dtype": llm.dtype, "weights": llm.weights, "different": different, "found": found}))
+    print(
+        json.dumps(
+            {"device": given.device, "dtype": llm.dtype, "weights": llm.weights, "different": different, "found": found}
+        )
+    )
     sys.exit(1 if different else 0)
 
 
-def compared(llm: LLM, prompts: list[list[int]], name: str, shaping: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+def compared(
+    llm: LLM, prompts: list[list[int]], name: str, shaping: dict[str, Any], tokens: int
+) -> list[dict[str, Any]]:
     """Compare every method under one shaping."""
     params = SamplingParams(max_tokens=tokens, seed=7, **shaping)
     plain = llm.using("autoregressive")
     begun = time.perf_counter()
     expected = [plain.generate([prompt], params)[0].token_ids for prompt in prompts]
-    print(f"temperature {name}: plain decoding, one at a time, {sum(map(len, expected)) / (time.perf_counter() - begun):.0f} tokens/s")
+    print(
+        f"temperature {name}: plain decoding, one at a time, "
+        f"{sum(map(len, expected)) / (time.perf_counter() - begun):.0f} tokens/s"
+    )
     found = []
     for method in METHODS:
         outputs = llm.using(method).generate(prompts, params)
         same = sum(output.token_ids == text for output, text in zip(outputs, expected, strict=True))
         accepted = sum(output.stats["accepted"] for output in outputs)
         print(f"  {method}: {same} of {len(prompts)} the same, {accepted} drafted tokens taken", flush=True)
-        found.append({"temperature": name, "method": method, "prompts": len(prompts), "same": same, "accepted": accepted})
+        found.append(
+            {"temperature": name, "method": method, "prompts": len(prompts), "same": same, "accepted": accepted}
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Search the material drafts were trained on for benchmark prompts: `python scripts/check_material.py DIR/training PROMPTS.jsonl …`
+"""Search the material drafts were trained on for benchmark prompts: `python scripts/check_material.py DIR/training
+PROMPTS.jsonl …`
 
 A prompt counts as found if any of its stretches of 13 words (all of its words, if it has fewer, and more than 5) stands in a conversation,
 whatever its case and punctuation: the usual measure of contamination. Prints what was found and ends with status 1 if anything was. With
@@ -27,16 +28,23 @@ def main() -> int:
     parser.add_argument("material", type=Path)
     parser.add_argument("prompts", type=Path, nargs="+")
     parser.add_argument("--target", default="smollm2-135m", help="whose tokenizer reads the material [smollm2-135m]")
-    parser.add_argument("--planted", action="store_true", help="hide the first prompt in the material first: it must be found")
+    parser.add_argument(
+        "--planted", action="store_true", help="hide the first prompt in the material first: it must be found"
+    )
     given = parser.parse_args()
-    wanted = {f"{file.name}:{number}": words(text) for file in given.prompts for number, text in enumerate(prompts(file), 1)}
+    wanted = {
+        f"{file.name}:{number}": words(text) for file in given.prompts for number, text in enumerate(prompts(file), 1)
+    }
     stretches = {stretch: name for name, one in wanted.items() for stretch in cut(one)}
     texts = conversations(given.material, given.target)
     hidden = [" ".join(next(iter(wanted.values())))] if given.planted else []
     found, searched = search(stretches, [*hidden, *texts])
     for name, text in sorted(found.items()):
         print(f"{name}: {text}")
-    print(f"{searched:,} conversations searched for {len(stretches):,} stretches of {len(wanted):,} prompts: {len(found)} found")
+    print(
+        f"{searched:,} conversations searched for {len(stretches):,} stretches of {len(wanted):,} prompts: "
+        f"{len(found)} found"
+    )
     return 1 if found else 0
 
 

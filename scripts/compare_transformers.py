@@ -1,8 +1,10 @@
-"""Compare plain decoding of the whole engine with transformers' generate: the same random weights, in one process, on one device.
+"""Compare plain decoding of the whole engine with transformers' generate: the same random weights, in one process, on
+one device.
 
-Milliseconds a token behind some context, greedy, medians, warm-up dropped: transformers eager (dynamic cache, sdpa), with a static cache
-and its own compilation, and ours with everything that a token costs: host, step, read, stop rules, text. Beside them our step's bare
-replay, and a long prompt up to its first token. Weights exist once: transformers' are views of ours. Last line: JSON.
+Milliseconds a token behind some context, greedy, medians, warm-up dropped: transformers eager (dynamic cache, sdpa),
+with a static cache and its own compilation, and ours with everything that a token costs: host, step, read, stop rules,
+text. Beside them our step's bare replay, and a long prompt up to its first token. Weights exist once: transformers' are
+views of ours. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -66,8 +68,14 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64, help="new tokens of a run")
     options.add_argument("--prompt", type=int, default=8192, help="tokens of the long prompt")
     options.add_argument("--runs", type=int, default=3)
-    options.add_argument("--device", default="cuda", help="on a CPU nothing is captured or compiled: to try this script out")
-    options.add_argument("--skip-compile", action="store_true", help="leave out the static cache, whose compilation takes a minute a shape")
+    options.add_argument(
+        "--device", default="cuda", help="on a CPU nothing is captured or compiled: to try this script out"
+    )
+    options.add_argument(
+        "--skip-compile",
+        action="store_true",
+        help="leave out the static cache, whose compilation takes a minute a shape",
+    )
     given = options.parse_args()
     found = [measure(name, given) for name in given.shapes]
     print_table(found, given)
@@ -83,7 +91,9 @@ def measure(name: str, given: argparse.Namespace) -> Found:
 
     def done(**more: Any) -> None:
         found.update(more)
-        told = ", ".join(f"{what} {value:.4g}" if isinstance(value, float) else f"{what} {value}" for what, value in more.items())
+        told = ", ".join(
+            f"{what} {value:.4g}" if isinstance(value, float) else f"{what} {value}" for what, value in more.items()
+        )
         print(f"{name} at {time.perf_counter() - begun:.0f} s: {told}", flush=True)
 
     arch = architecture(name)
@@ -122,7 +132,9 @@ def check(runner: GpuRunner, model: Any, prompt: list[int]) -> Found:
     theirs = model(torch.tensor([prompt], device=ours.device), use_cache=False, logits_to_keep=1).logits[0, -1].float()
     difference, largest = float((ours - theirs).abs().max()), float(theirs.abs().max())
     if not difference <= AGREED * largest:
-        raise SystemExit(f"logits differ by {difference:.3g}, the largest is {largest:.3g}: these are not the same weights")
+        raise SystemExit(
+            f"logits differ by {difference:.3g}, the largest is {largest:.3g}: these are not the same weights"
+        )
     return {"largest_difference": difference, "largest_logit": largest}
 
 
@@ -135,7 +147,9 @@ def engine(runner: GpuRunner, prompt: list[int], given: argparse.Namespace) -> F
 
     def once() -> list[float]:
         answer = Answer(0, prompt, Request(params, 0, len(prompt)), runner.context_length, tokenizer, name)
-        loop.join(answer.session, find_method(name, has_draft=False).start(answer.session, config, experiences.of(config)))
+        loop.join(
+            answer.session, find_method(name, has_draft=False).start(answer.session, config, experiences.of(config))
+        )
         marks = []
         while not answer.session.finished:
             loop.step()
@@ -159,7 +173,9 @@ def bare_step(runner: GpuRunner, context: int) -> float:
     """Milliseconds of a replay of one row's step behind a context, as the engine runs it."""
     table = Table(runner.pool)
     table.reach(context + 1)
-    packed, bucket = pack([Rows(table, [1], context, context, [1])], runner.pool.pages * PAGE, least=runner._graphs.step.least)
+    packed, bucket = pack(
+        [Rows(table, [1], context, context, [1])], runner.pool.pages * PAGE, least=runner._graphs.step.least
+    )
     with runner._here():
         runner._graphs.bring(packed)
         times = milliseconds(lambda: runner._graphs.run_brought(bucket, count=1), 60, runner.device)
@@ -276,17 +292,34 @@ def print_table(found: list[Found], given: argparse.Namespace) -> None:
                 named = f"transformers, {'compiled' if one.get('compiled') else way}"
                 line(one, named, one[f"{way}_ms"], f"{times:.2f} x as fast", times >= bar, bar)
         line(one, "ours, a whole token", ours)
-        line(one, "ours, the bare step", one["step_ms"], f"{host:.3f} ms beside it", host <= HOST_BAR.get(one["shape"], 0), HOST_BAR)
-        line(one, "prompt, transformers", one["prompt_theirs_ms"], f"{one['prompt_theirs_gb']:.2f} GB beside weights and pool")
+        line(
+            one,
+            "ours, the bare step",
+            one["step_ms"],
+            f"{host:.3f} ms beside it",
+            host <= HOST_BAR.get(one["shape"], 0),
+            HOST_BAR,
+        )
+        line(
+            one,
+            "prompt, transformers",
+            one["prompt_theirs_ms"],
+            f"{one['prompt_theirs_gb']:.2f} GB beside weights and pool",
+        )
         ratio = one["prompt_ratio"]
         told = f"{ratio:.2f} x the time, {one['prompt_ours_gb']:.2f} GB"
         line(one, "prompt, ours", one["prompt_ours_ms"], told, ratio <= PROMPT_BAR.get(one["shape"], 0), PROMPT_BAR)
 
 
-def line(one: Found, what: str, ms: float, told: str = "", meets: bool = True, bar: float | dict[str, float] | None = None) -> None:
+def line(
+    one: Found, what: str, ms: float, told: str = "", meets: bool = True, bar: float | dict[str, float] | None = None
+) -> None:
     """Print a line of the table; a bar by shapes is told where there is one."""
     limit = bar.get(one["shape"]) if isinstance(bar, dict) else bar
-    print(f"{one['shape']:>5} {what:<22} {ms:8.3f}   {told}" + ("" if limit is None else f"  {'meets' if meets else 'MISSES'} {limit}"))
+    print(
+        f"{one['shape']:>5} {what:<22} {ms:8.3f}   {told}"
+        + ("" if limit is None else f"  {'meets' if meets else 'MISSES'} {limit}")
+    )
 
 
 if __name__ == "__main__":

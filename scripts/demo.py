@@ -1,4 +1,5 @@
-"""`make demo`: stream an answer of the default pair with SpecBranch, then compare the methods on this machine and on a modelled GPU."""
+"""`make demo`: stream an answer of the default pair with SpecBranch, then compare the methods on this machine and on
+a modelled GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ PROMPTS = (  # code, reasoning and prose: from what a draft foresees well to wha
     "Describe in a short paragraph a harbour on a foggy morning.",
 )
 PLAIN = "autoregressive"
-METHODS = tuple(name for name, method in ALL_METHODS.items() if not method.guesses)  # lookahead reads 120 rows a step: too long for a CPU
+METHODS = tuple(
+    name for name, method in ALL_METHODS.items() if not method.guesses
+)  # lookahead reads 120 rows a step: too long for a CPU
 CLOCK = "h200-1b-8b"
 SECONDS = 30.0  # after which no further prompt is begun
 NEXT = """Go on with
@@ -111,7 +114,14 @@ def table(here: dict[str, Row], there: dict[str, Row], prompts: int) -> Table:
         caption_justify="left",
     )
     made.add_column("method", no_wrap=True)
-    for heading in ("tokens/s\nhere", "× plain\nhere", "tokens/\nforward", "rollback", "same\ntokens", "× plain,\nGPU*"):
+    for heading in (
+        "tokens/s\nhere",
+        "× plain\nhere",
+        "tokens/\nforward",
+        "rollback",
+        "same\ntokens",
+        "× plain,\nGPU*",
+    ):
         made.add_column(heading, justify="right")
     for name, row in here.items():
         rollback = "–" if row.rollback is None else f"{row.rollback:.0%}"
@@ -131,19 +141,27 @@ def verdict(here: dict[str, Row], there: dict[str, Row]) -> str:
     if here["specbranch"].speedup <= 1.0:
         choice += " specbranch does not pay here: drafting costs more than it brings, and on so short a text it has hardly found that out."
     if any(row.speedup > 1.1 * row.tokens_per_forward for row in here.values()):
-        choice += (
-            " But something else kept this machine busy: no method can gain more than its tokens per forward. Try again when it is quiet."
-        )
+        choice += " But something else kept this machine busy: no method can gain more than its tokens per forward. Try again when it is quiet."
     gpu = "" if other.method == "specbranch" else f"{other.method} {other.speedup:.2f} ×, "
     lossless = all(row.lossless for row in (*here.values(), *there.values()))
-    sentence = "Every method gave exactly the tokens of plain decoding." if lossless else "[red]Not every method gave the same tokens.[/]"
+    sentence = (
+        "Every method gave exactly the tokens of plain decoding."
+        if lossless
+        else "[red]Not every method gave the same tokens.[/]"
+    )
     return f"{choice}\nOn the modelled GPU: {gpu}specbranch {there['specbranch'].speedup:.2f} ×.\n{sentence}"
 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Progress]:
-    """Show how far a comparison has come; drawn between the answers only, for a thread that draws would take time from them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    """Show how far a comparison has come; drawn between the answers only, for a thread that draws would take time
+    from them."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         yield bar
 

@@ -2,7 +2,8 @@
 
     python scripts/draw_method.py [--ablation DIR]
 
-With the results of `specbranch bench run --preset ablation --out DIR` it also draws speed over the confidence threshold ε.
+With the results of `specbranch bench run --preset ablation --out DIR` it also draws speed over the confidence threshold
+ε.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from specbranch.charts import Line, line, line_chart, rect, svg, text
 from specbranch.bench.results import Results
+from specbranch.charts import ChartLine, line, line_chart, rect, svg, text
 
 DOCS = Path(__file__).parents[1] / "docs"
 BOX, GAP, HIGH = 78, 14, 26
@@ -40,7 +41,9 @@ def main() -> None:
     (DOCS / "method-round.svg").write_text(_round(), encoding="utf-8")
     (DOCS / "method-tree.svg").write_text(_tree(), encoding="utf-8")
     if given.ablation:
-        (DOCS / "method-threshold.svg").write_text(_threshold(Results.load(given.ablation / "results.json")), encoding="utf-8")
+        (DOCS / "method-threshold.svg").write_text(
+            _threshold(Results.load(given.ablation / "results.json")), encoding="utf-8"
+        )
 
 
 def _round() -> str:
@@ -61,14 +64,29 @@ def _round() -> str:
 
 def _tree() -> str:
     """A tree of drafted and looked-up tokens: what the target reads now, and what the draft adds meanwhile."""
-    sent = [Box(0, 1, "The", BLUE), Box(1, 1, "heron", BLUE, 0), Box(1, 2, "bird", BLUE, 0), Box(2, 1, "waits", BLUE, 1)]
+    sent = [
+        Box(0, 1, "The", BLUE),
+        Box(1, 1, "heron", BLUE, 0),
+        Box(1, 2, "bird", BLUE, 0),
+        Box(2, 1, "waits", BLUE, 1),
+    ]
     sent += [Box(2, 2, "stands", BLUE, 1), Box(3, 1, "in", BLUE, 3)]
     looked = [Box(0, 0, "Herons", ORANGE), Box(1, 0, "wade", ORANGE, 6), Box(2, 0, "in", ORANGE, 7)]
-    grown = [Box(2, 3, "waits", GREEN, 2), Box(3, 2, "in", GREEN, 4), Box(4, 1, "the", GREEN, 5), Box(5, 1, "reeds", GREEN, 11)]
+    grown = [
+        Box(2, 3, "waits", GREEN, 2),
+        Box(3, 2, "in", GREEN, 4),
+        Box(4, 1, "the", GREEN, 5),
+        Box(5, 1, "reeds", GREEN, 11),
+    ]
     grown += [Box(4, 2, "the", GREEN, 10), Box(5, 2, "mud", GREEN, 13)]
-    keys = [("sent to the target: one forward judges all of it", BLUE), ("met earlier in the text", ORANGE), ("drafted meanwhile", GREEN)]
+    keys = [
+        ("sent to the target: one forward judges all of it", BLUE),
+        ("met earlier in the text", ORANGE),
+        ("drafted meanwhile", GREEN),
+    ]
     legend = "".join(
-        rect(GAP + at, 8, 12, 12, colour) + text(GAP + at + 18, 18, words) for at, (words, colour) in zip((0, 330, 510), keys, strict=True)
+        rect(GAP + at, 8, 12, 12, colour) + text(GAP + at + 18, 18, words)
+        for at, (words, colour) in zip((0, 330, 510), keys, strict=True)
     )
     return svg(720, 216, legend + _drawn([*sent, *looked, *grown], 36), "The tree that draft and target share")
 
@@ -99,9 +117,15 @@ def _threshold(results: Results) -> str:
                 if row.pair == pair and row.method.startswith(f"specbranch:{policy}@stop_below="):
                     found.setdefault(float(row.method.rpartition("=")[2]), []).append(row.speedup or 0.0)
             points = [(value, fmean(speeds)) for value, speeds in sorted(found.items())]
-            lines.append(Line(f"{pair.removeprefix('smollm2-')}, {name}", points, marks=True, dashed=policy == "confidence"))
+            lines.append(
+                ChartLine(f"{pair.removeprefix('smollm2-')}, {name}", points, marks=True, dashed=policy == "confidence")
+            )
     return line_chart(
-        "Two-stage SpecBranch over the confidence threshold", lines, "ε", "speedup over plain decoding, c = 10", y_from_zero=True
+        "Two-stage SpecBranch over the confidence threshold",
+        lines,
+        "ε",
+        "speedup over plain decoding, c = 10",
+        y_from_zero=True,
     )
 
 

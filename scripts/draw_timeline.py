@@ -1,4 +1,5 @@
-"""Draw docs/timeline.svg: what draft and target do under serial speculative decoding, PEARL and SpecBranch, on the virtual clock.
+"""Draw docs/timeline.svg: what draft and target do under serial speculative decoding, PEARL and SpecBranch, on the
+virtual clock.
 
 Real decisions of toy models, time charged by a cost profile; run it again after a change to the methods.
 """
@@ -7,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specbranch.traces.rounds import Round, read_rounds
-from specbranch.traces.timeline_svg import draw_comparison
 from specbranch.config import PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -20,19 +19,28 @@ from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.toys import ToyLaw, ToyRunner
+from specbranch.traces.rounds import TracedRound, read_rounds
+from specbranch.traces.timeline_svg import draw_comparison
 
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
-TITLES = {"autoregressive": "Plain decoding", "speculative": "Serial speculative decoding", "pearl": "PEARL", "specbranch": "SpecBranch"}
+TITLES = {
+    "autoregressive": "Plain decoding",
+    "speculative": "Serial speculative decoding",
+    "pearl": "PEARL",
+    "specbranch": "SpecBranch",
+}
 TOKENS = 24
 
 
-def record(method: str) -> list[Round]:
+def record(method: str) -> list[TracedRound]:
     """Decode one request; returns what both models did, round by round."""
     draft = MeteredDrafter(ToyRunner(ToyLaw(drift=0.12)))
     loop = Loop(VirtualClock(Verifier(ToyRunner(ToyLaw())), draft, PROFILE), Trace())
     prompt = [4, 0, 1]
     session = Session(0, prompt, Request(SamplingParams(max_tokens=TOKENS), 0, len(prompt)), 500)
-    policy: PolicyName | None = "confidence" if method == "specbranch" else None  # the paper's two stages, which a reader can follow
+    policy: PolicyName | None = (
+        "confidence" if method == "specbranch" else None
+    )  # the paper's two stages, which a reader can follow
     config = SpeculativeConfig(method=method, policy=policy, num_speculative_tokens=6)
     loop.join(session, METHODS[method].start(session, config, Experience()))
     while loop.live:

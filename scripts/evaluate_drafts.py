@@ -1,8 +1,9 @@
-"""Compare drafts with their target over whole prompt files: `python scripts/evaluate_drafts.py --texts texts.jsonl PROMPTS.jsonl …`
+"""Compare drafts with their target over whole prompt files: `python scripts/evaluate_drafts.py --texts texts.jsonl
+PROMPTS.jsonl …`
 
-The target answers each prompt once, greedily (128 tokens at most, first turns only); its answers are kept in --texts, so that a run that
-was stopped goes on, and every draft reads the same ones. Prints a table of top-1 and top-3 agreement by file, and their mean over all
-prompts. With --note the figures go into each draft's provenance.json and README.md.
+The target answers each prompt once, greedily (128 tokens at most, first turns only); its answers are kept in --texts,
+so that a run that was stopped goes on, and every draft reads the same ones. Prints a table of top-1 and top-3 agreement
+by file, and their mean over all prompts. With --note the figures go into each draft's provenance.json and README.md.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import LLM, SamplingParams
-from specbranch.assembly import ModelChoice, beside, common_vocabulary, make_drafter
+from specbranch.assembly import ModelChoice, common_vocabulary, fitted_to_target, make_drafter
 from specbranch.cli.progress import tracked
-from specbranch.distill.agreement import Agreement, Text, compare
+from specbranch.distill.agreement import Agreement, AnsweredPrompt, compare
 from specbranch.pairs import PAIRS, draft_folder
 
 TARGET, TOKENS = "smollm2-135m", 128
@@ -31,13 +32,19 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS), help="pairs to compare [all]")
     parser.add_argument("--note", action="store_true", help="write the figures into the drafts' folders")
     given = parser.parse_args()
-    suites = {file.stem: [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()] for file in given.prompts}
+    suites = {
+        file.stem: [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in given.prompts
+    }
     with LLM(TARGET, pair_draft(given.pairs[0])) as target:
         texts = recorded(target, suites, given.texts)
         found = {pair: agreements(target, pair, texts) for pair in given.pairs}
     for pair, by_suite in found.items():
         print(f"{pair:16} " + "  ".join(f"{suite} {one.top1:.3f} ({one.top3:.3f})" for suite, one in by_suite.items()))
-        print(f"{'':16} over all prompts {over_prompts(by_suite, texts, 'top1'):.3f} ({over_prompts(by_suite, texts, 'top3'):.3f})")
+        print(
+            f"{'':16} over all prompts {over_prompts(by_suite, texts, 'top1'):.3f} "
+            f"({over_prompts(by_suite, texts, 'top3'):.3f})"
+        )
         if given.note:
             note(draft_folder(pair), by_suite, texts)
 
@@ -47,8 +54,9 @@ def pair_draft(pair: str) -> str:
     return str(draft_folder(pair))
 
 
-def recorded(target: LLM, suites: Mapping[str, list[str]], file: Path) -> dict[str, list[Text]]:
-    """Return the target's answers by suite, making those that are missing; suites take turns, so that a part is a fair sample."""
+def recorded(target: LLM, suites: Mapping[str, list[str]], file: Path) -> dict[str, list[AnsweredPrompt]]:
+    """Return the target's answers by suite, making those that are missing; suites take turns, so that a part is a
+    fair sample."""
     held = {line["id"]: line for line in map(json.loads, file.read_text().splitlines())} if file.exists() else {}
     order = sorted((at / len(prompts), suite, at) for suite, prompts in suites.items() for at in range(len(prompts)))
     missing = [(suite, at) for _, suite, at in order if f"{suite}/{at}" not in held]
@@ -64,30 +72,31 @@ def recorded(target: LLM, suites: Mapping[str, list[str]], file: Path) -> dict[s
     return {suite: list(_texts(held, suite, len(prompts))) for suite, prompts in suites.items()}
 
 
-def _texts(held: Mapping[str, Any], suite: str, count: int) -> Iterator[Text]:
+def _texts(held: Mapping[str, Any], suite: str, count: int) -> Iterator[AnsweredPrompt]:
     for at in range(count):
         line = held[f"{suite}/{at}"]
-        yield Text(tuple(line["prompt"]), tuple(line["answer"]))
+        yield AnsweredPrompt(tuple(line["prompt"]), tuple(line["answer"]))
 
 
-def agreements(target: LLM, pair: str, texts: Mapping[str, list[Text]]) -> dict[str, Agreement]:
+def agreements(target: LLM, pair: str, texts: Mapping[str, list[AnsweredPrompt]]) -> dict[str, Agreement]:
     """Let a pair's draft read the answers of each suite."""
-    choice = beside(ModelChoice(str(draft_folder(pair)), shorten=True), TARGET)
+    choice = fitted_to_target(ModelChoice(str(draft_folder(pair)), shorten=True), TARGET)
     drafter = make_drafter(choice, common_vocabulary(target.tokenizer, choice), target.target_runner)
     return {suite: compare(drafter.runner, tracked(lines, f"{pair}: {suite}")) for suite, lines in texts.items()}
 
 
-def over_prompts(found: Mapping[str, Agreement], texts: Mapping[str, list[Text]], figure: str) -> float:
+def over_prompts(found: Mapping[str, Agreement], texts: Mapping[str, list[AnsweredPrompt]], figure: str) -> float:
     """Return the mean over all prompts, each suite by the number of its prompts."""
     whole = sum(len(lines) for lines in texts.values())
     mean: float = sum(getattr(found[suite], figure) * len(lines) for suite, lines in texts.items()) / whole
     return mean
 
 
-def note(folder: Path, found: Mapping[str, Agreement], texts: Mapping[str, list[Text]]) -> None:
+def note(folder: Path, found: Mapping[str, Agreement], texts: Mapping[str, list[AnsweredPrompt]]) -> None:
     """Write the figures into a draft's provenance and card."""
     figures = {
-        suite: {"prompts": len(texts[suite]), "top1": round(one.top1, 4), "top3": round(one.top3, 4)} for suite, one in found.items()
+        suite: {"prompts": len(texts[suite]), "top1": round(one.top1, 4), "top3": round(one.top3, 4)}
+        for suite, one in found.items()
     }
     figures["all prompts"] = {name: round(over_prompts(found, texts, name), 4) for name in ("top1", "top3")}
     provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
@@ -95,12 +104,18 @@ def note(folder: Path, found: Mapping[str, Agreement], texts: Mapping[str, list[
     (folder / "provenance.json").write_text(told + "\n", encoding="utf-8")
     card = (folder / "README.md").read_text(encoding="utf-8")
     card = re.sub(r"## Evaluation\n.*?(?=\n## )", "", card, flags=re.DOTALL)
-    rows = "".join(f"| {suite} | {one.get('prompts', '')} | {one['top1']:.3f} | {one['top3']:.3f} |\n" for suite, one in figures.items())
+    rows = "".join(
+        f"| {suite} | {one.get('prompts', '')} | {one['top1']:.3f} | {one['top3']:.3f} |\n"
+        for suite, one in figures.items()
+    )
     section = (
-        f"## Evaluation\n\nOn the target's own greedy answers (at most {TOKENS} tokens) to prompts it was not trained on; "
+        f"## Evaluation\n\nOn the target's own greedy answers (at most {TOKENS} tokens) to prompts it was not trained "
+        "on; "
         f"see scripts/evaluate_drafts.py.\n\n| prompts | count | top-1 | top-3 |\n|---|---|---|---|\n{rows}\n"
     )
-    (folder / "README.md").write_text(card.replace("## How it was made", section + "## How it was made"), encoding="utf-8")
+    (folder / "README.md").write_text(
+        card.replace("## How it was made", section + "## How it was made"), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Time the products of shapes under many cuts, each alone in a graph over all layers, and print the best as lines for CUTS.
+"""Time the products of shapes under many cuts, each alone in a graph over all layers, and print the best as lines for
+CUTS.
 
 A case is a shape and its weights, such as 7b or 1b:int8. Last line: JSON.
 """
@@ -29,7 +30,9 @@ def main() -> None:
     options.add_argument("cases", nargs="+", type=Case.of)
     options.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     options.add_argument("--replays", type=int, default=10)
-    options.add_argument("--layers", type=int, default=8, help="to try with: their weights must not fit in the cache together")
+    options.add_argument(
+        "--layers", type=int, default=8, help="to try with: their weights must not fit in the cache together"
+    )
     given = options.parse_args()
     found = []
     with torch.inference_mode():
@@ -57,7 +60,9 @@ def best_cuts(case: Case, name: str, step: KernelStep, model: Shaped, replays: i
     size = products[0].weight.nbytes
     return [
         {"case": case.named, "us": timed[cut], "gb_s": size / timed[cut] / 1e3}
-        | {"line": f'("{name}", {products[0].outs}, {products[0].ins}): Cut{astuple(cut)},{"  # pinned" if cut == pinned else ""}'}
+        | {
+            "line": f'("{name}", {products[0].outs}, {products[0].ins}): Cut{astuple(cut)},{"  # pinned" if cut == pinned else ""}'
+        }
         for cut in dict.fromkeys([*least, pinned])
     ]
 
@@ -66,7 +71,9 @@ def cuts(name: str, stored: str, of: Product) -> Iterator[Cut]:
     """All cuts that are worth trying."""
     steps = (128,) if stored == "int4" else (128, 256) if stored == "int8" else (128,) if of.ins % 128 == 0 else (64,)
     swaps = (True, False) if stored == "bfloat16" else (False,)
-    for tile, step, swap, stages, parts, warps in product((16, 32, 64, 128), steps, swaps, (3, 4, 6, 8), PARTS.get(name, (1,)), (4,)):
+    for tile, step, swap, stages, parts, warps in product(
+        (16, 32, 64, 128), steps, swaps, (3, 4, 6, 8), PARTS.get(name, (1,)), (4,)
+    ):
         fits = of.ins % step == 0 and (name != "qkv" or of.outs % tile == 0)
         shared = (tile * step * {"int8": 1, "int4": 0.5}.get(stored, 2) + 16 * step * 2) * stages
         if fits and shared <= 220_000 and not (swap and tile < 64):

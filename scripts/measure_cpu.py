@@ -1,6 +1,8 @@
-"""Measure plain decoding on this CPU: the native decoder against transformers' `generate`, loading, peak memory and the cost of few rows.
+"""Measure plain decoding on this CPU: the native decoder against transformers' `generate`, loading, peak memory and the
+cost of few rows.
 
-Same weights (SmolLM2-135M-Instruct), float32, same threads, paired and alternating, prefill apart, medians. Last line: JSON.
+Same weights (SmolLM2-135M-Instruct), float32, same threads, paired and alternating, prefill apart, medians. Last line:
+JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def main() -> None:
     if given.only:
         print(json.dumps(memory(given.threads)))
         return
-    child = subprocess.run([sys.executable, __file__, "--only", "memory", "--threads", str(given.threads)], capture_output=True, check=True)
+    child = subprocess.run(
+        [sys.executable, __file__, "--only", "memory", "--threads", str(given.threads)], capture_output=True, check=True
+    )
     found: dict[str, Any] = {"memory": json.loads(child.stdout), "speed": speed(given.threads, given.rounds)}
     pairs = found["speed"]["rounds"]
     print("native ms/token  transformers ms/token  ratio")
@@ -91,7 +95,13 @@ def speed(threads: int, rounds: int) -> dict[str, Any]:
     ours(), theirs.per_token()
     pairs = [(ours(), theirs.per_token()) for _ in range(rounds)]
     ratio = statistics.median(b / a for a, b in pairs)
-    return {"threads": threads, "torch": torch.__version__, "rounds": pairs, "ratio": ratio, "rows": rows_in_a_step(llm, prompt)}
+    return {
+        "threads": threads,
+        "torch": torch.__version__,
+        "rounds": pairs,
+        "ratio": ratio,
+        "rows": rows_in_a_step(llm, prompt),
+    }
 
 
 class Reference:

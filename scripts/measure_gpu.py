@@ -1,7 +1,8 @@
 """Check and time a GPU's step: graphs over random weights, against what its memory can read, and against bars.
 
-Median milliseconds of a graph's replay, the choice of a token included, for 1, 16 and 64 rows of one sequence and 1 row of each of 4.
-A case is a shape, its weights and the context before the rows, such as 7b, 1b:int8 or 8b@8000. Last line: JSON.
+Median milliseconds of a graph's replay, the choice of a token included, for 1, 16 and 64 rows of one sequence and 1 row
+of each of 4. A case is a shape, its weights and the context before the rows, such as 7b, 1b:int8 or 8b@8000. Last line:
+JSON.
 """
 
 from __future__ import annotations
@@ -52,16 +53,22 @@ class Case:
         rest, _, context = named.partition("@")
         shape, _, stored = rest.partition(":")
         if shape not in SHAPES or stored not in ("", "bfloat16", "int8", "int4") or not (context or "0").isdigit():
-            raise argparse.ArgumentTypeError(f"{named!r}; expected a shape ({', '.join(SHAPES)}), then :int8 or :int4, then @CONTEXT")
+            raise argparse.ArgumentTypeError(
+                f"{named!r}; expected a shape ({', '.join(SHAPES)}), then :int8 or :int4, then @CONTEXT"
+            )
         return cls(named, shape, stored or "bfloat16", int(context or 1000))
 
 
 def main() -> None:
     """Measure every case and print a table."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("cases", nargs="*", type=Case.of, default=[Case.of(case) for case in CASES], help=f"[{' '.join(CASES)}]")
+    options.add_argument(
+        "cases", nargs="*", type=Case.of, default=[Case.of(case) for case in CASES], help=f"[{' '.join(CASES)}]"
+    )
     options.add_argument("--replays", type=int, default=60)
-    options.add_argument("--plain", action="store_true", help="products by torch, as where the kernels do not suit a model")
+    options.add_argument(
+        "--plain", action="store_true", help="products by torch, as where the kernels do not suit a model"
+    )
     options.add_argument("--tune", action="store_true", help="time attention alone under other settings")
     options.add_argument("--device", default="cuda", help="on a CPU nothing is captured: to try this script out")
     given = options.parse_args()
@@ -77,12 +84,30 @@ def main() -> None:
             gc.collect()
             if given.device == "cuda":
                 torch.cuda.empty_cache()
-            print(case.named, *(f"{entry['work']} {entry['ms']:.3f} ms" for entry in found[-len(WORKS) :]), sep=", ", flush=True)
+            print(
+                case.named,
+                *(f"{entry['work']} {entry['ms']:.3f} ms" for entry in found[-len(WORKS) :]),
+                sep=", ",
+                flush=True,
+            )
     for entry in tuned:
         setting = ", ".join(f"{name} {entry[name]}" for name in ("block", "line", "warps", "stages"))
-        print(f"{entry['case']:>8} attention alone, {setting}: {entry['one']:6.2f} us a layer for 1 row, {entry['many']:6.2f} for 16")
+        print(
+            f"{entry['case']:>8} attention alone, {setting}: {entry['one']:6.2f} us a layer for 1 row, "
+            f"{entry['many']:6.2f} for 16"
+        )
     print_table(found)
-    print(json.dumps({"device": device_name(given.device), "torch": torch.__version__, "read_tb_s": peak, "steps": found, "tuned": tuned}))
+    print(
+        json.dumps(
+            {
+                "device": device_name(given.device),
+                "torch": torch.__version__,
+                "read_tb_s": peak,
+                "steps": found,
+                "tuned": tuned,
+            }
+        )
+    )
 
 
 def measure(case: Case, given: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
@@ -117,7 +142,12 @@ def time_step(graphs: Graphs, spare: int, rows: list[Rows], replays: int) -> dic
     first = time.perf_counter() - begun
     packing = [seconds(lambda: pack(rows, spare)) for _ in range(200)]
     times = milliseconds(lambda: graphs.run_brought(bucket, count=1), replays, logits.device)
-    return {"ms": statistics.median(times), "least_ms": min(times), "pack_us": statistics.median(packing) * 1e6, "first_s": first}
+    return {
+        "ms": statistics.median(times),
+        "least_ms": min(times),
+        "pack_us": statistics.median(packing) * 1e6,
+        "first_s": first,
+    }
 
 
 def shares(model: Shaped, sequences: int, ms: float, peak: float) -> dict[str, float]:
@@ -129,14 +159,25 @@ def shares(model: Shaped, sequences: int, ms: float, peak: float) -> dict[str, f
 
 
 def tune(case: Case, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time attention alone, microseconds a layer, under several settings: many layers one after the other in a graph."""
+    """Time attention alone, microseconds a layer, under several settings: many layers one after the other in a
+    graph."""
     model = Shaped(case.shape, torch.device(given.device), case.context, sequences=2)
     found = []
     pinned = attention.BLOCK, attention.LINE, attention.WARPS, attention.STAGES
     for block, line, warps, stages in [*SETTINGS, pinned]:
         attention.BLOCK, attention.LINE, attention.WARPS, attention.STAGES = block, line, warps, stages
         one, many = (attention_alone(model, given, rows) for rows in (1, 16))
-        found.append({"case": case.named, "block": block, "line": line, "warps": warps, "stages": stages, "one": one, "many": many})
+        found.append(
+            {
+                "case": case.named,
+                "block": block,
+                "line": line,
+                "warps": warps,
+                "stages": stages,
+                "one": one,
+                "many": many,
+            }
+        )
     return found
 
 
@@ -219,9 +260,7 @@ def print_table(found: list[dict[str, Any]]) -> None:
     for entry in found:
         one = next(other["ms"] for other in found if other["case"] == entry["case"] and other["work"] == "1 row")
         told = ", ".join(verdicts(entry, one)) + ("" if entry["kernels"] else "  (plain attention)")
-        times = (
-            f"{entry['ms']:7.3f} {entry['least_ms']:7.3f} {entry['no_attention_ms']:7.3f} {entry['floor_ms']:6.2f} {entry['share']:6.1%}"
-        )
+        times = f"{entry['ms']:7.3f} {entry['least_ms']:7.3f} {entry['no_attention_ms']:7.3f} {entry['floor_ms']:6.2f} {entry['share']:6.1%}"
         rest = f"{entry['ms'] / one:8.3f} {entry['pack_us']:7.1f} {entry['first_s']:7.1f}"
         print(f"{entry['case']:>8} {entry['work']:>12} {times} {rest}  {told}")
 

@@ -25,13 +25,15 @@ HEAD_SHAPE = (49152, 576)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Milliseconds of passes over all weights, by kind and row count; the n-th passes of all were made one after the other."""
+    """Milliseconds of passes over all weights, by kind and row count; the n-th passes of all were made one after the
+    other."""
 
     gigabytes: float
     passes: dict[str, dict[int, list[float]]]
 
     def summary(self) -> dict[str, dict[int, dict[str, float]]]:
-        """Give medians: of the time, of its ratio to the one-row pass of the same turn, and of the weights read per second."""
+        """Give medians: of the time, of its ratio to the one-row pass of the same turn, and of the weights read per
+        second."""
         return {kind: {rows: self._medians(by_rows, rows) for rows in by_rows} for kind, by_rows in self.passes.items()}
 
     def table(self) -> str:
@@ -40,7 +42,10 @@ class Costs:
         lines = [f"{'rows':>4}" + "".join(f"{kind:>28}" for kind in summary)]
         for rows in BENCH_ROWS:
             cells = [by_rows[rows] for by_rows in summary.values()]
-            lines.append(f"{rows:>4}" + "".join(f"{c['ms']:>10.2f} ms {c['ratio']:>4.2f}x {c['gb_per_s']:>5.1f} GB/s" for c in cells))
+            lines.append(
+                f"{rows:>4}"
+                + "".join(f"{c['ms']:>10.2f} ms {c['ratio']:>4.2f}x {c['gb_per_s']:>5.1f} GB/s" for c in cells)
+            )
         return "\n".join(lines)
 
     def _medians(self, by_rows: dict[int, list[float]], rows: int) -> dict[str, float]:
@@ -91,8 +96,15 @@ def _main() -> None:
     with torch.inference_mode():
         costs = bench(options.layers, options.cycles)
     print(costs.table())
-    setting = {"threads": options.threads, "layers": options.layers, "cycles": options.cycles, "torch": torch.__version__}
-    print(json.dumps({**setting, "machine": platform.machine(), "gigabytes": costs.gigabytes, "kinds": costs.summary()}))
+    setting = {
+        "threads": options.threads,
+        "layers": options.layers,
+        "cycles": options.cycles,
+        "torch": torch.__version__,
+    }
+    print(
+        json.dumps({**setting, "machine": platform.machine(), "gigabytes": costs.gigabytes, "kinds": costs.summary()})
+    )
 
 
 if __name__ == "__main__":

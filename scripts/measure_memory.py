@@ -1,7 +1,8 @@
-"""What a GPU's runner takes beside weights and pool: many requests one after the other, of random weights in a shape. Last line: JSON.
+"""What a GPU's runner takes beside weights and pool: many requests one after the other, of random weights in a shape.
+Last line: JSON.
 
-Each request reads a prompt, has trees judged as speculative methods do, and decodes some tokens plainly. Bars: 1.5 GB beside weights and
-pool at the 8B shape, graphs under 1 GB, nothing that grows.
+Each request reads a prompt, has trees judged as speculative methods do, and decodes some tokens plainly. Bars: 1.5 GB
+beside weights and pool at the 8B shape, graphs under 1 GB, nothing that grows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ def main() -> None:
     graphs = len(runner._graphs._graphs)
     grown = taken[-1] - taken[len(taken) // 2]
     print(f"{graphs} graphs; {max(taken):.3f} GB at most, {grown:+.3f} GB over the second half")
-    found: dict[str, Any] = {"shape": given.shape, "graphs": graphs, "most_gb": max(taken), "grown_gb": grown, "requests": given.requests}
+    found: dict[str, Any] = {
+        "shape": given.shape,
+        "graphs": graphs,
+        "most_gb": max(taken),
+        "grown_gb": grown,
+        "requests": given.requests,
+    }
     print(json.dumps(found | {"meets": max(taken) <= 1.5 and grown <= 0.01}))
 
 

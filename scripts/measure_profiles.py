@@ -1,8 +1,10 @@
-"""Measure profiles like the shipped ones on a GPU: Llama shapes with random weights, bfloat16, CUDA graphs, 1k of context.
+"""Measure profiles like the shipped ones on a GPU: Llama shapes with random weights, bfloat16, CUDA graphs, 1k of
+context.
 
-For each pair: a target forward by its rows, a draft step by its width, then both at once on two streams: what a draft step adds to the
-target, and what the target adds to a draft step. Writes one profile a pair into --out and prints a table; last line: JSON. Weights are
-random, so the numbers are times and nothing else; memory is all that a shape needs of a real model.
+For each pair: a target forward by its rows, a draft step by its width, then both at once on two streams: what a draft
+step adds to the target, and what the target adds to a draft step. Writes one profile a pair into --out and prints a
+table; last line: JSON. Weights are random, so the numbers are times and nothing else; memory is all that a shape needs
+of a real model.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ TIMES = 30
 Replay = Callable[[], Any]
 
 
-PAIRS = {"h200-68m-7b": ("68m", "7b"), "h200-68m-13b": ("68m", "13b"), "h200-1b-8b": ("1b", "8b"), "h200-1.3b-33b": ("1.3b", "33b")}
+PAIRS = {
+    "h200-68m-7b": ("68m", "7b"),
+    "h200-68m-13b": ("68m", "13b"),
+    "h200-1b-8b": ("1b", "8b"),
+    "h200-1.3b-33b": ("1.3b", "33b"),
+}
 
 
 class Model:
@@ -82,20 +89,26 @@ def alone(replay: Replay) -> float:
     return statistics.median(times)
 
 
-def together(target: Replay, draft: Replay, steps: int, streams: tuple[torch.cuda.Stream, torch.cuda.Stream]) -> tuple[float, float]:
+def together(
+    target: Replay, draft: Replay, steps: int, streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
+) -> tuple[float, float]:
     """Seconds of a target forward and of all draft steps beside it, both from the common start."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     spans = []
     for number in range(TIMES + 5):
         torch.cuda.synchronize()
-        for stream, replay, times, (start, end) in zip(streams, (target, draft), (1, steps), (events[:2], events[2:]), strict=True):
+        for stream, replay, times, (start, end) in zip(
+            streams, (target, draft), (1, steps), (events[:2], events[2:]), strict=True
+        ):
             with torch.cuda.stream(stream):
                 start.record()
                 for _ in range(times):
                     replay()
                 end.record()
         torch.cuda.synchronize()
-        spans += [(events[0].elapsed_time(events[1]) / 1e3, events[2].elapsed_time(events[3]) / 1e3)] if number >= 5 else []
+        spans += (
+            [(events[0].elapsed_time(events[1]) / 1e3, events[2].elapsed_time(events[3]) / 1e3)] if number >= 5 else []
+        )
     return statistics.median(a for a, _ in spans), statistics.median(b for _, b in spans)
 
 
@@ -126,8 +139,10 @@ def profile_of(found: dict[str, Any], context: int) -> dict[str, Any]:
         "pair": f"Llama shapes of {small.upper()} (draft) and {large.upper()} (target)",
         "hardware": "one H200",
         "note": (
-            f"Measured by scripts/measure_profiles.py: random weights, bfloat16, kernels under CUDA graphs, torch {torch.__version__}, "
-            f"{context} tokens of context; both at once on two streams, {BESIDE} rows verified. No time outside the models."
+            "Measured by scripts/measure_profiles.py: random weights, bfloat16, kernels under CUDA graphs, torch "
+            f"{torch.__version__}, "
+            f"{context} tokens of context; both at once on two streams, {BESIDE} rows verified. No time outside the "
+            "models."
         ),
         "context": context,
         "target": padded(found["target"]),
@@ -149,7 +164,10 @@ def padded(seconds: dict[int, float]) -> list[tuple[int, float]]:
 
 def per_context(found: dict[str, Any], which: str, context: int) -> list[tuple[int, float]]:
     """What each further token of context adds, by rows."""
-    return [(rows, max(seconds - found[which][rows], 0.0) / (LONG - context)) for rows, seconds in found["far"][which].items()]
+    return [
+        (rows, max(seconds - found[which][rows], 0.0) / (LONG - context))
+        for rows, seconds in found["far"][which].items()
+    ]
 
 
 def main() -> None:
@@ -171,7 +189,11 @@ def main() -> None:
         for n, width, seconds, busy in found["beside"]:
             target = f"target {found['lone'] * 1e3:.2f} -> {seconds * 1e3:.2f} ms"
             print(f"  {n:3} steps of width {width} beside: {target}, a step {busy / n * 1e3:.3f} ms")
-        print(f"  slow_down {profile['slow_down'] * 1e3:.4f} ms, draft_slow_down {profile['draft_slow_down'] * 1e3:.4f} ms", flush=True)
+        print(
+            f"  slow_down {profile['slow_down'] * 1e3:.4f} ms, draft_slow_down {profile['draft_slow_down'] * 1e3:.4f} "
+            "ms",
+            flush=True,
+        )
         torch.cuda.empty_cache()
     print(json.dumps(lines))
 

@@ -1,4 +1,5 @@
-"""Llama shapes with random bfloat16 weights, made on the device they run on: what a model of that shape costs, and nothing else."""
+"""Llama shapes with random bfloat16 weights, made on the device they run on: what a model of that shape costs, and
+nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ DTYPE = torch.bfloat16
 class Shaped:
     """A decoder of a shape, and a pool for some sequences of it, filled with anything."""
 
-    def __init__(self, name: str, device: torch.device, context: int, sequences: int, stored: WeightsName = "bfloat16") -> None:
+    def __init__(
+        self, name: str, device: torch.device, context: int, sequences: int, stored: WeightsName = "bfloat16"
+    ) -> None:
         self.arch, self.context = architecture(name), context
         self.pool = Pool(sequences * (context // PAGE + 2))
         self.decoder = Decoder(self.arch, random_weights(self.arch, device, stored), context + PAGE)

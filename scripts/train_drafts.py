@@ -1,8 +1,10 @@
-"""Train the three drafts for SmolLM2-135M-Instruct that come with the project, as they were: `python scripts/train_drafts.py --help`.
+"""Train the three drafts for SmolLM2-135M-Instruct that come with the project, as they were: `python
+scripts/train_drafts.py --help`.
 
-On one H200 the writing takes about 5 minutes and each draft 2 to 8; every part can be run by itself and goes on where it was stopped. The
-figures of what was shipped are in each provenance.json. No prompt of a benchmark goes in: the target invents all questions, from the
-openings in specbranch.distill.openings; `scripts/check_material.py` searches the material for benchmark prompts.
+On one H200 the writing takes about 5 minutes and each draft 2 to 8; every part can be run by itself and goes on where
+it was stopped. The figures of what was shipped are in each provenance.json. No prompt of a benchmark goes in: the
+target invents all questions, from the openings in specbranch.distill.openings; `scripts/check_material.py` searches the
+material for benchmark prompts.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class Recipe:
     seconds: int
 
 
-# In trials of 250 steps (7 M tokens) layers at equal distances did better than the first and last ones (held-out top-1 0.59 against 0.50
-# with four), and a rate of 2e-3 better than 1e-3 (0.59 against 0.50, first and last layers); the two were not tried together before.
+# In trials of 250 steps (7 M tokens) layers at equal distances did better than the first and last ones (held-out top-1
+# 0.59 against 0.50 with four), and a rate of 2e-3 better than 1e-3 (0.59 against 0.50, first and last layers); the two
+# were not tried together before.
 RECIPES = {
     "weak": Recipe((0, 29), 8192, 2e-3, 80),
     "default": Recipe((0, 10, 20, 29), 8192, 2e-3, 270),
@@ -40,8 +43,12 @@ RECIPES = {
 def main() -> None:
     """Write the material, then train the drafts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["write", *RECIPES], metavar="PART", help="write, weak, default, strong [all]")
-    parser.add_argument("--out", type=Path, default=Path("trained-drafts"), help="folder of the drafts [trained-drafts]")
+    parser.add_argument(
+        "parts", nargs="*", default=["write", *RECIPES], metavar="PART", help="write, weak, default, strong [all]"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("trained-drafts"), help="folder of the drafts [trained-drafts]"
+    )
     parser.add_argument("--target", default=TARGET, help=f"where the target is, if not to be had by name [{TARGET}]")
     parser.add_argument("--seconds-writing", type=int, default=240, help="how long the target writes [240]")
     given = parser.parse_args()

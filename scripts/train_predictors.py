@@ -1,7 +1,9 @@
-"""Train the predictors (H-RAD) of the three SmolLM2 pairs that come with the package, as they were: `python scripts/train_predictors.py`.
+"""Train the predictors (H-RAD) of the three SmolLM2 pairs that come with the package, as they were: `python
+scripts/train_predictors.py`.
 
-The same as `specbranch train-predictor` for each pair, but the target writes and reads once for all, and for the default pair predictors
-that read fewer and more layers are trained beside, for the table over K in docs/benchmarks.md. On one H200 a few minutes.
+The same as `specbranch train-predictor` for each pair, but the target writes and reads once for all, and for the
+default pair predictors that read fewer and more layers are trained beside, for the table over K in docs/benchmarks.md.
+On one H200 a few minutes.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from typing import Any
 import torch
 
 from specbranch.assembly import ModelChoice, chosen_device, load_runner
-from specbranch.cli.train_predictor import ROWS, Job
-from specbranch.cli.writing import Bars
-from specbranch.hrad.rounds import Rounds
+from specbranch.cli.train_predictor import ROWS, PredictorJob
+from specbranch.cli.writing import TrainingBars
+from specbranch.hrad.rounds import LabelledRounds
 from specbranch.hrad.train import FitSettings, dealt, fit
 
 PAIRS = ("smollm2-weak", "smollm2-default", "smollm2-strong")
@@ -26,7 +28,13 @@ SHIPPED_LAYERS = 4
 SWEEP = (1, 2, 8, 16)  # of the default pair
 BATCH = 512
 Recipe = tuple[float, float, float]  # learning rate, weight decay, share of the features forgotten
-RECIPES: tuple[Recipe, ...] = ((1e-3, 0.02, 0.0), (1e-3, 0.1, 0.3), (4e-4, 0.1, 0.3), (4e-4, 0.3, 0.6), (1e-3, 1.0, 0.5))
+RECIPES: tuple[Recipe, ...] = (
+    (1e-3, 0.02, 0.0),
+    (1e-3, 0.1, 0.3),
+    (4e-4, 0.1, 0.3),
+    (4e-4, 0.3, 0.6),
+    (1e-3, 1.0, 0.5),
+)
 MOST = max(SWEEP)
 
 
@@ -42,7 +50,7 @@ def main() -> None:
     parser.add_argument("--seconds-reading", type=float, default=240.0, help="read no longer than this")
     parser.add_argument("--material", type=Path)
     asked = parser.parse_args()
-    with Bars() as bars:
+    with TrainingBars() as bars:
         first = job(PAIRS[0], MOST, asked)
         material = first.material(bars)
         say(f"{len(material):,} conversations, {material.tokens.numel():,} tokens")
@@ -52,38 +60,67 @@ def main() -> None:
             one = job(pair, SHIPPED_LAYERS, asked, recipe, across=pair == PAIRS[1])
             train(one, narrowed(found, SHIPPED_LAYERS), bars, asked.out / pair)
         for layers in SWEEP:
-            train(job(PAIRS[1], layers, asked, recipe), narrowed(rounds[PAIRS[1]], layers), bars, asked.out / f"layers-{layers}")
+            train(
+                job(PAIRS[1], layers, asked, recipe),
+                narrowed(rounds[PAIRS[1]], layers),
+                bars,
+                asked.out / f"layers-{layers}",
+            )
 
 
-def best_recipe(rounds: Rounds, asked: argparse.Namespace) -> Recipe:
+def best_recipe(rounds: LabelledRounds, asked: argparse.Namespace) -> Recipe:
     """Try the recipes on the default pair, and take the one that does best on the texts that calibrate."""
     parts = dealt(rounds.to(torch.device(chosen_device(None))))
     found = {}
     for recipe in RECIPES:
         fitted = fit(parts, FitSettings(asked.epochs, BATCH, *recipe))
         found[recipe] = fitted.nats
-        say(f"rate {recipe[0]}, decay {recipe[1]}, forgets {recipe[2]}: {fitted.nats:.4f} nats, best after epoch {fitted.epoch}")
+        say(
+            f"rate {recipe[0]}, decay {recipe[1]}, forgets {recipe[2]}: {fitted.nats:.4f} nats, best after epoch "
+            f"{fitted.epoch}"
+        )
     return min(found, key=lambda one: found[one])
 
 
-def job(pair: str, layers: int, asked: argparse.Namespace, recipe: Recipe = (1e-3, 0.1, 0.2), across: bool = False) -> Job:
+def job(
+    pair: str, layers: int, asked: argparse.Namespace, recipe: Recipe = (1e-3, 0.1, 0.2), across: bool = False
+) -> PredictorJob:
     """One run of the command."""
     rate, decay, forgets = recipe
-    given: dict[str, Any] = {"pair": pair, "target": None, "draft": None, "device": None, "out": asked.out, "data": None, "longest": 16}
-    given |= {"seconds_writing": asked.seconds_writing, "tokens": asked.tokens, "material": asked.material, "writing_length": 768}
-    given |= {"writing_rows": asked.writing_rows, "texts": asked.texts, "epochs": asked.epochs, "batch": BATCH, "learning_rate": rate}
+    given: dict[str, Any] = {
+        "pair": pair,
+        "target": None,
+        "draft": None,
+        "device": None,
+        "out": asked.out,
+        "data": None,
+        "longest": 16,
+    }
+    given |= {
+        "seconds_writing": asked.seconds_writing,
+        "tokens": asked.tokens,
+        "material": asked.material,
+        "writing_length": 768,
+    }
+    given |= {
+        "writing_rows": asked.writing_rows,
+        "texts": asked.texts,
+        "epochs": asked.epochs,
+        "batch": BATCH,
+        "learning_rate": rate,
+    }
     given |= {"weight_decay": decay, "forgets": forgets}
-    return Job.of(given | {"layers": layers, "across_tasks": across, "seed": 0})
+    return PredictorJob.of(given | {"layers": layers, "across_tasks": across, "seed": 0})
 
 
-def read(asked: argparse.Namespace, material: Any) -> dict[str, Rounds]:
+def read(asked: argparse.Namespace, material: Any) -> dict[str, LabelledRounds]:
     """Read the texts once, with one target and all drafts."""
     jobs = {pair: job(pair, MOST, asked) for pair in PAIRS}
     one = jobs[PAIRS[0]]
     target = load_runner(ModelChoice(one.target, device=one.device, tail=ROWS, shorten=True))
     collectors = {pair: one.collector(target) for pair, one in jobs.items()}
     texts = [text for text in one.texts(material) if all(c.fits(text) for c in collectors.values())][: asked.texts]
-    made: dict[str, list[Rounds]] = {pair: [] for pair in PAIRS}
+    made: dict[str, list[LabelledRounds]] = {pair: [] for pair in PAIRS}
     start, number = time.monotonic(), 0
     for number, text in enumerate(texts):
         shown = collectors[PAIRS[0]].shown(text)
@@ -94,17 +131,19 @@ def read(asked: argparse.Namespace, material: Any) -> dict[str, Rounds]:
             say(f"{number + 1} of {len(texts)} texts in {time.monotonic() - start:.0f} s")
         if time.monotonic() - start > asked.seconds_reading:
             break
-    material.select(torch.arange(len(material))[: int(1.3 * (number + 1))]).save(asked.out / "material-read.safetensors")
-    return {pair: Rounds.join(parts) for pair, parts in made.items()}
+    material.select(torch.arange(len(material))[: int(1.3 * (number + 1))]).save(
+        asked.out / "material-read.safetensors"
+    )
+    return {pair: LabelledRounds.join(parts) for pair, parts in made.items()}
 
 
-def narrowed(rounds: Rounds, layers: int) -> Rounds:
+def narrowed(rounds: LabelledRounds, layers: int) -> LabelledRounds:
     """Leave out the hidden states of the first of the layers that were read."""
     hidden = 576
     return replace(rounds, features=rounds.features[:, -(layers + 1) * hidden :].contiguous())
 
 
-def train(one: Job, rounds: Rounds, bars: Bars, out: Path) -> None:
+def train(one: PredictorJob, rounds: LabelledRounds, bars: TrainingBars, out: Path) -> None:
     """Train and save."""
     start = time.monotonic()
     predictor = one.trained(rounds, bars)
@@ -113,7 +152,8 @@ def train(one: Job, rounds: Rounds, bars: Bars, out: Path) -> None:
     figures = predictor.about.figures
     nats = {name: round(rival["nats"], 3) for name, rival in figures["rivals"].items()}
     say(
-        f"{out.name}: {len(rounds):,} rounds, accuracy {figures['accuracy']:.3f}, nats {json.dumps(nats)}, {time.monotonic() - start:.0f} s"
+        f"{out.name}: {len(rounds):,} rounds, accuracy {figures['accuracy']:.3f}, nats {json.dumps(nats)}, "
+        f"{time.monotonic() - start:.0f} s"
     )
 
 

@@ -1,9 +1,11 @@
-"""Write the tables of docs/benchmarks.md from results of the bench: whatever stands between a pair of markers is made anew.
+"""Write the tables of docs/benchmarks.md from results of the bench: whatever stands between a pair of markers is made
+anew.
 
     python scripts/write_benchmarks.py --modelled DIR --wall DIR --ablation DIR --sampled DIR --predictors
 
-The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`, those of the parts
-from `--preset ablation`, sampled ones from a modelled run with `--temperature 1`; the predictors' figures are in the package.
+The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`,
+those of the parts from `--preset ablation`, sampled ones from a modelled run with `--temperature 1`; the predictors'
+figures are in the package.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from specbranch.bench.results import Results, Row
+from specbranch.bench.results import ResultRow, Results
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "cnn_dm": "CNN/DM", "mt_bench": "MT-bench"}
@@ -83,17 +85,20 @@ def _origin(results: Results) -> list[str]:
     lossless = sum(bool(row.lossless) for row in results.rows)
     tokens = sum(row.tokens for row in results.rows)
     return [
-        f"specbranch {made.versions.get('specbranch')}, {made.made[:10]}; {len(results.rows)} rows, {tokens:,} emitted tokens, "
+        f"specbranch {made.versions.get('specbranch')}, {made.made[:10]}; {len(results.rows)} rows, {tokens:,} "
+        "emitted tokens, "
         f"{lossless} of {len(results.rows)} rows lossless (every run identical to plain decoding)."
     ]
 
 
-def _beside_the_paper(rows: Sequence[Row]) -> list[str]:
+def _beside_the_paper(rows: Sequence[ResultRow]) -> list[str]:
     lines = []
     for clock, (models, pearl, branches) in PAPER.items():
         for pair in _pairs_by(rows, clock):
             shown = [
-                _means([_speedup(rows, pair, suite, clock, method) for suite in COMPARED])[0] if _has(rows, pair, clock, method) else "–"
+                _means([_speedup(rows, pair, suite, clock, method) for suite in COMPARED])[0]
+                if _has(rows, pair, clock, method)
+                else "–"
                 for method in ("pearl", PAPERS, OURS)
             ]
             lines.append([clock, pair.removeprefix("smollm2-"), *shown])
@@ -107,20 +112,24 @@ def _means(cells: Sequence[float]) -> list[str]:
     return [" / ".join(f"{value:.2f}" for value in (*three, fmean(three))) for three in threes]
 
 
-def _modelled(rows: Sequence[Row]) -> list[str]:
+def _modelled(rows: Sequence[ResultRow]) -> list[str]:
     lines = []
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
             there = [m for m in METHODS if _has(rows, pair, clock, m)]
             means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in there}
             best = max(means.values())
-            told = ["–" if m not in means else f"**{means[m]:.2f}**" if means[m] == best else f"{means[m]:.2f}" for m in METHODS]
+            told = [
+                "–" if m not in means else f"**{means[m]:.2f}**" if means[m] == best else f"{means[m]:.2f}"
+                for m in METHODS
+            ]
             lines.append([clock, pair.removeprefix("smollm2-"), *told])
     return _table(["costs", "pair", *METHODS], lines)
 
 
-def _ours(rows: Sequence[Row]) -> list[str]:
-    """How ours compares with the best other method, tuned, in the worst and the middle of all cells; and with the baselines by pair."""
+def _ours(rows: Sequence[ResultRow]) -> list[str]:
+    """How ours compares with the best other method, tuned, in the worst and the middle of all cells; and with the
+    baselines by pair."""
     cells = []
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
@@ -132,14 +141,23 @@ def _ours(rows: Sequence[Row]) -> list[str]:
     ratios = sorted((ours / best, f"{where}; {name}") for ours, best, name, where in cells)
     low = min(cells)
     return [
-        f"{len(cells)} cells (costs × pair × suite): ours reaches {ratios[0][0]:.3f} of the best other method, tuned, at worst "
-        f"({ratios[0][1]}), {ratios[len(ratios) // 2][0]:.2f} × in the middle; it is ahead in {sum(ratio >= 1 for ratio, _ in ratios)}, "
+        f"{len(cells)} cells (costs × pair × suite): ours reaches {ratios[0][0]:.3f} of the best other method, tuned, "
+        "at worst "
+        f"({ratios[0][1]}), {ratios[len(ratios) // 2][0]:.2f} × in the middle; it is ahead in "
+        f"{sum(ratio >= 1 for ratio, _ in ratios)}, "
         f"and within 5 % in {sum(ratio >= 0.95 for ratio, _ in ratios)}. Its lowest speedup over plain decoding is "
         f"{low[0]:.2f} ({low[3]}).",
         "",
         *_table(
             [
-                *("pair", "costs", "ours over the best of serial, AdaEDL and PEARL", "rejected a token: ours", "serial", "PEARL"),
+                *(
+                    "pair",
+                    "costs",
+                    "ours over the best of serial, AdaEDL and PEARL",
+                    "rejected a token: ours",
+                    "serial",
+                    "PEARL",
+                ),
                 *("ours: siblings in the tree", "losing branches"),
             ],
             _by_pair(rows),
@@ -147,7 +165,7 @@ def _ours(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _by_pair(rows: Sequence[Row]) -> list[list[str]]:
+def _by_pair(rows: Sequence[ResultRow]) -> list[list[str]]:
     lines = []
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
@@ -156,18 +174,23 @@ def _by_pair(rows: Sequence[Row]) -> list[list[str]]:
             lost = [_lost(rows, pair, clock, m, "rejected") for m in (OURS, "speculative", "pearl")]
             beside = [_lost(rows, pair, clock, OURS, kind) for kind in ("tree_siblings", "losing_branches")]
             lines.append(
-                [pair.removeprefix("smollm2-"), clock, f"{means[OURS] / best:.2f}", *(f"{share:.2f}" for share in (*lost, *beside))]
+                [
+                    pair.removeprefix("smollm2-"),
+                    clock,
+                    f"{means[OURS] / best:.2f}",
+                    *(f"{share:.2f}" for share in (*lost, *beside)),
+                ]
             )
     return sorted(lines)
 
 
-def _lost(rows: Sequence[Row], pair: str, clock: str, method: str, kind: str) -> float:
+def _lost(rows: Sequence[ResultRow], pair: str, clock: str, method: str, kind: str) -> float:
     """Tokens drafted in vain, of one kind, for each that was emitted."""
     found = [_row(rows, pair, suite, clock, method) for suite in SUITES]
     return sum(row.rollback.get(kind, 0.0) * row.tokens for row in found) / sum(row.tokens for row in found)
 
 
-def _ablation(rows: Sequence[Row]) -> list[str]:
+def _ablation(rows: Sequence[ResultRow]) -> list[str]:
     """Every method and variant of the ablation: mean speedup over the suites for each pair, and what of it is left."""
     pairs, (clock,) = _names(rows, lambda row: row.pair), _names(rows, lambda row: row.clock)
     means = {
@@ -178,7 +201,10 @@ def _ablation(rows: Sequence[Row]) -> list[str]:
     lines = []
     for method in _names(rows, lambda row: row.method):
         whole = re.split("[-@]", method)[0]
-        told = [f"{means[pair, method]:.2f}" + _share(means[pair, method], means[pair, whole], whole != method) for pair in pairs]
+        told = [
+            f"{means[pair, method]:.2f}" + _share(means[pair, method], means[pair, whole], whole != method)
+            for pair in pairs
+        ]
         lines.append([f"`{method}`", *told])
     return _table(["method", *(pair.removeprefix("smollm2-") for pair in pairs)], lines)
 
@@ -187,7 +213,7 @@ def _share(part: float, whole: float, differs: bool) -> str:
     return f" ({100 * (part / whole - 1):+.1f} %)" if differs else ""
 
 
-def _sampled(rows: Sequence[Row]) -> list[str]:
+def _sampled(rows: Sequence[ResultRow]) -> list[str]:
     """Sampled decoding: ours against the baselines, mean over the suites."""
     methods = (*BASELINES, "lookup", "tree", OURS)
     lines = []
@@ -195,7 +221,14 @@ def _sampled(rows: Sequence[Row]) -> list[str]:
         for pair in _names([row for row in rows if row.clock == clock], lambda row: row.pair):
             means = {m: fmean(_speedup(rows, pair, suite, clock, m) for suite in SUITES) for m in methods}
             best = max(means[m] for m in BASELINES)
-            lines.append([clock, pair.removeprefix("smollm2-"), *(f"{mean:.2f}" for mean in means.values()), f"{means[OURS] / best:.2f}"])
+            lines.append(
+                [
+                    clock,
+                    pair.removeprefix("smollm2-"),
+                    *(f"{mean:.2f}" for mean in means.values()),
+                    f"{means[OURS] / best:.2f}",
+                ]
+            )
     return _table(["costs", "pair", *methods, "ours over the best of the first three"], lines)
 
 
@@ -206,7 +239,10 @@ def _predictors() -> list[str]:
         for folder in sorted(PREDICTORS.iterdir())
     }
     ways = list(next(iter(figures.values()))["rivals"])
-    lines = [[way, *(f"{one['rivals'][way]['nats']:.3f} ({_interval(one['rivals'][way])})" for one in figures.values())] for way in ways]
+    lines = [
+        [way, *(f"{one['rivals'][way]['nats']:.3f} ({_interval(one['rivals'][way])})" for one in figures.values())]
+        for way in ways
+    ]
     classes = [
         "three classes at γ = 8: told rightly (none / some / all)",
         *(
@@ -214,9 +250,13 @@ def _predictors() -> list[str]:
             for one in figures.values()
         ),
     ]
-    hard = ["rounds settled by none or all, told rightly", *(f"{o['hard_share']:.0%}, {o['hard_accuracy']:.0%}" for o in figures.values())]
+    hard = [
+        "rounds settled by none or all, told rightly",
+        *(f"{o['hard_share']:.0%}, {o['hard_accuracy']:.0%}" for o in figures.values()),
+    ]
     return _table(
-        ["nats a round (95 % of the difference to H-RAD)", *(name.removeprefix("smollm2-") for name in figures)], [*lines, classes, hard]
+        ["nats a round (95 % of the difference to H-RAD)", *(name.removeprefix("smollm2-") for name in figures)],
+        [*lines, classes, hard],
     )
 
 
@@ -224,41 +264,46 @@ def _interval(one: dict[str, float]) -> str:
     return "–" if one["low"] == one["high"] else f"{one['low']:+.2f} … {one['high']:+.2f}"
 
 
-def _wall(rows: Sequence[Row]) -> list[str]:
+def _wall(rows: Sequence[ResultRow]) -> list[str]:
     lines = []
     for pair in _names(rows, lambda row: row.pair):
         for method in _names(rows, lambda row: row.method):
             found = [_row(rows, pair, suite, "wall", method) for suite in SUITES]
-            told = [f"{row.tokens_per_second:.1f} ({row.speedup:.2f}, ±{100 * (row.spread or 0):.1f} %)" for row in found]
+            told = [
+                f"{row.tokens_per_second:.1f} ({row.speedup:.2f}, ±{100 * (row.spread or 0):.1f} %)" for row in found
+            ]
             lines.append([pair.removeprefix("smollm2-"), method, *told])
     return _table(["pair", "method", *SUITES.values()], lines)
 
 
-def _pairs_by(rows: Sequence[Row], clock: str) -> list[str]:
+def _pairs_by(rows: Sequence[ResultRow], clock: str) -> list[str]:
     """The pairs whose rows by a clock are all there, but for the paper's: a run may have been broken off."""
     rows = [row for row in rows if row.method != PAPERS]
     whole = len(METHODS), len(SUITES)
-    found = {pair: [row for row in rows if (row.pair, row.clock) == (pair, clock)] for pair in _names(rows, lambda row: row.pair)}
+    found = {
+        pair: [row for row in rows if (row.pair, row.clock) == (pair, clock)]
+        for pair in _names(rows, lambda row: row.pair)
+    }
     fewest = {pair: min((row.prompts for row in some), default=0) for pair, some in found.items()}
     most = max((row.prompts for row in rows), default=0)
     return [pair for pair, some in found.items() if len(some) >= whole[0] * whole[1] and fewest[pair] == most]
 
 
-def _has(rows: Sequence[Row], pair: str, clock: str, method: str) -> bool:
+def _has(rows: Sequence[ResultRow], pair: str, clock: str, method: str) -> bool:
     """Whether a method was run on all suites and prompts."""
     found = [row for row in rows if (row.pair, row.clock, row.method) == (pair, clock, method)]
     return len(found) == len(SUITES) and all(row.prompts == max(other.prompts for other in rows) for row in found)
 
 
-def _names(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
+def _names(rows: Sequence[ResultRow], name: Callable[[ResultRow], str]) -> list[str]:
     return list(dict.fromkeys(map(name, rows)))
 
 
-def _speedup(rows: Sequence[Row], pair: str, suite: str, clock: str, method: str) -> float:
+def _speedup(rows: Sequence[ResultRow], pair: str, suite: str, clock: str, method: str) -> float:
     return _row(rows, pair, suite, clock, method).speedup or 0.0
 
 
-def _row(rows: Sequence[Row], pair: str, suite: str, clock: str, method: str) -> Row:
+def _row(rows: Sequence[ResultRow], pair: str, suite: str, clock: str, method: str) -> ResultRow:
     for row in rows:
         if (row.pair, row.suite, row.clock, row.method) == (pair, suite, clock, method):
             return row

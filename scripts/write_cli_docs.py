@@ -1,4 +1,5 @@
-"""Write docs/cli.md: the help of every command, as the commands print it. Run it after a change to a command or an option."""
+"""Write docs/cli.md: the help of every command, as the commands print it. Run it after a change to a command or an
+option."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ Exit codes: 0 done, 1 a check failed (`verify`), 2 something the user can put ri
 
 def contexts(command: click.Command, name: str, above: click.Context | None = None) -> Iterator[click.Context]:
     """Yield a command and all that lie below it."""
-    context = click.Context(command, parent=above, info_name=name, terminal_width=WIDTH, help_option_names=["-h", "--help"])
+    context = click.Context(
+        command, parent=above, info_name=name, terminal_width=WIDTH, help_option_names=["-h", "--help"]
+    )
     yield context
     if isinstance(command, click.Group):
         for below in command.list_commands(context):
@@ -32,7 +35,9 @@ def contexts(command: click.Command, name: str, above: click.Context | None = No
 
 def document() -> str:
     """Return the whole file."""
-    parts = [f"## {context.command_path}\n\n```text\n{context.get_help()}\n```\n" for context in contexts(cli, "specbranch")]
+    parts = [
+        f"## {context.command_path}\n\n```text\n{context.get_help()}\n```\n" for context in contexts(cli, "specbranch")
+    ]
     return "\n".join([HEAD, *parts])
 
 

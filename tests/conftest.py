@@ -1,4 +1,5 @@
-"""Shared by all tests: a pair of tiny models on disk, one known by name, and the embedded default where it is at hand."""
+"""Shared by all tests: a pair of tiny models on disk, one known by name, and the embedded default where it is at
+hand."""
 
 from __future__ import annotations
 
@@ -50,8 +51,24 @@ def tiny_draft(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
     from specbranch.cli.main import run
 
     folder = tmp_path_factory.mktemp("distilled") / "tiny"
-    training = ["--layers", "1", "--writing-rows", "4", "--writing-length", "64", "--rows", "2", "--length", "64", "--steps", "10"]
-    assert run(["distill", "--device", "cpu", "--target", pair[0], "--out", str(folder), "--tokens", "2000", *training]) == 0
+    training = [
+        "--layers",
+        "1",
+        "--writing-rows",
+        "4",
+        "--writing-length",
+        "64",
+        "--rows",
+        "2",
+        "--length",
+        "64",
+        "--steps",
+        "10",
+    ]
+    assert (
+        run(["distill", "--device", "cpu", "--target", pair[0], "--out", str(folder), "--tokens", "2000", *training])
+        == 0
+    )
     return folder
 
 

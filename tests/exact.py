@@ -1,7 +1,7 @@
 """Exact joint laws of toy models, and the chi-square test that compares them with what was emitted.
 
-Owns the enumeration, the statistics and the drawing of many sessions for the law tests, not the cases. Invariant: the expected law is
-made from the target's logits alone, so nothing of the machinery under test takes part in it.
+Owns the enumeration, the statistics and the drawing of many sessions for the law tests, not the cases. Invariant: the
+expected law is made from the target's logits alone, so nothing of the machinery under test takes part in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scipy import stats as scipy_stats
 
 from specbranch.config import Rule, SamplingParams
 from specbranch.core.loop import Loop
-from specbranch.core.methods import Rounds
+from specbranch.core.methods import MethodRounds
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats
@@ -35,7 +35,9 @@ def joint_law(law: ToyLaw, prompt: Sequence[int], length: int, temperature: floa
     """Return the probability of every continuation of `length` tokens."""
     joint: dict[Tokens, float] = {(): 1.0}
     for _ in range(length):
-        joint = {(*line, t): mass * p for line, mass in joint.items() for t, p in _next(law, (*prompt, *line), temperature)}
+        joint = {
+            (*line, t): mass * p for line, mass in joint.items() for t, p in _next(law, (*prompt, *line), temperature)
+        }
     return joint
 
 
@@ -44,7 +46,8 @@ def _next(law: ToyLaw, tokens: Sequence[int], temperature: float) -> Iterable[tu
 
 
 def p_value(counts: Mapping[Tokens, int], expected: Mapping[Tokens, float], least: float = 5.0) -> float:
-    """Chi-square of counts against a law; cells expected fewer than `least` times are pooled. Something impossible gives 0."""
+    """Chi-square of counts against a law; cells expected fewer than `least` times are pooled. Something impossible
+    gives 0."""
     if any(expected.get(cell, 0.0) <= 0.0 for cell, count in counts.items() if count):
         return 0.0
     total = sum(counts.values())
@@ -110,7 +113,7 @@ def requests(params: SamplingParams, rule: Rule, seeds: Iterable[int], samples: 
     return [Request(params, seed, len(PROMPT), sample, rule) for seed in seeds for sample in numbers]
 
 
-def draw(pair: Pair, start: Callable[[Session], Rounds], wanted: Sequence[Request], batch: int = 50) -> Drawn:
+def draw(pair: Pair, start: Callable[[Session], MethodRounds], wanted: Sequence[Request], batch: int = 50) -> Drawn:
     """Run a session for each request, `batch` of them side by side."""
     loop, drawn = Loop(pair.executor()), Drawn()
     for begin in range(0, len(wanted), batch):

@@ -31,7 +31,9 @@ def test_transformers_runs_on_our_weights_and_others_are_noticed(script: ModuleT
     runner = script.make_runner(arch, weights, 100)
     model = script.as_transformers(runner.decoder)
     views = {**named(runner.decoder), "lm_head.weight": runner.decoder.head.weight}
-    assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == {name: one.data_ptr() for name, one in views.items()}
+    assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == {
+        name: one.data_ptr() for name, one in views.items()
+    }
     prompt = torch.randint(0, arch.vocabulary, (20,)).tolist()
     assert script.check(runner, model, prompt)["largest_difference"] < 0.1
     first, *others = weights.layers

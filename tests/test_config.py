@@ -93,7 +93,8 @@ def test_an_impossible_speculative_setting_is_a_sentence(name: str, value: Any, 
 def test_a_lookahead_window_and_its_candidates_fit_a_caches_tail() -> None:
     assert SpeculativeConfig(lookahead_window=16, lookahead_ngram=5, lookahead_candidates=16).lookahead_window == 16
     with pytest.raises(
-        BadParameter, match=r"· \(lookahead_ngram − 1\) is 132; expected at most 128, the nodes a cache's tail holds; lower one"
+        BadParameter,
+        match=r"· \(lookahead_ngram − 1\) is 132; expected at most 128, the nodes a cache's tail holds; lower one",
     ):
         SpeculativeConfig(lookahead_window=17, lookahead_ngram=5, lookahead_candidates=16)
 
@@ -111,7 +112,8 @@ def test_the_longest_ngram_is_not_shorter_than_the_shortest() -> None:
         (
             "policy",
             "confident",
-            "Unknown policy 'confident'. Did you mean 'confidence'? Known: confidence, entropy, fixed, last, oracle, paper, planner.",
+            "Unknown policy 'confident'. Did you mean 'confidence'? Known: confidence, entropy, fixed, last, oracle, "
+            "paper, planner.",
         ),
     ],
 )
@@ -126,7 +128,11 @@ def test_an_unknown_choice_offers_the_nearest(name: str, value: str, said: str) 
     [
         (SamplingParams, "temprature", "Unknown sampling parameter 'temprature'. Did you mean 'temperature'?"),
         (SamplingParams, "max_token", "Unknown sampling parameter 'max_token'. Did you mean 'max_tokens'?"),
-        (SpeculativeConfig, "num_spec_tokens", "Unknown speculative setting 'num_spec_tokens'. Did you mean 'num_speculative_tokens'?"),
+        (
+            SpeculativeConfig,
+            "num_spec_tokens",
+            "Unknown speculative setting 'num_spec_tokens'. Did you mean 'num_speculative_tokens'?",
+        ),
     ],
 )
 def test_an_unknown_key_offers_the_nearest(kind: Any, key: str, offered: str) -> None:

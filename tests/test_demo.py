@@ -44,7 +44,9 @@ def printed(table: Table, width: int) -> str:
 
 
 @pytest.mark.slow
-def test_the_whole_demo_runs_on_a_tiny_pair(demo: ModuleType, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_demo_runs_on_a_tiny_pair(
+    demo: ModuleType, pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     demo.main(target=pair[0], draft=pair[1], device="cpu", dtype="float64", context_length=512)
     shown = capsys.readouterr()
     assert len(shown.out) > 10 and "[specbranch] " in shown.err
@@ -71,7 +73,9 @@ def test_the_fastest_method_is_named(demo: ModuleType) -> None:
 
 
 def test_a_gain_that_cannot_be_is_put_down_to_a_busy_machine(demo: ModuleType) -> None:
-    assert "kept this machine busy" in demo.verdict(figures(demo, speculative=1.8), figures(demo))  # at 1.5 tokens a forward
+    assert "kept this machine busy" in demo.verdict(
+        figures(demo, speculative=1.8), figures(demo)
+    )  # at 1.5 tokens a forward
     assert "kept this machine busy" not in demo.verdict(figures(demo, speculative=1.5), figures(demo, pearl=3.0))
 
 

@@ -65,7 +65,9 @@ def test_another_method_on_the_same_models_gives_the_same_tokens(pair: tuple[str
         assert len({answer.token_ids for answer in answers.values()}) == 1
         assert [answer.method for answer in answers.values()] == list(METHODS) and llm.method == "specbranch"
         assert answers["autoregressive"].stats["drafted"] == 0 < answers["speculative"].stats["drafted"]
-        assert llm.using(speculative={"method": "pearl", "num_speculative_tokens": 2}).config.num_speculative_tokens == 2
+        assert (
+            llm.using(speculative={"method": "pearl", "num_speculative_tokens": 2}).config.num_speculative_tokens == 2
+        )
     with pytest.raises(BadParameter, match="was closed"):
         others["lookup"].generate("Smile")
     with pytest.raises(BadParameter, match="needs a draft model"):
@@ -146,7 +148,9 @@ def test_nothing_can_be_generated_after_close(pair: tuple[str, str]) -> None:
     assert llm._parts.executor.child_pid is None  # type: ignore[attr-defined]
 
 
-def test_an_interrupted_answer_leaves_the_draft_process_in_step(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_answer_leaves_the_draft_process_in_step(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
     drafting = {"policy": "confidence"}  # whether it pays or not
     with LLM(*pair, executor="process", speculative=drafting, dtype="float64", device="cpu", context_length=256) as llm:
@@ -173,7 +177,15 @@ def test_a_text_that_outgrows_the_draft_goes_on_without_it(runner: Any, pair: tu
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     with LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128) as llm:
         expected = llm.generate(PROMPT, params).token_ids
-    with LLM(pair[0], short, speculative={"policy": "confidence"}, runner=runner, device="cpu", dtype="float64", context_length=128) as llm:
+    with LLM(
+        pair[0],
+        short,
+        speculative={"policy": "confidence"},
+        runner=runner,
+        device="cpu",
+        dtype="float64",
+        context_length=128,
+    ) as llm:
         output = llm.generate(PROMPT, params)
     assert output.token_ids == expected
     assert output.stats["drafted"] > 0
@@ -192,12 +204,16 @@ def test_many_prompts_in_a_batch_give_what_each_gives_alone(pair: tuple[str, str
     params = SamplingParams(temperature=0.9, seed=11, max_tokens=25)
     with LLM(*pair, dtype="float64", device="cpu", context_length=128, max_batch=3) as llm:
         together = llm.generate(prompts, params)
-        assert [output.token_ids for output in together] == [llm.generate(prompt, params).token_ids for prompt in prompts]
+        assert [output.token_ids for output in together] == [
+            llm.generate(prompt, params).token_ids for prompt in prompts
+        ]
 
 
 @pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("method", ["autoregressive", "specbranch"])
-def test_a_prompt_among_many_gets_the_bits_it_gets_alone(method: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_among_many_gets_the_bits_it_gets_alone(
+    method: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 400) for _ in range(rng.randint(1, 40))] for _ in range(30)]
@@ -255,7 +271,9 @@ def test_a_stream_of_several_samples_is_refused_before_it_starts(llm: LLM) -> No
         llm.stream(PROMPT, SamplingParams(n=2))
 
 
-def test_another_architecture_runs_through_transformers_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_architecture_runs_through_transformers_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = make_gpt2(tmp_path / "gpt2")
     llm = LLM(folder, method="lookup", device="cpu")
     assert llm.runner == "transformers" and "gpt2" in caplog.text
@@ -266,9 +284,13 @@ def test_another_architecture_runs_through_transformers_and_says_so(tmp_path: Pa
         LLM(folder, runner="native", device="cpu")
 
 
-def test_small_weights_are_refused_where_only_transformers_runs_the_model(tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_small_weights_are_refused_where_only_transformers_runs_the_model(
+    tmp_path: Path, pair: tuple[str, str]
+) -> None:
     folder = make_gpt2(tmp_path / "gpt2")
-    with pytest.raises(BadParameter, match=r"weights is 'int4', but the transformers runner stores.*Leave --weights out"):
+    with pytest.raises(
+        BadParameter, match=r"weights is 'int4', but the transformers runner stores.*Leave --weights out"
+    ):
         LLM(folder, method="lookup", device="cpu", weights="int4")
     llm = LLM(pair[0], method="lookup", device="cpu", runner="transformers", weights="bfloat16")
     assert (llm.dtype, llm.weights) == ("bfloat16", "bfloat16")
@@ -276,7 +298,9 @@ def test_small_weights_are_refused_where_only_transformers_runs_the_model(tmp_pa
 
 @pytest.mark.parametrize("method", ["speculative", "pearl", "specbranch", "tree"])
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_every_method_gives_the_text_of_the_stored_weights(weights: WeightsName, method: str, pair: tuple[str, str]) -> None:
+def test_every_method_gives_the_text_of_the_stored_weights(
+    weights: WeightsName, method: str, pair: tuple[str, str]
+) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
     asked: dict[str, Any] = {"device": "cpu", "context_length": 256, "weights": weights}
     with LLM(*pair, method, draft_weights="int8", **asked) as llm:
@@ -349,13 +373,17 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(pair: tuple[s
     with pytest.raises(VocabularyMismatch) as caught:
         LLM(pair[0], draft, device="cpu")
     said = str(caught.value)
-    assert said.startswith(f"Draft and target have different vocabularies: {len(differ)} of {shared} shared token ids differ (")
+    assert said.startswith(
+        f"Draft and target have different vocabularies: {len(differ)} of {shared} shared token ids differ ("
+    )
     for i in differ[:5]:
         assert f"{i} is {ours.id_to_token(i)!r} to the target and {theirs.id_to_token(i)!r} to the draft" in said
     assert f"and {len(differ) - 5} more" in said and "method 'lookup', which needs no draft" in said
 
 
-def test_a_prompt_that_fails_does_not_take_the_others_with_it(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_fails_does_not_take_the_others_with_it(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(pair[0], method="autoregressive", device="cpu", context_length=64, max_batch=3)
     extend = llm._verifier.runner.feed
 

@@ -39,7 +39,11 @@ def test_the_next_process_knows_what_the_last_one_learned(tmp_path: Path) -> Non
     later = Experiences(LearnedCosts(), True, file)
     assert later.learned is not None and later.learned.target_seconds(4) == 0.02 and later.learned.knows_target
     usual, insight = Insight(), later.of(CONFIG).insight
-    assert insight.first.seen[2] == usual.first.seen[2] + 3 and insight.shifts[1] != usual.shifts[1] and insight.tokens == 3
+    assert (
+        insight.first.seen[2] == usual.first.seen[2] + 3
+        and insight.shifts[1] != usual.shifts[1]
+        and insight.tokens == 3
+    )
     other = later.of(SpeculativeConfig(method="tree")).insight
     assert other.first.seen == usual.first.seen, "another way to decode has its own"
 
@@ -90,7 +94,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_or_foreign_file_is_ignored_with_a_sentence(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_or_foreign_file_is_ignored_with_a_sentence(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     file = ExperienceFile(tmp_path, HERE)
     learned(file).write(last=True)
     sound, changed = file.path.read_text(), DAMAGE[damage](file.path.read_text())
@@ -104,7 +110,9 @@ def test_a_damaged_or_foreign_file_is_ignored_with_a_sentence(tmp_path: Path, da
     assert file.read().costs.knows_target, "it is written anew"
 
 
-def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     made = learned(ExperienceFile(tmp_path / "file" / "below", HERE))
     with caplog.at_level(logging.WARNING):

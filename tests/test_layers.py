@@ -1,4 +1,5 @@
-"""Who may import whom, read from the source: each layer only those below it, core only the standard library, no torch before a model."""
+"""Who may import whom, read from the source: each layer only those below it, core only the standard library, no
+torch before a model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "specbranch"
 # From the bottom up; those of one line must not import one another. A new package has to find its line here.
 LAYERS = (
     {"errors"},
-    {"config", "extras"},
+    {"config", "extras", "files", "charts", "provenance"},
     {"core"},
     {"exec"},
     {"sim"},
@@ -25,12 +26,30 @@ LAYERS = (
     {"pairs"},
     {"answer", "assembly", "experiences"},
     {"engine"},
-    {"recheck", "server", "bench"},
+    {"recheck", "server", "suites", "traces", "study"},
+    {"replay"},
+    {"measure"},
+    {"doctor"},
+    {"bench"},
     {"cli"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = (  # layers that load without it
-    *("errors", "config", "extras", "core", "exec", "sim", "pairs", "answer", "assembly", "experiences", "engine", "recheck", "cli"),
+    *(
+        "errors",
+        "config",
+        "extras",
+        "core",
+        "exec",
+        "sim",
+        "pairs",
+        "answer",
+        "assembly",
+        "experiences",
+        "engine",
+        "recheck",
+        "cli",
+    ),
 )
 HEAVY = {"torch", "transformers", "numpy", "numba", "safetensors", "optuna", "accelerate"}
 
@@ -68,11 +87,14 @@ def _walk(node: ast.AST, at_once: bool) -> Iterator[tuple[str, bool]]:
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             yield from _walk(child, False)
         else:
-            yield from _walk(child, at_once and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+            yield from _walk(
+                child, at_once and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            )
 
 
 def own(module: str) -> str | None:
-    """Which of our layers an import reaches; None for other packages and for what the package itself holds (its version)."""
+    """Which of our layers an import reaches; None for other packages and for what the package itself holds (its
+    version)."""
     parts = module.split(".")
     return parts[1] if parts[0] == "specbranch" and len(parts) > 1 and parts[1] in RANK else None
 
@@ -103,11 +125,18 @@ def test_no_torch_is_imported_before_a_model_is_loaded() -> None:
     for path in files():
         if layer(path) in (*WITHOUT_TORCH, "__init__"):
             for found in imports(path):
-                assert not (found.at_once and found.module.split(".")[0] in HEAVY), f"{found.file} imports {found.module} at once"
+                assert not (found.at_once and found.module.split(".")[0] in HEAVY), (
+                    f"{found.file} imports {found.module} at once"
+                )
 
 
 def test_extras_are_imported_only_where_they_are_used() -> None:
-    found = {(one.file, one.module, one.at_once) for path in files() for one in imports(path) if one.module in ("optuna", "accelerate")}
+    found = {
+        (one.file, one.module, one.at_once)
+        for path in files()
+        for one in imports(path)
+        if one.module in ("optuna", "accelerate")
+    }
     assert found == {("bench/tuning.py", "optuna", False)}
 
 
@@ -117,9 +146,13 @@ def test_the_package_itself_imports_only_its_words_at_once() -> None:
 
 
 def test_modules_import_one_another_in_no_circle() -> None:
-    names = {".".join(("specbranch", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path for path in files()}
+    names = {
+        ".".join(("specbranch", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in files()
+    }
     edges = {
-        name: {_module(found.module, names) for found in imports(path) if found.at_once} - {None, name} for name, path in names.items()
+        name: {_module(found.module, names) for found in imports(path) if found.at_once} - {None, name}
+        for name, path in names.items()
     }
     done: set[str] = set()
 

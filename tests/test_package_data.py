@@ -16,7 +16,10 @@ def packed() -> set[Path]:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {package: ROOT / "src" / package.replace(".", "/") for package in setuptools["package-data"]}
     return {
-        file for package, patterns in setuptools["package-data"].items() for pattern in patterns for file in folders[package].glob(pattern)
+        file
+        for package, patterns in setuptools["package-data"].items()
+        for pattern in patterns
+        for file in folders[package].glob(pattern)
     }
 
 
@@ -28,7 +31,8 @@ def test_all_data_in_the_source_is_packed() -> None:
 def test_the_default_draft_and_a_profile_are_packed_and_small() -> None:
     found = packed()
     assert {
-        SOURCE / "drafts" / DEFAULT_PAIR / name for name in ("config.json", "model.safetensors", "provenance.json", "README.md")
+        SOURCE / "drafts" / DEFAULT_PAIR / name
+        for name in ("config.json", "model.safetensors", "provenance.json", "README.md")
     } <= found
     assert SOURCE / "sim" / "profiles" / "h200-1b-8b.json" in found
     assert sum(file.stat().st_size for file in found) < 30e6

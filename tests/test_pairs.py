@@ -27,7 +27,9 @@ def test_the_default_draft_is_in_the_package_and_belongs_to_its_target() -> None
     folder = draft_folder(DEFAULT_PAIR)
     assert folder.parent == Path(pairs.__file__).parent / "drafts"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 30e6
-    assert {"README.md", "config.json", "model.safetensors", "provenance.json"} <= {file.name for file in folder.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "provenance.json"} <= {
+        file.name for file in folder.iterdir()
+    }
 
 
 def test_nothing_named_is_the_default_pair_and_a_name_is_taken_as_it_is() -> None:
@@ -39,27 +41,39 @@ def test_nothing_named_is_the_default_pair_and_a_name_is_taken_as_it_is() -> Non
     assert chosen_models(None, None, "small") == (target, "small")
 
 
-@pytest.mark.parametrize(("target", "draft", "said"), [("big", None, "target 'big'"), ("big", "small", "target 'big' and draft 'small'")])
+@pytest.mark.parametrize(
+    ("target", "draft", "said"), [("big", None, "target 'big'"), ("big", "small", "target 'big' and draft 'small'")]
+)
 def test_a_pair_beside_a_model_is_refused(target: str, draft: str | None, said: str) -> None:
     with pytest.raises(BadParameter, match=f"'smollm2-weak' was given together with {said}"):
         LLM(target, draft, pair="smollm2-weak")
 
 
 def test_an_unknown_pair_offers_the_nearest_and_lists_all() -> None:
-    with pytest.raises(BadParameter, match=r"Did you mean 'smollm2-strong'\?.*smollm2-default, smollm2-strong, smollm2-weak"):
+    with pytest.raises(
+        BadParameter, match=r"Did you mean 'smollm2-strong'\?.*smollm2-default, smollm2-strong, smollm2-weak"
+    ):
         LLM(pair="smollm2-strng")
 
 
 def test_a_draft_that_is_not_here_says_where_one_is_to_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pairs, "IN_CHECKOUT", tmp_path)
     (tmp_path / "smollm2-weak").mkdir()  # begun, not finished
-    for attempt in (lambda: draft_folder("smollm2-weak"), lambda: LLM(pair="smollm2-weak"), lambda: LLM(draft="smollm2-weak")):
-        with pytest.raises(MissingDraft, match=r"checkout of the repository.*scripts/train_drafts\.py.*SPECBRANCH_DRAFTS"):
+    for attempt in (
+        lambda: draft_folder("smollm2-weak"),
+        lambda: LLM(pair="smollm2-weak"),
+        lambda: LLM(draft="smollm2-weak"),
+    ):
+        with pytest.raises(
+            MissingDraft, match=r"checkout of the repository.*scripts/train_drafts\.py.*SPECBRANCH_DRAFTS"
+        ):
             attempt()
     assert card("smollm2-weak") is None
 
 
-def test_a_draft_of_another_target_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_draft_of_another_target_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     shutil.copytree(draft_folder(DEFAULT_PAIR), tmp_path / "smollm2-weak")
     file = tmp_path / "smollm2-weak" / "config.json"
     values = json.loads(file.read_text())
@@ -67,7 +81,9 @@ def test_a_draft_of_another_target_is_refused_before_anything_is_loaded(monkeypa
     file.write_text(json.dumps(values))
     monkeypatch.setenv(pairs.DRAFTS_VARIABLE, str(tmp_path))
     monkeypatch.setattr("specbranch.assembly.load_tokenizer", None)  # would be called next
-    with pytest.raises(ModelError, match=r"'smollm2-weak' runs on smollm2-135m, but the draft in .* was made for another-model"):
+    with pytest.raises(
+        ModelError, match=r"'smollm2-weak' runs on smollm2-135m, but the draft in .* was made for another-model"
+    ):
         LLM(pair="smollm2-weak")
 
 

@@ -1,4 +1,5 @@
-"""A whole target and draft on disk: tiny random models with a small tokenizer and a chat template, as a user's folders would be."""
+"""A whole target and draft on disk: tiny random models with a small tokenizer and a chat template, as a user's
+folders would be."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def make_pair(folder: Path, vocabulary: int = VOCABULARY, positions: int = 512) 
 def make_gpt2(folder: Path) -> str:
     """Save a tiny model of an architecture the native decoder does not know."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, eos_token_id=2)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2, eos_token_id=2
+    )
     return _save(GPT2LMHeadModel(config), folder)
 
 

@@ -1,7 +1,7 @@
 """A bench of toy models: executors around them, requests of every kind, and one session run to its end.
 
-Owns what tests on toys share. Invariant: `plainly` decodes from the law and the noise alone, with no cache, worker or session, so a
-fault in any of those cannot hide on both sides of a comparison.
+Owns what tests on toys share. Invariant: `plainly` decodes from the law and the noise alone, with no cache, worker or
+session, so a fault in any of those cannot hide on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specbranch.core import noise
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
-from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Orders, Reports, Signal
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy
@@ -31,7 +31,7 @@ from specbranch.core.trace import Trace
 from specbranch.core.tree_rounds import growing
 from specbranch.core.trees import Growth, Tree
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import Message, Recipe
+from specbranch.exec.messages import Recipe, WireMessage
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
@@ -68,8 +68,8 @@ class SlowRunner(ToyRunner):
 
 
 class Deferred(SlowRunner):
-    """A target on a device that works by itself: its verdicts are there once they were asked for more often than `polls` says, or when
-    they are waited for."""
+    """A target on a device that works by itself: its verdicts are there once they were asked for more often than
+    `polls` says, or when they are waited for."""
 
     def __init__(self, law: ToyLaw, polls: Callable[[], int], context_length: int = 4096, tail: int = TAIL) -> None:
         super().__init__(law, 0.0, context_length, tail)
@@ -104,7 +104,8 @@ def drafter_recipe(drift: float, vocabulary: int = VOCABULARY, seconds: float = 
 
 
 class Moody:
-    """A forecaster whose signals have no reason: every class comes up, and what comes up hangs on the row and the token alone."""
+    """A forecaster whose signals have no reason: every class comes up, and what comes up hangs on the row and the
+    token alone."""
 
     def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
         """Foretell whatever comes to its mind; now and then nothing."""
@@ -126,7 +127,9 @@ def serial(drift: float, vocabulary: int = VOCABULARY) -> Serial:
     return Serial(make_verifier(vocabulary), make_drafter(drift, vocabulary))
 
 
-def process(drift: float, vocabulary: int = VOCABULARY, target_seconds: float = 0.0, draft_seconds: float = 0.0) -> Process:
+def process(
+    drift: float, vocabulary: int = VOCABULARY, target_seconds: float = 0.0, draft_seconds: float = 0.0
+) -> Process:
     """The draft in a child; to be closed."""
     return Process(make_verifier(vocabulary, target_seconds), drafter_recipe(drift, vocabulary, draft_seconds))
 
@@ -144,7 +147,7 @@ class Overheard(Process):
         self.told: list[Any] = []
         super().__init__(target, recipe)
 
-    def _tell(self, message: Message) -> bool:
+    def _tell(self, message: WireMessage) -> bool:
         self.told.append(message)
         return super()._tell(message)
 
@@ -189,7 +192,9 @@ class Case:
 
     def session(self, number: int = 0, limit: int = LIMIT) -> Session:
         """A session for it."""
-        request = Request(self.params, self.seed, len(self.prompt), rule=self.rule, eos_ids=self.ending.eos_ids, foretold=True)
+        request = Request(
+            self.params, self.seed, len(self.prompt), rule=self.rule, eos_ids=self.ending.eos_ids, wants_forecast=True
+        )
         return Session(number, self.prompt, request, limit, self.ending.watch() if self.ending.watch else None)
 
 
@@ -231,7 +236,8 @@ def _draw(logits: Logits, case: Case, position: int) -> int:
 
 
 class Timeless(Experience):
-    """Goes by the profile where the executor's own clock has nothing to do with it: always as fast as it was at first."""
+    """Goes by the profile where the executor's own clock has nothing to do with it: always as fast as it was at
+    first."""
 
     def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
         """Learn nothing of time."""
@@ -248,11 +254,11 @@ class Wanderer(Planner):
         stats = self.session.stats
         return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
 
-    def alone(self, tree: Tree, unread: int) -> Growth | None:
+    def while_waiting(self, tree: Tree, unread: int) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None
 
-    def beside(self, tree: Tree, rows: int) -> Growth | None:
-        return self._any("beside", free=1e9) if self._random("also").random() < 0.7 else None
+    def while_verifying(self, tree: Tree, rows: int) -> Growth | None:
+        return self._any("beside", free_time=1e9) if self._random("also").random() < 0.7 else None
 
     def sent(self, tree: Tree, room: int) -> list[int]:
         rng, numbers = self._random("sent"), list[int]()
@@ -262,13 +268,20 @@ class Wanderer(Planner):
                 numbers.append(n)
         return numbers
 
-    def _any(self, purpose: str, free: float = 0.0) -> Growth:
+    def _any(self, purpose: str, free_time: float = 0.0) -> Growth:
         rng = self._random(purpose)
         steps, lanes = rng.choice((1, 2, 4, 6)), rng.choice((1, 2, 3))
-        return Growth((0.0,) * lanes, self.insight.chances(), free=free, children=rng.choice((1, 2, 4)), most=steps * lanes, worth=1.0)
+        return Growth(
+            (0.0,) * lanes,
+            self.insight.chances(),
+            free_time=free_time,
+            children=rng.choice((1, 2, 4)),
+            most=steps * lanes,
+            worth=1.0,
+        )
 
 
-def wandering(session: Session) -> Rounds:
+def wandering(session: Session) -> MethodRounds:
     """Every order of growing and sending comes up."""
     return growing(session, Wanderer(session, Ngrams(session.tokens, 2)))
 
@@ -280,11 +293,16 @@ def decode(
     trace: Trace | None = None,
     policy: Policy | None = None,
     experience: Experience | None = None,
-    start: Callable[[Session], Rounds] | None = None,
+    start: Callable[[Session], MethodRounds] | None = None,
 ) -> Session:
-    """Run one session alone to its end and check its statistics; `policy` replaces the method's own, `start` the method."""
+    """Run one session alone to its end and check its statistics; `policy` replaces the method's own, `start` the
+    method."""
     experience = experience or Experience()
-    loop, session, method = Loop(executor, trace, experience.learned), case.session(next(_numbers)), METHODS[config.method]
+    loop, session, method = (
+        Loop(executor, trace, experience.learned),
+        case.session(next(_numbers)),
+        METHODS[config.method],
+    )
     if start:
         loop.join(session, start(session))
     else:

@@ -62,7 +62,9 @@ class Output:
             "origins": [piece.origin for piece in self.pieces],
         }
         if self.logprobs is not None:
-            values["logprobs"] = [{"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]} for entry in self.logprobs]
+            values["logprobs"] = [
+                {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]} for entry in self.logprobs
+            ]
         if self.error is not None:
             values["error"] = str(self.error)
         if self.alternatives:
@@ -86,7 +88,9 @@ class Chunk:
 class Answer:
     """A session under way and its text."""
 
-    def __init__(self, number: int, prompt: list[int], request: Request, limit: int, tokenizer: Tokenizer, method: str) -> None:
+    def __init__(
+        self, number: int, prompt: list[int], request: Request, limit: int, tokenizer: Tokenizer, method: str
+    ) -> None:
         params = request.params
         self.method = method
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
@@ -134,7 +138,9 @@ class Answer:
             self._texts[-1] += self._reader.finish()
 
     def _pieces(self, start: int = 0) -> list[Piece]:
-        return [Piece(text, origin) for text, origin in zip(self._texts[start:], self.session.origins[start:], strict=True)]
+        return [
+            Piece(text, origin) for text, origin in zip(self._texts[start:], self.session.origins[start:], strict=True)
+        ]
 
 
 def gather(samples: list[Output]) -> Output:

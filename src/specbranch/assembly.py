@@ -1,7 +1,7 @@
 """From names to running parts: which file a model is, which runner fits it, which workers an executor gets.
 
-Owns the choice of parts, not their behaviour; everything heavy is imported when it is needed. Invariant: a `ModelChoice` is plain data, so
-that a draft process can make the same model for itself.
+Owns the choice of parts, not their behaviour; everything heavy is imported when it is needed. Invariant: a
+`ModelChoice` is plain data, so that a draft process can make the same model for itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
-    from specbranch.hrad.forecaster import Forecast
+    from specbranch.hrad.forecaster import TargetForecaster
     from specbranch.models.files.fetch import Progress
     from specbranch.models.model import TorchRunner
     from specbranch.text.tokenizer import Tokenizer
@@ -54,14 +54,20 @@ class ModelChoice:
     context_length: int | None = None
     threads: int | None = None
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
-    shorten: bool = False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
+    shorten: bool = (
+        False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
+    )
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
     cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
-    weights: WeightsName | None = None  # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
+    weights: WeightsName | None = (
+        None  # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise BadParameter(f"A model is named {self.name!r}; expected a folder, a .gguf file, a Hub id or a known name.")
+            raise BadParameter(
+                f"A model is named {self.name!r}; expected a folder, a .gguf file, a Hub id or a known name."
+            )
         if self.runner not in RUNNERS:
             raise unknown("runner", str(self.runner), RUNNERS)
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -87,15 +93,20 @@ class Parts:
     captures: bool  # whether steps of a new size have something to set up
 
 
-def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, clock: CostProfile | None = None) -> Parts:
+def assemble(
+    target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, clock: CostProfile | None = None
+) -> Parts:
     """Load both models and put the workers together; with a `clock` their time is modelled."""
     if executor not in EXECUTORS:
         raise unknown("executor", str(executor), EXECUTORS)
     if clock is not None and executor != "serial":
-        raise BadParameter(f"A clock models how draft and target overlap, so executor {executor!r} has no place beside it. Leave one out.")
+        raise BadParameter(
+            f"A clock models how draft and target overlap, so executor {executor!r} has no place beside it. Leave one "
+            "out."
+        )
     if executor == "streams" and torch_device(target) == "cpu":
-        raise _not_beside("on the CPU")
-    draft = draft and beside(draft, target.name)
+        raise _needs_gpu_target("on the CPU")
+    draft = draft and fitted_to_target(draft, target.name)
     if draft is not None and executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
     tokenizer = load_tokenizer(target)
@@ -106,8 +117,9 @@ def assemble(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorN
     return Parts(tokenizer, verifier, make_executor(executor, verifier, draft, shared, clock), *described, captures)
 
 
-def beside(draft: ModelChoice, target: str) -> ModelChoice:
-    """Return the choice of a draft that is to run beside a target, a pair's by its folder: one made by `distill` shares with it."""
+def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
+    """Return the choice of a draft that is to run beside a target, a pair's by its folder: one made by `distill`
+    shares with it."""
     from specbranch.distill.draft_name import is_draft_folder
 
     found = replace(draft, name=draft_path(draft.name))
@@ -127,8 +139,9 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     return str(store.pull(choice.name, progress or store.quiet))
 
 
-def load_runner(choice: ModelChoice, beside: Runner | None = None) -> TorchRunner:
-    """Load a model with its caches; a draft made by `distill` shares with the target that runs `beside` it."""
+def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> TorchRunner:
+    """Load a model with its caches; a draft made by `distill` shares with the target that runs `fitted_to_target`
+    it."""
     import torch
 
     if choice.threads:
@@ -139,10 +152,28 @@ def load_runner(choice: ModelChoice, beside: Runner | None = None) -> TorchRunne
         from specbranch.distill.load import load_draft
 
         target = fetched(replace(choice, name=choice.shares))
-        asked: dict[str, Any] = {"context_length": choice.context_length, "device": device, "dtype": dtype, "tail": choice.tail}
-        return load_draft(choice.name, target, beside=beside, cache_tokens=choice.cache_tokens, weights=choice.weights, **asked)
+        asked: dict[str, Any] = {
+            "context_length": choice.context_length,
+            "device": device,
+            "dtype": dtype,
+            "tail": choice.tail,
+        }
+        return load_draft(
+            choice.name,
+            target,
+            target_runner=target_runner,
+            cache_tokens=choice.cache_tokens,
+            weights=choice.weights,
+            **asked,
+        )
     source = fetched(choice)
-    asked = {"context_length": choice.context_length, "device": device, "dtype": dtype, "shorten": choice.shorten, "tail": choice.tail}
+    asked = {
+        "context_length": choice.context_length,
+        "device": device,
+        "dtype": dtype,
+        "shorten": choice.shorten,
+        "tail": choice.tail,
+    }
     if choice.runner in ("auto", "native"):
         from specbranch.models.native import load_native
 
@@ -173,9 +204,9 @@ def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     return Tokenizer.from_folder(found.path, cache_folder() / "tokenizers")
 
 
-def make_drafter(choice: ModelChoice, vocabulary: int, beside: Runner | None = None) -> Drafter:
+def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | None = None) -> Drafter:
     """Make a draft worker that proposes only the first `vocabulary` ids."""
-    runner = load_runner(choice, beside)
+    runner = load_runner(choice, target_runner)
     runner.limit(vocabulary)
     return Drafter(runner)
 
@@ -195,18 +226,21 @@ def make_verifier(choice: ModelChoice) -> Verifier:
     return Verifier(load_runner(choice))
 
 
-def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner) -> Forecast | None:
-    """Put H-RAD to work beside a target: the predictor named, or the one that comes with the pair; where that cannot be, say why."""
-    from specbranch.hrad.forecaster import ON, Forecast
+def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner) -> TargetForecaster | None:
+    """Put H-RAD to work beside a target: the predictor named, or the one that comes with the pair; where that cannot
+    be, say why."""
+    from specbranch.hrad.forecaster import ON, TargetForecaster
     from specbranch.hrad.predictor import Predictor, PredictorError
 
     try:
         folder = Path(predictor) if predictor is not None else predictor_folder(draft)
         if folder is None:
-            raise PredictorError("There is no predictor (H-RAD) for this pair. Train one with `specbranch train-predictor`.")
+            raise PredictorError(
+                "There is no predictor (H-RAD) for this pair. Train one with `specbranch train-predictor`."
+            )
         found = Predictor.load(folder)
         found.check_pair(identity(target), None if draft is None else identity(draft))
-        return Forecast(found, runner)
+        return TargetForecaster(found, runner)
     except ModelError as error:
         log.warning("%s %s", error, ON)
         return None
@@ -222,7 +256,11 @@ def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:
 
 
 def make_executor(
-    name: ExecutorName, verifier: Verifier, draft: ModelChoice | None, shared: int | None, clock: CostProfile | None = None
+    name: ExecutorName,
+    verifier: Verifier,
+    draft: ModelChoice | None,
+    shared: int | None,
+    clock: CostProfile | None = None,
 ) -> Executor:
     """Make the executor of that name, or one with a virtual clock; the draft proposes only the `shared` ids."""
     if draft is None or shared is None:
@@ -231,14 +269,14 @@ def make_executor(
     if name == "process":
         return Process(verifier, drafter_recipe(draft, vocabulary))
     if name == "streams" and getattr(verifier.runner, "note", None) is None:
-        raise _not_beside(f"by {type(verifier.runner).__name__}")
+        raise _needs_gpu_target(f"by {type(verifier.runner).__name__}")
     drafter = make_drafter(draft, vocabulary, verifier.runner)
     if clock is None:
         return (Streams if name == "streams" else Serial)(verifier, drafter)
     return VirtualClock(verifier, MeteredDrafter(drafter.runner), clock)
 
 
-def _not_beside(how: str) -> BadParameter:
+def _needs_gpu_target(how: str) -> BadParameter:
     """Say why nothing could be drafted beside a target."""
     return BadParameter(
         f"Executor 'streams' drafts while the target works by itself on a GPU; this target is run {how}. "
@@ -247,7 +285,8 @@ def _not_beside(how: str) -> BadParameter:
 
 
 def cost_profile(clock: str | None, target: str, draft: str | None, force: bool = False) -> CostProfile | None:
-    """Return the profile that a clock was named by; one that was measured with other models is refused unless forced."""
+    """Return the profile that a clock was named by; one that was measured with other models is refused unless
+    forced."""
     profile = None if clock is None else load_profile(clock)
     if profile is not None and not force and (profile.target_identity or profile.draft_identity):
         profile.check_pair(identity(target), None if draft is None else identity(draft))
@@ -261,8 +300,11 @@ def identity(name: str) -> str:
     return model_identity(fetched(ModelChoice(draft_path(name))))
 
 
-def circumstances(target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, parts: Parts) -> dict[str, Any]:
-    """Return all that decides what a pair's rounds cost here: what is learned under other circumstances is of no use."""
+def circumstances(
+    target: ModelChoice, draft: ModelChoice | None, executor: ExecutorName, parts: Parts
+) -> dict[str, Any]:
+    """Return all that decides what a pair's rounds cost here: what is learned under other circumstances is of no
+    use."""
     import torch
 
     from specbranch import __version__
@@ -307,7 +349,10 @@ def chosen_device(name: str | None) -> str:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ModelError(f"Unknown device {name!r}; expected 'cpu', 'cuda' or 'cuda:N'.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"Device {name!r} was asked for, but torch sees no GPU here. Use --device cpu, or install a CUDA build of torch.")
+        raise ModelError(
+            f"Device {name!r} was asked for, but torch sees no GPU here. Use --device cpu, or install a CUDA build of "
+            "torch."
+        )
     return name
 
 

@@ -1,8 +1,8 @@
 """Small charts as SVG text: lines with points, bars side by side or stacked, histograms; no dependencies.
 
-Owns how a chart looks: colours for light and dark, round ticks, legends. Invariant: a chart is one `<svg>` element, valid XML whatever the
-names in it say, and can stand in a file or inside a page; values that are missing or not finite are left out. `svg`, `text`, `rect`, `line`
-and `legend` are there for other drawings, so that those look alike.
+Owns how a chart looks: colours for light and dark, round ticks, legends. Invariant: a chart is one `<svg>` element,
+valid XML whatever the names in it say, and can stand in a file or inside a page; values that are missing or not finite
+are left out. `svg`, `text`, `rect`, `line` and `legend` are there for other drawings, so that those look alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Value = float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A line of a chart; without `drawn` its points alone. Without a name it is left out of the legend."""
 
     name: str
@@ -38,7 +38,7 @@ class Line:
     colour: int | None = None  # a hue of the palette; the line's place among the lines, unless told
 
 
-class Key(NamedTuple):
+class LegendKey(NamedTuple):
     """An entry of a legend: a name and a hue of the palette, shown the way it is drawn."""
 
     name: str
@@ -47,7 +47,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
+class BarSeries:
     """One value for each group of a bar chart; `spread` is a half-width drawn around each."""
 
     name: str
@@ -69,7 +69,9 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def line_chart(title: str, lines: Sequence[Line], x_label: str = "", y_label: str = "", *, y_from_zero: bool = False) -> str:
+def line_chart(
+    title: str, lines: Sequence[ChartLine], x_label: str = "", y_label: str = "", *, y_from_zero: bool = False
+) -> str:
     """Draw lines and clouds of points over a common axis."""
     points = [(x, y) for a_line in lines for x, y in _finite(a_line.points)]
     if not points:
@@ -86,13 +88,19 @@ def line_chart(title: str, lines: Sequence[Line], x_label: str = "", y_label: st
 
 
 def bar_chart(
-    title: str, groups: Sequence[str], bars: Sequence[Bars], x_label: str = "", y_label: str = "", *, stacked: bool = False
+    title: str,
+    groups: Sequence[str],
+    bars: Sequence[BarSeries],
+    x_label: str = "",
+    y_label: str = "",
+    *,
+    stacked: bool = False,
 ) -> str:
     """Draw a group of bars for each name of `groups`, beside one another or on top of one another."""
     told = [value for a_bar in bars for value in a_bar.values if _is_finite(value)]
     if not told or not groups:
         return _empty(title)
-    keys = [Key(a_bar.name, number) for number, a_bar in enumerate(bars)]
+    keys = [LegendKey(a_bar.name, number) for number, a_bar in enumerate(bars)]
     top = TOP + _legend_height(keys)
     ticks = round_ticks(*_ends(_heights(bars, len(groups), stacked), from_zero=True))
     up = Scale(ticks[0], ticks[-1], top + HEIGHT - BOTTOM, top)
@@ -109,17 +117,20 @@ def histogram(title: str, counts: Sequence[float], x_label: str = "", y_label: s
     total = sum(counts)
     if not total > 0:
         return _empty(title)
-    shares = Bars("", [count / total for count in counts])
+    shares = BarSeries("", [count / total for count in counts])
     return bar_chart(title, [str(number) for number in range(len(counts))], [shares], x_label, y_label)
 
 
 def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
-    """Return rising round numbers, about so many, that enclose the range; `whole` numbers only, where others mean nothing."""
+    """Return rising round numbers, about so many, that enclose the range; `whole` numbers only, where others mean
+    nothing."""
     if not high - low > 1e-9:  # all alike, but for rounding
         low, high = (low - 1.0, low + 1.0) if low else (0.0, 1.0)
     power = 10.0 ** math.floor(math.log10((high - low) / about))
     steps = (power * r for r in (*ROUND, 20.0, 100.0))
-    step = next(step for step in steps if step * about >= (high - low) * (1 - 1e-9) and (not whole or step == math.floor(step)))
+    step = next(
+        step for step in steps if step * about >= (high - low) * (1 - 1e-9) and (not whole or step == math.floor(step))
+    )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
 
@@ -139,7 +150,9 @@ def text(x: float, y: float, words: str, *, anchor: Anchor = "start", kind: str 
     """Return a text; `kind` is "bold", "small" or "light" (on a coloured ground)."""
     turned = f' transform="rotate({turn:.0f} {x:.1f} {y:.1f})"' if turn else ""
     called = f" class={quoteattr(kind)}" if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{called}{turned}>{escape(words)}</text>' if words else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{called}{turned}>{escape(words)}</text>' if words else ""
+    )
 
 
 def rect(x: float, y: float, width: float, height: float, colour: int, *, tip: str = "", faint: bool = False) -> str:
@@ -154,14 +167,14 @@ def line(x0: float, y0: float, x1: float, y1: float, kind: str = "rule") -> str:
     return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" class={quoteattr(kind)}/>'
 
 
-def legend(keys: Sequence[Key], x: float, y: float, width: float = WIDTH) -> str:
+def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = WIDTH) -> str:
     """Return names beside their colours, in as many rows as they need; names that are empty are left out."""
     named = [key for key in keys if key.name]
     places = zip(named, _places(named, width), strict=True)
     return "".join(_entry(key, x + offset, y + row * LEGEND_ROW) for key, (row, offset) in places)
 
 
-def _entry(key: Key, x: float, y: float) -> str:
+def _entry(key: LegendKey, x: float, y: float) -> str:
     shade, words = key.colour % len(LIGHT), text(x + 22, y, key.name)
     if key.kind == "box":
         return rect(x + 3, y - 9, 11, 11, key.colour) + words
@@ -170,7 +183,7 @@ def _entry(key: Key, x: float, y: float) -> str:
     return f'<polyline points="{x:.1f},{y - 4:.1f} {x + 17:.1f},{y - 4:.1f}" class="s{shade}{" dashed" * (key.kind == "dashed")}"/>{words}'
 
 
-def _places(keys: Sequence[Key], width: float) -> list[tuple[int, float]]:
+def _places(keys: Sequence[LegendKey], width: float) -> list[tuple[int, float]]:
     """Where each entry of a legend goes: its row, and how far from the left."""
     row, offset, places = 0, 0.0, []
     for key in keys:
@@ -182,19 +195,19 @@ def _places(keys: Sequence[Key], width: float) -> list[tuple[int, float]]:
     return places
 
 
-def _legend_height(keys: Sequence[Key]) -> float:
+def _legend_height(keys: Sequence[LegendKey]) -> float:
     named = [key for key in keys if key.name]
     return LEGEND_ROW * (_places(named, WIDTH)[-1][0] + 1) if named else 0.0
 
 
-def _key(a_line: Line, number: int) -> Key:
+def _key(a_line: ChartLine, number: int) -> LegendKey:
     hue = _hue(a_line, number)
     if not a_line.drawn:
-        return Key(a_line.name, hue, "mark")
-    return Key(a_line.name, hue, "dashed" if a_line.dashed else "line")
+        return LegendKey(a_line.name, hue, "mark")
+    return LegendKey(a_line.name, hue, "dashed" if a_line.dashed else "line")
 
 
-def _hue(a_line: Line, number: int) -> int:
+def _hue(a_line: ChartLine, number: int) -> int:
     return number if a_line.colour is None else a_line.colour
 
 
@@ -242,7 +255,7 @@ def _x_ticks(ticks: Sequence[float], across: Scale, top: float) -> str:
     )
 
 
-def _line(a_line: Line, hue: int, across: Scale, up: Scale) -> str:
+def _line(a_line: ChartLine, hue: int, across: Scale, up: Scale) -> str:
     shade, parts = hue % len(LIGHT), []
     if a_line.drawn:
         for told, run in groupby(a_line.points, key=lambda point: _is_finite(point[1])):
@@ -250,7 +263,9 @@ def _line(a_line: Line, hue: int, across: Scale, up: Scale) -> str:
                 path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in _finite(run))
                 parts.append(f'<polyline points="{path}" class="s{shade}{" dashed" if a_line.dashed else ""}"/>')
     if a_line.marks or not a_line.drawn:
-        parts += [_mark(across.at(x), up.at(y), shade, f"{a_line.name}: {number_text(y)}") for x, y in _finite(a_line.points)]
+        parts += [
+            _mark(across.at(x), up.at(y), shade, f"{a_line.name}: {number_text(y)}") for x, y in _finite(a_line.points)
+        ]
     return "".join(parts)
 
 
@@ -258,7 +273,7 @@ def _mark(x: float, y: float, shade: int, tip: str) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{shade} mark"><title>{escape(tip)}</title></circle>'
 
 
-def _heights(bars: Sequence[Bars], groups: int, stacked: bool) -> list[float]:
+def _heights(bars: Sequence[BarSeries], groups: int, stacked: bool) -> list[float]:
     """How far the bars reach, their spread included."""
     if stacked:
         return [sum(_value(a_bar.values, group) for a_bar in bars) for group in range(groups)]
@@ -270,12 +285,12 @@ def _value(values: Sequence[Value], at: int) -> float:
     return value if value is not None and math.isfinite(value) else 0.0
 
 
-def _side_by_side(bars: Sequence[Bars], group: int, x: float, slot: float, up: Scale) -> str:
+def _side_by_side(bars: Sequence[BarSeries], group: int, x: float, slot: float, up: Scale) -> str:
     wide = slot * 0.8 / len(bars)
     return "".join(_bar(a_bar, hue, group, x + slot * 0.1 + wide * hue, wide, up) for hue, a_bar in enumerate(bars))
 
 
-def _bar(a_bar: Bars, hue: int, group: int, x: float, wide: float, up: Scale) -> str:
+def _bar(a_bar: BarSeries, hue: int, group: int, x: float, wide: float, up: Scale) -> str:
     value, around = _value(a_bar.values, group), _value(a_bar.spread, group)
     if not value:
         return ""
@@ -285,24 +300,32 @@ def _bar(a_bar: Bars, hue: int, group: int, x: float, wide: float, up: Scale) ->
     return drawn + (line(middle, up.at(value - around), middle, up.at(value + around), "axis") if around else "")
 
 
-def _stack(bars: Sequence[Bars], group: int, x: float, slot: float, up: Scale) -> str:
+def _stack(bars: Sequence[BarSeries], group: int, x: float, slot: float, up: Scale) -> str:
     foot, parts = 0.0, []
     for hue, a_bar in enumerate(bars):
         value = _value(a_bar.values, group)
         if value > 0:
             y = up.at(foot + value)
-            parts.append(rect(x + slot * 0.15, y, slot * 0.7, up.at(foot) - y, hue, tip=f"{a_bar.name}: {number_text(value)}"))
+            parts.append(
+                rect(x + slot * 0.15, y, slot * 0.7, up.at(foot) - y, hue, tip=f"{a_bar.name}: {number_text(value)}")
+            )
             foot += value
     return "".join(parts)
 
 
 def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, float]:
-    """Write the groups' names below them, slanting where they are too long; returns also how much more room that takes."""
+    """Write the groups' names below them, slanting where they are too long; returns also how much more room that
+    takes."""
     longest = max(len(name) for name in groups) * LETTER
     middles = [LEFT + slot * (number + 0.5) for number in range(len(groups))]
     if longest <= slot:
-        return "".join(text(x, foot + 18, name, anchor="middle", kind="small") for x, name in zip(middles, groups, strict=True)), 0.0
-    slanted = "".join(text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35) for x, name in zip(middles, groups, strict=True))
+        return "".join(
+            text(x, foot + 18, name, anchor="middle", kind="small") for x, name in zip(middles, groups, strict=True)
+        ), 0.0
+    slanted = "".join(
+        text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35)
+        for x, name in zip(middles, groups, strict=True)
+    )
     return slanted, max(longest * 0.58 - 20, 0.0)
 
 
@@ -312,11 +335,13 @@ def _empty(title: str) -> str:
 
 
 def _style() -> str:
-    """Everything is named under .sb, because a style inside a page holds for the whole page; no variables, which some viewers lack."""
+    """Everything is named under .sb, because a style inside a page holds for the whole page; no variables, which
+    some viewers lack."""
     dark = _colours(DARK, sheet="#0d1117", ink="#e6edf3", soft="#9aa4af", rule="#30363d")
     return (
         ".sb{max-width:100%;height:auto;font:12px system-ui,sans-serif}.sb .bold{font-weight:600;font-size:14px}"
-        ".sb .small,.sb .light{font-size:11px}.sb .faint{opacity:.4}.sb .dashed{stroke-dasharray:6 4}.sb .mark{stroke-width:1}"
+        ".sb .small,.sb .light{font-size:11px}.sb .faint{opacity:.4}.sb .dashed{stroke-dasharray:6 4}.sb "
+        ".mark{stroke-width:1}"
         ".sb polyline{fill:none;stroke-width:2}"
         + _colours(LIGHT, sheet="#ffffff", ink="#1c2128", soft="#59636e", rule="#d8dee4")
         + f"@media(prefers-color-scheme:dark){{{dark}}}"

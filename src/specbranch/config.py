@@ -96,18 +96,39 @@ class SamplingParams:
             _require(_is_number(value) and low <= value <= high, name, value, expected)
             if name in ("top_p", "repetition_penalty"):
                 _require(value > 0, name, value, expected)
-        _require(self.top_k is None or _is_count(self.top_k, 1), "top_k", self.top_k, "a whole number ≥ 1, or nothing for all tokens")
+        _require(
+            self.top_k is None or _is_count(self.top_k, 1),
+            "top_k",
+            self.top_k,
+            "a whole number ≥ 1, or nothing for all tokens",
+        )
         for token, bias in self.logit_bias.items():
-            _require(_is_count(token, 0) and _is_number(bias), "logit_bias", {token: bias}, "token ids ≥ 0 with finite numbers")
+            _require(
+                _is_count(token, 0) and _is_number(bias),
+                "logit_bias",
+                {token: bias},
+                "token ids ≥ 0 with finite numbers",
+            )
 
     def _check_limits(self) -> None:
         for name, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1)):
             _require(_is_count(getattr(self, name), least), name, getattr(self, name), f"a whole number ≥ {least}")
-        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _require(self.logprobs is None or _is_count(self.logprobs, 0), "logprobs", self.logprobs, "a whole number ≥ 0, or nothing")
-        _require(self.seed is None or _is_whole(self.seed), "seed", self.seed, "a whole number, or nothing for a fresh one")
+        _require(
+            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
+        )
+        _require(
+            self.logprobs is None or _is_count(self.logprobs, 0),
+            "logprobs",
+            self.logprobs,
+            "a whole number ≥ 0, or nothing",
+        )
+        _require(
+            self.seed is None or _is_whole(self.seed), "seed", self.seed, "a whole number, or nothing for a fresh one"
+        )
         _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
-        _require(all(_is_count(t, 0) for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids ≥ 0")
+        _require(
+            all(_is_count(t, 0) for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids ≥ 0"
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -140,14 +161,31 @@ class SpeculativeConfig:
         _require(self.method is None or isinstance(self.method, str), "method", self.method, "a name")
         asked = self.num_speculative_tokens
         _require(
-            _is_count(asked, 1) and asked <= LONGEST_DRAFT, "num_speculative_tokens", asked, f"a whole number from 1 to {LONGEST_DRAFT}"
+            _is_count(asked, 1) and asked <= LONGEST_DRAFT,
+            "num_speculative_tokens",
+            asked,
+            f"a whole number from 1 to {LONGEST_DRAFT}",
         )
         _require(_is_count(self.max_branches, 1), "max_branches", self.max_branches, "a whole number ≥ 1")
-        _require(_is_number(self.stop_below) and 0 <= self.stop_below <= 1, "stop_below", self.stop_below, "a number from 0 to 1")
+        _require(
+            _is_number(self.stop_below) and 0 <= self.stop_below <= 1,
+            "stop_below",
+            self.stop_below,
+            "a number from 0 to 1",
+        )
         _require(_is_count(self.ngram_min, 1), "ngram_min", self.ngram_min, "a whole number ≥ 1")
-        _require(_is_count(self.ngram_max, self.ngram_min), "ngram_max", self.ngram_max, f"a whole number ≥ ngram_min ({self.ngram_min})")
+        _require(
+            _is_count(self.ngram_max, self.ngram_min),
+            "ngram_max",
+            self.ngram_max,
+            f"a whole number ≥ ngram_min ({self.ngram_min})",
+        )
         _require(isinstance(self.until_target, bool), "until_target", self.until_target, "true or false")
-        for name, choices in (("rule", get_args(Rule)), ("heads", get_args(HeadKind)), ("policy", get_args(PolicyName))):
+        for name, choices in (
+            ("rule", get_args(Rule)),
+            ("heads", get_args(HeadKind)),
+            ("policy", get_args(PolicyName)),
+        ):
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown(name, str(value), choices)
@@ -157,7 +195,12 @@ class SpeculativeConfig:
             _require(_is_count(getattr(self, name), 1), name, getattr(self, name), "a whole number ≥ 1")
         shortest, longest = NGRAMS
         size, width = self.lookahead_ngram, self.lookahead_window + self.lookahead_candidates
-        _require(_is_count(size, shortest) and size <= longest, "lookahead_ngram", size, f"a whole number from {shortest} to {longest}")
+        _require(
+            _is_count(size, shortest) and size <= longest,
+            "lookahead_ngram",
+            size,
+            f"a whole number from {shortest} to {longest}",
+        )
         nodes = width * (size - 1)
         fits = f"at most {MOST_NODES}, the nodes a cache's tail holds; lower one of them"
         _require(nodes <= MOST_NODES, "(lookahead_window + lookahead_candidates) · (lookahead_ngram − 1)", nodes, fits)
@@ -173,7 +216,11 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from a mapping, refusing keys that do not exist."""
-        return cls(**_known_only(cls, "speculative setting", {name: value for name, value in values.items() if name != TUNED_FOR}))
+        return cls(
+            **_known_only(
+                cls, "speculative setting", {name: value for name, value in values.items() if name != TUNED_FOR}
+            )
+        )
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:

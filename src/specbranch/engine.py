@@ -1,7 +1,7 @@
 """`LLM`: load a pair once, then generate, stream and chat.
 
-Owns the loaded parts and the numbering of sessions. Invariant: whatever way an answer is left (finished, closed early, Ctrl-C), its
-session holds no cache any more.
+Owns the loaded parts and the numbering of sessions. Invariant: whatever way an answer is left (finished, closed early,
+Ctrl-C), its session holds no cache any more.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from specbranch.experiences import ExperienceFile, Experiences, experience_folde
 from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
-    from specbranch.hrad.forecaster import Forecast
+    from specbranch.hrad.forecaster import TargetForecaster
+    from specbranch.text.chat_template import Message
 
 __all__ = ["LLM", "Chunk", "Output"]
 
-Prompt = str | Sequence[int]  # text, or token ids
-Message = Mapping[str, Any]
+PromptLike = str | Sequence[int]  # text, or token ids
 Params = SamplingParams | Mapping[str, Any] | None
 T = TypeVar("T")
 REHEARSAL = 0.9  # seconds at load to time a pair of which nothing is known here
@@ -68,8 +68,8 @@ class LLM:
         predictor: str | None = None,
         keep_experience: bool = True,
     ) -> None:
-        """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub ids; the default pair
-        where nothing is named.
+        """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub
+        ids; the default pair where nothing is named.
 
         Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real and time is modelled:
         all seconds in the statistics are those the profile charges. A profile measured with another pair is refused, unless forced.
@@ -85,7 +85,9 @@ class LLM:
         self._overlap = executor in AT_ONCE or (profile is not None and profile.overlap)
         self._take_method(_config(speculative, method), named is not None)
         self.max_batch = _batch_size(max_batch)
-        choice = ModelChoice(self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens, weights=weights)
+        choice = ModelChoice(
+            self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens, weights=weights
+        )
         other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights)
         drafting = replace(other, name=named) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
@@ -99,12 +101,15 @@ class LLM:
         weakref.finalize(self._loop, self._experiences.write, last=True)  # which `using` shares
         self._numbers = count()
         self._named = named, predictor
-        self._forecasters: list[Forecast | None] = []  # the one there is, once it was looked for
+        self._forecasters: list[TargetForecaster | None] = []  # the one there is, once it was looked for
         self._forecaster = self._foretelling()
         self._rehearse()
 
-    def using(self, method: str | None = None, *, speculative: SpeculativeConfig | Mapping[str, Any] | None = None) -> LLM:
-        """Return an LLM that decodes with another method on the same loaded models; closing one of the two closes both."""
+    def using(
+        self, method: str | None = None, *, speculative: SpeculativeConfig | Mapping[str, Any] | None = None
+    ) -> LLM:
+        """Return an LLM that decodes with another method on the same loaded models; closing one of the two closes
+        both."""
         other = copy(self)
         other._take_method(_config(speculative, method), self._has_draft)
         other._forecaster = other._foretelling()
@@ -151,25 +156,27 @@ class LLM:
     def generate(self, prompts: str, params: Params = None) -> Output: ...  # type: ignore[overload-overlap] # a str is a Sequence
 
     @overload
-    def generate(self, prompts: Sequence[Prompt], params: Params = None) -> list[Output]: ...
+    def generate(self, prompts: Sequence[PromptLike], params: Params = None) -> list[Output]: ...
 
-    def generate(self, prompts: str | Sequence[Prompt], params: Params = None) -> Output | list[Output]:
+    def generate(self, prompts: str | Sequence[PromptLike], params: Params = None) -> Output | list[Output]:
         """Answer one prompt, or many (texts or lists of token ids), `max_batch` of them at a time.
 
-        A seed is used for each prompt alike: a prompt's answer does not depend on the others. Of many prompts, one that fails does not
-        take the others with it: its output has the finish reason "error", and the error.
+        A seed is used for each prompt alike: a prompt's answer does not depend on the others. Of many prompts, one that
+        fails does not take the others with it: its output has the finish reason "error", and the error.
         """
         if isinstance(prompts, str):
             return self._one(self._ids(prompts), params)
         if not isinstance(prompts, Sequence) or any(isinstance(prompt, int) for prompt in prompts):
-            raise BadParameter(f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids.")
+            raise BadParameter(
+                f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids."
+            )
         return self._all([self._ids(prompt) for prompt in prompts], params)
 
     def chat(self, messages: Sequence[Message], params: Params = None) -> Output:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
         return self._one(self.tokenizer.chat(messages), params)
 
-    def stream(self, prompt: Prompt, params: Params = None) -> Iterator[Chunk]:
+    def stream(self, prompt: PromptLike, params: Params = None) -> Iterator[Chunk]:
         """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only."""
         return self._stream(self._ids(prompt), params)
 
@@ -214,24 +221,34 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self.close()
 
     def _rehearse(self) -> None:
         """Time the pair if the method plans by costs and too little is known of them."""
         costs = self._experiences.learned
-        if self._method.plans(self.config) and costs is not None and not rehearsed(costs, self._has_draft) and not self._loop.closed:
-            rehearse(self._loop.executor, costs, self.vocabulary, self._has_draft, REHEARSAL, set_up=self._parts.captures)
+        if (
+            self._method.plans(self.config)
+            and costs is not None
+            and not rehearsed(costs, self._has_draft)
+            and not self._loop.closed
+        ):
+            rehearse(
+                self._loop.executor, costs, self.vocabulary, self._has_draft, REHEARSAL, set_up=self._parts.captures
+            )
 
     def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:
         self.method, self.config = best_fit(config, has_draft)
         self._method = find_method(self.method, has_draft)
         if self.config.policy == "oracle":
             raise BadParameter(
-                "Policy 'oracle' knows the target's text beforehand, which only a replay does: `specbranch bench run --clock`."
+                "Policy 'oracle' knows the target's text beforehand, which only a replay does: `specbranch bench run "
+                "--clock`."
             )
 
-    def _foretelling(self) -> Forecast | None:
+    def _foretelling(self) -> TargetForecaster | None:
         """Who tells the method what becomes of its drafts, if it wants to know; what is wrong is said once."""
         if not self._method.heeds_signals(self.config):
             return None
@@ -242,12 +259,16 @@ class LLM:
         found = self._forecasters[0]
         return found if found is not None and found.reaches(self.config.num_speculative_tokens) else None
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: PromptLike) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        whole = isinstance(prompt, Sequence) and all(isinstance(token, int) and 0 <= token < self.vocabulary for token in prompt)
+        whole = isinstance(prompt, Sequence) and all(
+            isinstance(token, int) and 0 <= token < self.vocabulary for token in prompt
+        )
         if not whole:
-            raise BadParameter(f"The prompt is {prompt!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}.")
+            raise BadParameter(
+                f"The prompt is {prompt!r:.60}; expected a text, or token ids from 0 to {self.vocabulary - 1}."
+            )
         return list(prompt)
 
     def _stream(self, prompt: list[int], params: Params) -> Iterator[Chunk]:
@@ -301,7 +322,9 @@ class LLM:
     def _join(self, answer: Answer) -> None:
         if self._loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
-        self._loop.join(answer.session, self._method.start(answer.session, self.config, self._experiences.of(self.config)))
+        self._loop.join(
+            answer.session, self._method.start(answer.session, self.config, self._experiences.of(self.config))
+        )
 
     def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
         """Return n answers to be made to one prompt: the same seed, numbered samples."""
@@ -310,8 +333,8 @@ class LLM:
         return [self._answer(prompt, replace(first, sample=sample)) for sample in range(params.n)]
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
-        foretold = self._forecaster is not None
-        return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, foretold)
+        wants_forecast = self._forecaster is not None
+        return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, wants_forecast)
 
     def _answer(self, prompt: list[int], request: Request) -> Answer:
         self._check_length(prompt)
@@ -322,7 +345,8 @@ class LLM:
             raise BadParameter("The prompt is empty; give at least one token.")
         if len(prompt) >= self.context_length:
             raise BadParameter(
-                f"The prompt has {len(prompt)} tokens, but the context holds {self.context_length}, one of which is needed for the answer. "
+                f"The prompt has {len(prompt)} tokens, but the context holds {self.context_length}, one of which is "
+                "needed for the answer. "
                 "Shorten the prompt or raise context_length (--context-length)."
             )
 

@@ -1,6 +1,7 @@
 """Errors that users can cause, each a sentence: what was got, what was expected, what to do.
 
-Owns the exception types; the CLI prints `str(error)` and exits with 2. A programming mistake is not one of these and keeps its traceback.
+Owns the exception types; the CLI prints `str(error)` and exits with 2. A programming mistake is not one of these and
+keeps its traceback.
 """
 
 from __future__ import annotations

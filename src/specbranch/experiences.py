@@ -1,7 +1,8 @@
 """What was learned of a pair on this machine: by an LLM while it runs, and in a file from process to process.
 
-Owns the file: which one belongs to a pair, what stands in it, how news are added. Invariants: news are added to what the file holds at that
-moment, under a lock, so processes at work at once lose nothing; what is damaged or foreign is never believed.
+Owns the file: which one belongs to a pair, what stands in it, how news are added. Invariants: news are added to what
+the file holds at that moment, under a lock, so processes at work at once lose nothing; what is damaged or foreign is
+never believed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 TALLIES = ("first", "other", "cover", "looked")
 ANY = -math.inf
-LEAST: dict[Timed, float] = {"target": 1e-9, "step": 1e-9, "host": 0.0, "slow_down": ANY, "draft_slow_down": ANY}  # seconds that can be
+LEAST: dict[Timed, float] = {
+    "target": 1e-9,
+    "step": 1e-9,
+    "host": 0.0,
+    "slow_down": ANY,
+    "draft_slow_down": ANY,
+}  # seconds that can be
 
 
 class Experiences:
@@ -72,7 +79,9 @@ class Experiences:
         for one in self._made.values():
             one.insight.news = []
 
-    def _added(self, file: ExperienceFile, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]) -> bool:
+    def _added(
+        self, file: ExperienceFile, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]
+    ) -> bool:
         """Whether the news are in the file; where it can never be written that is said once, and nothing is kept."""
         try:
             file.add(costs, insights)
@@ -100,7 +109,10 @@ class Kept:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        times = {kind: {str(rows): list(times) for rows, times in by_rows.items()} for kind, by_rows in self.costs.times.items()}
+        times = {
+            kind: {str(rows): list(times) for rows, times in by_rows.items()}
+            for kind, by_rows in self.costs.times.items()
+        }
         return {"costs": times, "insights": {name: _told(insight) for name, insight in self.insights.items()}}
 
     @classmethod
@@ -123,7 +135,8 @@ class ExperienceFile:
         self.path = folder / f"{digest[:16]}.json"
 
     def read(self, aloud: bool = True) -> Kept:
-        """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is said aloud."""
+        """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is
+        said aloud."""
         try:
             values = json.loads(self.path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT or values["circumstances"] != self.circumstances:
@@ -185,7 +198,10 @@ def _insight(told: Mapping[str, Any]) -> Insight:
     for name in TALLIES:
         tally: Tally = getattr(insight, name)
         seen, true = ([_number(x) for x in column] for column in told[name])
-        if not (len(seen) == len(true) == len(tally.seen) and all(0.0 <= t <= s and s > 0.0 for s, t in zip(seen, true, strict=True))):
+        if not (
+            len(seen) == len(true) == len(tally.seen)
+            and all(0.0 <= t <= s and s > 0.0 for s, t in zip(seen, true, strict=True))
+        ):
             raise ValueError(f"{name} does not fit")
         tally.seen, tally.true = seen, true
     shifts = [_number(x) for x in told["shifts"]]

@@ -1,7 +1,7 @@
 """Packages that few need, each an extra of the installation: what needs them, and how they are installed.
 
-Owns the table of extras, which pyproject.toml repeats. Invariant: what is missing is told before work begins, with the command that
-installs it; nothing here imports any of them.
+Owns the table of extras, which pyproject.toml repeats. Invariant: what is missing is told before work begins, with the
+command that installs it; nothing here imports any of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Pairs known by name: a target, and a draft that was distilled for it.
 
-Owns the table of pairs and where their drafts lie. A pair's draft bears the pair's name, so that it can be named alone, too. Invariant: a
-folder that is returned holds a whole draft of the pair's own target; nothing is loaded to find that out.
+Owns the table of pairs and where their drafts lie. A pair's draft bears the pair's name, so that it can be named alone,
+too. Invariant: a folder that is returned holds a whole draft of the pair's own target; nothing is loaded to find that
+out.
 """
 
 from __future__ import annotations
@@ -31,15 +32,27 @@ class Pair:
     name: str
     target: str
     about: str
-    target_fingerprint: str | None = None  # of the target's embedding, as a draft's config.json has it; nothing: told when it is loaded
+    target_fingerprint: str | None = (
+        None  # of the target's embedding, as a draft's config.json has it; nothing: told when it is loaded
+    )
 
 
 PAIRS: dict[str, Pair] = {
     pair.name: pair
     for pair in (
-        Pair("smollm2-weak", "smollm2-135m", "SmolLM2-135M-Instruct and a poorly aligned draft, for experiments", _SMOLLM2),
+        Pair(
+            "smollm2-weak",
+            "smollm2-135m",
+            "SmolLM2-135M-Instruct and a poorly aligned draft, for experiments",
+            _SMOLLM2,
+        ),
         Pair("smollm2-default", "smollm2-135m", "SmolLM2-135M-Instruct and the draft inside the package", _SMOLLM2),
-        Pair("smollm2-strong", "smollm2-135m", "SmolLM2-135M-Instruct and a well aligned, dear draft, for experiments", _SMOLLM2),
+        Pair(
+            "smollm2-strong",
+            "smollm2-135m",
+            "SmolLM2-135M-Instruct and a well aligned, dear draft, for experiments",
+            _SMOLLM2,
+        ),
     )
 }
 DEFAULT_PAIR = "smollm2-default"
@@ -68,11 +81,15 @@ def find_pair(name: str) -> Pair:
 
 
 def chosen_models(pair: str | None, target: str | None, draft: str | None) -> tuple[str, str | None]:
-    """Return the target and the draft asked for: those of a pair, those named, or the default pair's where nothing is."""
+    """Return the target and the draft asked for: those of a pair, those named, or the default pair's where nothing
+    is."""
     if pair is not None and (target, draft) != (None, None):
-        beside = " and ".join(f"{what} {name!r}" for what, name in (("target", target), ("draft", draft)) if name is not None)
+        beside = " and ".join(
+            f"{what} {name!r}" for what, name in (("target", target), ("draft", draft)) if name is not None
+        )
         raise BadParameter(
-            f"Pair {pair!r} was given together with {beside}, but a pair is both. Give either the pair, or target and draft."
+            f"Pair {pair!r} was given together with {beside}, but a pair is both. Give either the pair, or target and "
+            "draft."
         )
     if (target, draft) != (None, None):
         return PAIRS[DEFAULT_PAIR].target if target is None else target, draft
@@ -94,20 +111,24 @@ def draft_folder(name: str) -> Path:
             _check_target(pair, folder, config)
             return folder
     raise MissingDraft(
-        f"The draft of pair {name!r} is not here; looked in {', '.join(map(str, roots()))}. The package carries that of {DEFAULT_PAIR!r} "
-        f"alone: the others are in drafts/ of a checkout of the repository, or are made by its scripts/train_drafts.py. "
+        f"The draft of pair {name!r} is not here; looked in {', '.join(map(str, roots()))}. The package carries that "
+        f"of {DEFAULT_PAIR!r} "
+        "alone: the others are in drafts/ of a checkout of the repository, or are made by its "
+        "scripts/train_drafts.py. "
         f"Set {DRAFTS_VARIABLE} to a folder that has {name!r} in it."
     )
 
 
 def predictor_folder(draft: str | None) -> Path | None:
-    """Return the folder of the predictor that was trained for a pair, by the name of its draft; nothing if there is none."""
+    """Return the folder of the predictor that was trained for a pair, by the name of its draft; nothing if there is
+    none."""
     folder = PREDICTORS / draft if draft in PAIRS else None
     return folder if folder is not None and folder.is_dir() else None
 
 
 def roots() -> tuple[Path, ...]:
-    """Where drafts are looked for: the folder in $SPECBRANCH_DRAFTS, the package, and the checkout if it runs from one."""
+    """Where drafts are looked for: the folder in $SPECBRANCH_DRAFTS, the package, and the checkout if it runs from
+    one."""
     given = os.environ.get(DRAFTS_VARIABLE)
     named = (Path(given).expanduser(),) if given else ()
     checkout = (IN_CHECKOUT,) if (IN_CHECKOUT.parent / "pyproject.toml").is_file() else ()
@@ -132,7 +153,8 @@ def _check_target(pair: Pair, folder: Path, config: Mapping[str, Any]) -> None:
     if pair.target_fingerprint is not None and made_for != pair.target_fingerprint:
         raise ModelError(
             f"Pair {pair.name!r} runs on {pair.target}, but the draft in {folder} was made for {config.get('target')} "
-            f"(fingerprint {str(made_for)[:12]}…, not {pair.target_fingerprint[:12]}…). Put the pair's own draft there, or give "
+            f"(fingerprint {str(made_for)[:12]}…, not {pair.target_fingerprint[:12]}…). Put the pair's own draft "
+            "there, or give "
             "target and draft by themselves."
         )
 

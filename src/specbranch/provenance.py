@@ -1,6 +1,7 @@
 """Where results came from: versions, hardware, models, commit, and what was asked for.
 
-Owns finding these things out, once, at the start of a run. Invariant: nothing in it is guessed; what cannot be found out is left out.
+Owns finding these things out, once, at the start of a run. Invariant: nothing in it is guessed; what cannot be found
+out is left out.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ class Provenance:
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
-    pairs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what tells the models of a pair from others: names, fingerprints
-    workload: Mapping[str, Any] = field(default_factory=dict)  # what decides the text: max_tokens, seed, chat template or not …
+    pairs: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # what tells the models of a pair from others: names, fingerprints
+    workload: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what decides the text: max_tokens, seed, chat template or not …
     settings: Mapping[str, Any] = field(default_factory=dict)  # what does not: repeats, warm-up, threads …
     suites: Mapping[str, str] = field(default_factory=dict)  # name to source
     command: str | None = None
@@ -88,7 +93,8 @@ def _versions() -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """Return the commit of the checkout this code runs from, with a plus if files differ from it; None outside of one."""
+    """Return the commit of the checkout this code runs from, with a plus if files differ from it; None outside of
+    one."""
     if not (_SOURCE / ".git").exists():
         return None
     commit, changed = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
@@ -97,14 +103,21 @@ def source_commit() -> str | None:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(_SOURCE), *arguments], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(_SOURCE), *arguments], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {"machine": platform.machine(), "system": platform.system(), "processor": _processor(), "cores": os.cpu_count()}
+    found: dict[str, Any] = {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+    }
     found["memory_gib"] = _memory()
     if gpus := _gpus():
         found["gpus"] = gpus

@@ -1,8 +1,8 @@
 """Checking a saved answer against plain decoding: token for token, and where they part, how close the choice was.
 
-Owns what a saved answer must hold, and the comparison. Invariant: an answer passes only if it equals autoregressive decoding, or first
-departs from it at a near-tie, which another order of float32 sums can turn either way. The transformers runner on a GPU in bfloat16 may
-turn more.
+Owns what a saved answer must hold, and the comparison. Invariant: an answer passes only if it equals autoregressive
+decoding, or first departs from it at a near-tie, which another order of float32 sums can turn either way. The
+transformers runner on a GPU in bfloat16 may turn more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specbranch.errors import BadParameter
 NEAR = 1e-4  # logits
 NOTED = ("target", "context_length", "dtype", "weights", "runner")  # how an answer was made, saved with it
 
-Finding = Literal["identical", "near-tie", "different"]
+Sameness = Literal["identical", "near-tie", "different"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,17 @@ class Saved:
         params = _params(values["params"])
         if values.get("rule") == "ratio" and params.temperature > 0:
             raise BadParameter(
-                "The answer was sampled under the ratio rule, which promises the distribution, not the tokens; nothing to compare."
+                "The answer was sampled under the ratio rule, which promises the distribution, not the tokens; "
+                "nothing to compare."
             )
         noted = {name: values.get(name) for name in NOTED}
         return cls(
-            tuple(values["prompt_token_ids"]), tuple(values["token_ids"]), params, values["seed"], values.get("sample") or 0, **noted
+            tuple(values["prompt_token_ids"]),
+            tuple(values["token_ids"]),
+            params,
+            values["seed"],
+            values.get("sample") or 0,
+            **noted,
         )
 
 
@@ -60,7 +66,9 @@ class Departure:
     position: int  # in the answer
     saved: int | None  # None: the saved answer ends here
     plain: int | None
-    margin: float | None  # logits by which the target prefers its own token; None where one of the two is no choice at all
+    margin: (
+        float | None
+    )  # logits by which the target prefers its own token; None where one of the two is no choice at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ class Recheck:
     departure: Departure | None = None
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> Sameness:
         """Whether the answer is what plain decoding gives."""
         if self.departure is None:
             return "identical"
@@ -83,7 +91,8 @@ def recheck(plain: LLM, saved: Saved) -> Recheck:
     """Decode the saved answer's prompt again, autoregressively with its own noise, and compare."""
     if max(saved.prompt, default=0) >= plain.vocabulary:
         raise BadParameter(
-            f"The saved prompt has token {max(saved.prompt)}, but the target knows {plain.vocabulary}. Name its own --target."
+            f"The saved prompt has token {max(saved.prompt)}, but the target knows {plain.vocabulary}. Name its own "
+            "--target."
         )
     tokens, again = saved.tokens, plain.repeat(saved.prompt, saved.params, saved.seed, saved.sample).token_ids
     if tokens == again:
@@ -135,7 +144,9 @@ _OPTIONAL: dict[str, Check] = {
 def _check(values: Mapping[str, Any]) -> None:
     missing = [name for name in _NEEDED if name not in values]
     if missing:
-        raise BadParameter(f"The saved answer has no {', '.join(missing)}; expected what `specbranch generate --json` prints.")
+        raise BadParameter(
+            f"The saved answer has no {', '.join(missing)}; expected what `specbranch generate --json` prints."
+        )
     noted = {name: check for name, check in _OPTIONAL.items() if values.get(name) is not None}
     for name, (fits, expected) in {**_NEEDED, **noted}.items():
         if not fits(values[name]):

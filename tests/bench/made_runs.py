@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from specbranch.bench.prompt_runs import Measurement, output_digest, told
-from specbranch.provenance import Provenance
+from specbranch.bench.prompt_runs import PromptRun, output_digest, told
 from specbranch.config import SpeculativeConfig
+from specbranch.provenance import Provenance
 from toybench import PROFILE, Case, Ending, decode, virtual_clock
 
 PROVENANCE = Provenance(
@@ -27,7 +27,9 @@ METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "
 DRIFTS = {"own-code": 0.2, "own-math": 0.5, "own-chat": 0.7, "own-summary": 0.35}
 
 
-def run(method: str, prompt: str = "p1", repeat: int = 0, *, tokens: int = 101, seconds: float = 1.0, **others: Any) -> Measurement:
+def run(
+    method: str, prompt: str = "p1", repeat: int = 0, *, tokens: int = 101, seconds: float = 1.0, **others: Any
+) -> PromptRun:
     """A run of one turn, of which only tokens and seconds matter."""
     turn = {"tokens": tokens, "ttft_seconds": 0.5, "decode_seconds": seconds, **others.pop("turn", {})}
     given: dict[str, Any] = {
@@ -37,31 +39,39 @@ def run(method: str, prompt: str = "p1", repeat: int = 0, *, tokens: int = 101, 
         "digest": f"words of {prompt}",
         "output": f"text of {prompt}",
     }
-    return Measurement(method=method, prompt=prompt, repeat=repeat, turns=(turn,), **{**given, **others})
+    return PromptRun(method=method, prompt=prompt, repeat=repeat, turns=(turn,), **{**given, **others})
 
 
-def slowed(one: Measurement, factor: float, **others: Any) -> Measurement:
+def slowed(one: PromptRun, factor: float, **others: Any) -> PromptRun:
     """The same run with its decoding stretched."""
     times = ("decode_seconds", "draft_idle_seconds", "target_idle_seconds")
-    turns = tuple({**turn, **{name: turn[name] * factor for name in times if turn.get(name) is not None}} for turn in one.turns)
+    turns = tuple(
+        {**turn, **{name: turn[name] * factor for name in times if turn.get(name) is not None}} for turn in one.turns
+    )
     return replace(one, turns=turns, **others)
 
 
 @cache
-def toy_runs(prompts: int = 4, suites: tuple[str, ...] = ("own-code", "own-chat"), clock: str = "toy-profile") -> tuple[Measurement, ...]:
+def toy_runs(
+    prompts: int = 4, suites: tuple[str, ...] = ("own-code", "own-chat"), clock: str = "toy-profile"
+) -> tuple[PromptRun, ...]:
     """Every method on toy models, decided and counted by the real thing, timed by a profile."""
-    return tuple(_toy_run(method, suite, number, clock) for suite in suites for number in range(prompts) for method in METHODS)
+    return tuple(
+        _toy_run(method, suite, number, clock) for suite in suites for number in range(prompts) for method in METHODS
+    )
 
 
-def _toy_run(method: str, suite: str, number: int, clock: str) -> Measurement:
+def _toy_run(method: str, suite: str, number: int, clock: str) -> PromptRun:
     setting: Mapping[str, Any] = {} if method == "autoregressive" else {"num_speculative_tokens": 4}
     turns, outputs = [], []
     for turn in range(2):
         case = Case((1, 2, number % 6, turn), 1.0, seed=100 * number + turn, ending=Ending("length", max_tokens=48))
-        session = decode(virtual_clock(DRIFTS[suite], profile=PROFILE), case, SpeculativeConfig(method=method, **setting))
+        session = decode(
+            virtual_clock(DRIFTS[suite], profile=PROFILE), case, SpeculativeConfig(method=method, **setting)
+        )
         turns.append(told(session.stats))
         outputs.append(session.output)
-    return Measurement(
+    return PromptRun(
         pair="toy",
         suite=suite,
         method=method,

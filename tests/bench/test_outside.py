@@ -1,4 +1,5 @@
-"""Transformers' own methods beside ours: the same weights, the same tasks, and a clock and counts that can be trusted."""
+"""Transformers' own methods beside ours: the same weights, the same tasks, and a clock and counts that can be
+trusted."""
 
 from __future__ import annotations
 
@@ -14,8 +15,6 @@ import torch
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.outside import Transformers, assistant_of
-from specbranch.replay.record import Record
-from specbranch.suites.suite import Prompt
 from specbranch.cli.main import run
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -24,11 +23,16 @@ from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.load import load_draft
 from specbranch.errors import BadParameter
 from specbranch.models.rows import collate
+from specbranch.replay.record import Record
+from specbranch.suites.suite import Prompt
 from tiny_pair import make_pair
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPTS = tuple(Prompt(str(at), "", (words,)) for at, words in enumerate(("A branch is a guess", "Smile, and smile again", "1 2 3 1 2 3")))
+PROMPTS = tuple(
+    Prompt(str(at), "", (words,))
+    for at, words in enumerate(("A branch is a guess", "Smile, and smile again", "1 2 3 1 2 3"))
+)
 GREEDY = Workload(max_tokens=24)
 
 
@@ -64,7 +68,9 @@ def test_what_is_told_of_a_turn_adds_up(lab: Lab, outside: Transformers) -> None
                 assert told["target_forwards"] == len(tokens) - 1, "one token a forward, the prompt's own left out"
             else:
                 assert 0 < told["target_forwards"] <= len(tokens) - 1
-    assert sum(outside.answer("hf-assisted", record)[1]["target_forwards"] for record in records(lab)) < 3 * 20, "nothing was accepted"
+    assert sum(outside.answer("hf-assisted", record)[1]["target_forwards"] for record in records(lab)) < 3 * 20, (
+        "nothing was accepted"
+    )
 
 
 def test_an_answer_ends_with_the_task_not_with_the_model(lab: Lab, outside: Transformers) -> None:
@@ -82,7 +88,9 @@ def test_the_models_own_generation_settings_are_not_used(pair: tuple[str, str], 
     folder = tmp_path / "opinionated"
     shutil.copytree(pair[0], folder)
     own = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**own, "repetition_penalty": 9.0, "do_sample": True, "top_k": 2}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({**own, "repetition_penalty": 9.0, "do_sample": True, "top_k": 2})
+    )
     with Lab(target=str(folder), folder=tmp_path / "lab") as other:
         record = records(lab)[0]
         assert Transformers(other).answer("hf-generate", record)[0] == record.tokens
@@ -95,13 +103,28 @@ def test_drawing_repeats_with_its_seed_and_leaves_other_noise_alone(lab: Lab, ou
     first = outside.answer("hf-generate", record)[0]
     assert torch.equal(torch.random.get_rng_state(), state)
     assert outside.answer("hf-generate", record)[0] == first
-    assert outside.answer("hf-generate", replace(record, task=replace(record.task, seed=record.task.seed + 1)))[0] != first
+    assert (
+        outside.answer("hf-generate", replace(record, task=replace(record.task, seed=record.task.seed + 1)))[0] != first
+    )
 
 
 @pytest.fixture(scope="module")
 def reduced(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distilled") / "reduced"
-    writing = ["--writing-rows", "4", "--writing-length", "64", "--rows", "2", "--length", "64", "--steps", "10", "--tokens", "2000"]
+    writing = [
+        "--writing-rows",
+        "4",
+        "--writing-length",
+        "64",
+        "--rows",
+        "2",
+        "--length",
+        "64",
+        "--steps",
+        "10",
+        "--tokens",
+        "2000",
+    ]
     options = ["--layers", "1", "--head-tokens", "200", "--storage", "int8"]
     assert run(["distill", "--device", "cpu", "--target", pair[0], "--out", str(folder), *options, *writing]) == 0
     return folder
@@ -136,7 +159,10 @@ def test_mistakes_are_sentences(pair: tuple[str, str], lab: Lab, outside: Transf
     record = records(lab)[0]
     with pytest.raises(BadParameter, match="Did you mean 'hf-lookup'"):
         outside.answer("hf-lokup", record)
-    with Lab(target=pair[0], folder=tmp_path / "alone") as alone, pytest.raises(BadParameter, match="needs a draft model"):
+    with (
+        Lab(target=pair[0], folder=tmp_path / "alone") as alone,
+        pytest.raises(BadParameter, match="needs a draft model"),
+    ):
         Transformers(alone).answer("hf-assisted", record)
     outside_other = Transformers(lab)
     outside_other._models = lab.models[0], make_pair(tmp_path / "other", vocabulary=430)[0]

@@ -23,26 +23,26 @@ from made_runs import PROVENANCE, run, slowed, toy_runs
 from specbranch.bench import aggregate
 from specbranch.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
 from specbranch.bench.compare import compare
-from specbranch.bench.prompt_runs import Measurement, RunStore, output_digest, told
-from specbranch.provenance import Provenance
-from specbranch.bench.results import Results, Row, rows_csv, setting_text
+from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest, told
+from specbranch.bench.results import ResultRow, Results, rows_csv, setting_text
 from specbranch.bench.table import losslessness, show, table_lines, table_text
 from specbranch.core.orders import Branch, Verdict
 from specbranch.core.stats import Stats
 from specbranch.errors import BadParameter
+from specbranch.provenance import Provenance
 
 AR = "autoregressive"
 
 
-def row_of(runs: list[Measurement], method: str = "pearl") -> Row:
+def row_of(runs: list[PromptRun], method: str = "pearl") -> ResultRow:
     return next(row for row in rows_of(runs) if row.method == method)
 
 
-def results(*rows: Row, provenance: Provenance = PROVENANCE) -> Results:
+def results(*rows: ResultRow, provenance: Provenance = PROVENANCE) -> Results:
     return Results(rows, provenance)
 
 
-def made_row(**values: Any) -> Row:
+def made_row(**values: Any) -> ResultRow:
     given: dict[str, Any] = {
         "pair": "toy",
         "suite": "own-code",
@@ -60,7 +60,7 @@ def made_row(**values: Any) -> Row:
         "speedup_spread": 0.01,
         "repeats": 5,
     }
-    return Row(**{**given, **more, **values})
+    return ResultRow(**{**given, **more, **values})
 
 
 class TestAggregation:
@@ -72,7 +72,12 @@ class TestAggregation:
         assert row.ttft_seconds == 7.0
 
     def test_the_speedup_is_the_ratio_of_total_times_where_the_texts_agree(self) -> None:
-        runs = [run(AR, "p1", seconds=2.0), run(AR, "p2", seconds=4.0), run("pearl", "p1", seconds=1.0), run("pearl", "p2", seconds=4.0)]
+        runs = [
+            run(AR, "p1", seconds=2.0),
+            run(AR, "p2", seconds=4.0),
+            run("pearl", "p1", seconds=1.0),
+            run("pearl", "p2", seconds=4.0),
+        ]
         assert row_of(runs).speedup == pytest.approx(6 / 5)
         assert row_of(runs, AR).speedup == 1.0
 
@@ -92,7 +97,15 @@ class TestAggregation:
         assert row.tokens_per_second == pytest.approx(200 / 101)
 
     def test_without_plain_decoding_beside_it_there_is_no_speedup_and_no_verdict(self) -> None:
-        row = row_of([run("pearl"), run(AR, suite="own-chat"), run(AR, temperature=1.0), run(AR, clock="c10"), run(AR, pair="other")])
+        row = row_of(
+            [
+                run("pearl"),
+                run(AR, suite="own-chat"),
+                run(AR, temperature=1.0),
+                run(AR, clock="c10"),
+                run(AR, pair="other"),
+            ]
+        )
         assert (row.speedup, row.speedup_low, row.lossless) == (None, None, None)
 
     def test_the_spread_is_half_of_the_middle_half_over_the_median(self) -> None:
@@ -100,7 +113,9 @@ class TestAggregation:
         runs = [run(method, repeat=at, seconds=s) for at, s in enumerate(seconds) for method in (AR, "pearl")]
         row = row_of(runs)
         assert row.spread == pytest.approx((80 - 50) / 2 / 62.5)
-        assert row.speedup_spread == pytest.approx(0.0)  # a machine that slows down as a whole leaves the paired ratio alone
+        assert row.speedup_spread == pytest.approx(
+            0.0
+        )  # a machine that slows down as a whole leaves the paired ratio alone
         assert row.repeats == 5
 
     def test_the_spread_of_a_single_repeat_is_unknown_by_the_wall_and_nothing_by_a_profile(self) -> None:
@@ -110,7 +125,9 @@ class TestAggregation:
         assert half_width([], "c10") is None
 
     def test_a_repeat_that_was_broken_off_is_no_noise(self) -> None:
-        whole = [run("pearl", prompt, repeat, seconds=s) for repeat in range(2) for prompt, s in (("p1", 1.0), ("p2", 9.0))]
+        whole = [
+            run("pearl", prompt, repeat, seconds=s) for repeat in range(2) for prompt, s in (("p1", 1.0), ("p2", 9.0))
+        ]
         assert row_of([*whole, run("pearl", "p1", 2, seconds=1.0)]).spread == 0.0
 
     def test_a_single_run_of_other_tokens_is_not_lossless_and_is_counted(self) -> None:
@@ -128,7 +145,10 @@ class TestAggregation:
 
     def test_one_method_in_two_settings_makes_two_rows(self) -> None:
         rows = rows_of([run(AR), run("pearl", setting={"k": 1}), run("pearl", setting={"k": 2}, seconds=0.5)])
-        assert [(row.method, dict(row.setting), row.speedup) for row in rows[1:]] == [("pearl", {"k": 1}, 1.0), ("pearl", {"k": 2}, 2.0)]
+        assert [(row.method, dict(row.setting), row.speedup) for row in rows[1:]] == [
+            ("pearl", {"k": 1}, 1.0),
+            ("pearl", {"k": 2}, 2.0),
+        ]
 
     def test_an_answer_of_one_token_has_no_rate_and_spoils_none(self) -> None:
         runs = [run(method, "p1", seconds=1.0) for method in (AR, "pearl")]
@@ -139,23 +159,27 @@ class TestAggregation:
     def test_a_method_from_outside_with_times_alone_has_no_figures_of_drafting(self) -> None:
         row = row_of([run(AR), run("hf-generate", seconds=2.0)], "hf-generate")
         assert row.speedup == pytest.approx(0.5)
-        assert (row.tokens_per_forward, row.rollback_rate, row.draft_idle, row.target_idle, dict(row.rollback)) == (None,) * 4 + ({},)
+        assert (row.tokens_per_forward, row.rollback_rate, row.draft_idle, row.target_idle, dict(row.rollback)) == (
+            None,
+        ) * 4 + ({},)
 
     def test_a_row_tells_who_waits_what_is_hidden_and_how_rounds_begin(self) -> None:
         rows = rows_of(toy_runs())
         for row in rows:
             drafts_beside = row.method in ("pearl", "specbranch")
-            assert row.host_share is not None and 0 < row.host_share < 0.1, "the toy profile charges 0.1 of some 12 seconds a round"
-            assert (row.begun_with_tree is not None) == (row.begun_of_beside is not None) == drafts_beside
+            assert row.host_share is not None and 0 < row.host_share < 0.1, (
+                "the toy profile charges 0.1 of some 12 seconds a round"
+            )
+            assert (row.begun_with_tree is not None) == (row.begun_of_overlapped is not None) == drafts_beside
             if drafts_beside:
-                assert 0 < row.draft_beside <= 1 and 0 < row.begun_with_tree <= row.begun_of_beside <= 1  # type: ignore[operator]
-        assert {row.draft_beside for row in rows if row.method == "speculative"} == {0.0}
+                assert 0 < row.draft_overlapped <= 1 and 0 < row.begun_with_tree <= row.begun_of_overlapped <= 1  # type: ignore[operator]
+        assert {row.draft_overlapped for row in rows if row.method == "speculative"} == {0.0}
         text = table_text(rows)
         assert all(head in text for head in ("begun", "beside", "target idle", "draft idle", "host"))
 
     def test_runs_that_tell_nothing_of_spans_have_no_shares_of_them(self) -> None:
         row = row_of([run(AR), run("pearl", turn={"draft_idle_seconds": 0.2, "target_idle_seconds": 0.1})])
-        assert (row.draft_beside, row.host_share, row.begun_with_tree, row.begun_of_beside) == (None,) * 4
+        assert (row.draft_overlapped, row.host_share, row.begun_with_tree, row.begun_of_overlapped) == (None,) * 4
 
     def test_toys_are_counted_as_core_counts_them(self) -> None:
         for one in toy_runs():
@@ -166,7 +190,9 @@ class TestAggregation:
             assert row.tokens_per_forward == pytest.approx(sum(turn["tokens"] - 1 for turn in one.turns) / forwards)
             assert row.tokens == sum(turn["tokens"] for turn in one.turns)
             lost = [turn["rollback"] for turn in one.turns]
-            assert row.rollback.get("losing_branches", 0.0) == pytest.approx(sum(part["losing_branches"] for part in lost) / row.tokens)
+            assert row.rollback.get("losing_branches", 0.0) == pytest.approx(
+                sum(part["losing_branches"] for part in lost) / row.tokens
+            )
             assert sum(row.accepted_lengths) == (row.tested_by_position[0] if row.tested_by_position else 0)
 
     def test_toys_are_lossless_and_a_row_of_a_single_request_says_what_core_says(self) -> None:
@@ -174,7 +200,13 @@ class TestAggregation:
         assert all(row.lossless for row in rows) and all(row.speedup for row in rows)
         for one in toy_runs():
             row, core = rows_of([replace(one, turns=one.turns[:1])])[0], one.turns[0]
-            names = ("tokens_per_second", "tokens_per_forward", "branch_hit_rate", "ttft_seconds", "end_to_end_tokens_per_second")
+            names = (
+                "tokens_per_second",
+                "tokens_per_forward",
+                "branch_hit_rate",
+                "ttft_seconds",
+                "end_to_end_tokens_per_second",
+            )
             assert [getattr(row, name) for name in names] == [pytest.approx(core[name]) for name in names]
             assert row.rollback_rate == (pytest.approx(core["rollback_rate"]) if core["drafted"] else None)
             assert list(row.acceptance_by_position) == pytest.approx(core["acceptance_by_position"])
@@ -188,7 +220,9 @@ class TestAggregation:
             want.update([good] if length else [])
         turn = {**told(stats), "tokens": 10, "decode_seconds": 1.0, "ttft_seconds": 0.0}
         found = accepted_lengths(pooled([turn, turn]))
-        assert {length: count for length, count in enumerate(found) if count} == {length: 2 * count for length, count in want.items()}
+        assert {length: count for length, count in enumerate(found) if count} == {
+            length: 2 * count for length, count in want.items()
+        }
 
 
 seconds = st.floats(0.1, 10.0)
@@ -197,7 +231,9 @@ seconds = st.floats(0.1, 10.0)
 class TestInterval:
     @settings(max_examples=30, deadline=None)
     @given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=8))
-    def test_it_lies_within_the_speedups_of_single_prompts_and_is_repeatable(self, times: list[tuple[float, float]]) -> None:
+    def test_it_lies_within_the_speedups_of_single_prompts_and_is_repeatable(
+        self, times: list[tuple[float, float]]
+    ) -> None:
         mine, base = [Timing(100, a) for a, _ in times], [Timing(100, b) for _, b in times]
         found = interval(mine, base, draws=50)
         ratios = [b / a for a, b in times]
@@ -264,9 +300,15 @@ class TestFiles:
             ("[1]", "holds no bench results"),
             ("nonsense", "cannot be read"),
             ('{"format": "specbranch-bench", "version": 1, "provenance": {}}', "lacks 'rows'"),
-            ('{"format": "specbranch-bench", "version": 1, "provenance": {}, "rows": [{"pare": 1}]}', "Did you mean 'pair'?"),
+            (
+                '{"format": "specbranch-bench", "version": 1, "provenance": {}, "rows": [{"pare": 1}]}',
+                "Did you mean 'pair'?",
+            ),
             ('{"format": "specbranch-bench", "version": 1, "provenance": {}, "rows": [{"pair": "x"}]}', "incomplete"),
-            ('{"format": "specbranch-bench", "version": 1, "provenance": {"comit": 1}, "rows": []}', "Did you mean 'commit'?"),
+            (
+                '{"format": "specbranch-bench", "version": 1, "provenance": {"comit": 1}, "rows": []}',
+                "Did you mean 'commit'?",
+            ),
             ('{"format": "specbranch-bench", "version": 1, "provenance": 3, "rows": []}', "expected an object"),
         ],
     )
@@ -327,7 +369,9 @@ class TestStore:
             "store.append(run('pearl', 'p1')); store.append(run('pearl', 'p2')); os.kill(os.getpid(), signal.SIGKILL)"
         )
         here = Path(__file__).parent
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "runs.jsonl"), str(here), str(here.parent)], check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "runs.jsonl"), str(here), str(here.parent)], check=False
+        )
         assert done.returncode == -9
         assert [one.prompt for one in RunStore(tmp_path / "runs.jsonl", {}).measurements] == ["p1", "p2"]
 
@@ -382,7 +426,7 @@ class TestStore:
 
 
 class TestCompare:
-    def verdicts(self, before: Row, after: Row, **provenance: Any) -> tuple[str, tuple[str, ...]]:
+    def verdicts(self, before: ResultRow, after: ResultRow, **provenance: Any) -> tuple[str, tuple[str, ...]]:
         found = compare(results(before), results(after, provenance=replace(PROVENANCE, **provenance))).changes[0]
         return found.verdict, found.remarks
 
@@ -416,17 +460,25 @@ class TestCompare:
         [
             ({"prompt_set": "other"}, {}, "different prompts"),
             ({"rule": "ratio"}, {}, "different rules"),
-            ({}, {"pairs": {"toy": {"target": "law of 9 tokens", "draft": "the same, drifted"}}}, "law of 6 tokens → law of 9 tokens"),
+            (
+                {},
+                {"pairs": {"toy": {"target": "law of 9 tokens", "draft": "the same, drifted"}}},
+                "law of 6 tokens → law of 9 tokens",
+            ),
             ({}, {"workload": {"max_tokens": 96, "seed": 7}}, "max_tokens 48 → 96"),
         ],
     )
-    def test_other_prompts_models_or_texts_get_no_verdict_but_a_reason(self, row: Any, provenance: Any, said: str) -> None:
+    def test_other_prompts_models_or_texts_get_no_verdict_but_a_reason(
+        self, row: Any, provenance: Any, said: str
+    ) -> None:
         verdict, remarks = self.verdicts(made_row(), made_row(speedup=9.0, **row), **provenance)
         assert verdict == "not comparable" and said in "; ".join(remarks)
 
     def test_rows_in_one_of_them_only_are_named(self) -> None:
         found = compare(results(made_row(), made_row(suite="own-chat")), results(made_row(), made_row(method="lookup")))
-        assert [row.suite for row in found.only_before] == ["own-chat"] and [row.method for row in found.only_after] == ["lookup"]
+        assert [row.suite for row in found.only_before] == ["own-chat"] and [
+            row.method for row in found.only_after
+        ] == ["lookup"]
         text = "\n".join(found.lines())
         assert "only in the first: toy · own-chat" in text and "only in the second: toy · own-code · lookup" in text
         assert "1 rows in both: 0 faster, 0 slower, 1 same" in text
@@ -435,7 +487,9 @@ class TestCompare:
     def test_a_method_is_followed_through_a_change_of_its_setting(self) -> None:
         verdict, remarks = self.verdicts(made_row(setting={"k": 4}), made_row(setting={"k": 6}, speedup=2.5))
         assert verdict == "faster" and remarks == ("setting: k=4 → k=6",)
-        several = compare(results(made_row(setting={"k": 4})), results(made_row(setting={"k": 6}), made_row(setting={"k": 8})))
+        several = compare(
+            results(made_row(setting={"k": 4})), results(made_row(setting={"k": 6}), made_row(setting={"k": 8}))
+        )
         assert not several.changes and len(several.only_after) == 2
 
     def test_lost_losslessness_and_another_machine_are_pointed_out(self) -> None:
@@ -444,13 +498,17 @@ class TestCompare:
         said = " ".join(compare(results(made_row()), results(made_row(), provenance=other)).warnings)
         assert "Toy Processor & Sons → Another" in said and "0123456789ab → ffff" in said
 
-    def test_two_runs_of_the_same_thing_differ_as_seldom_as_it_says_and_a_fifth_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_two_runs_of_the_same_thing_differ_as_seldom_as_it_says_and_a_fifth_is_seen(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(aggregate, "interval", lambda mine, base: None)  # not needed here, and most of the time
         draw = random.Random(5)
 
         def bench(factor: float) -> Results:
             runs = [
-                run(method, f"p{at}", repeat, seconds=(2.0 if method == AR else factor) * draw.lognormvariate(0.0, 0.03))
+                run(
+                    method, f"p{at}", repeat, seconds=(2.0 if method == AR else factor) * draw.lognormvariate(0.0, 0.03)
+                )
                 for repeat in range(5)
                 for at in range(3)
                 for method in (AR, "pearl")
@@ -473,14 +531,22 @@ class TestCompare:
 
 class TestTable:
     @settings(max_examples=60, deadline=None)
-    @given(st.integers(20, 160), st.lists(st.text("abcé漢 ", min_size=1, max_size=40), min_size=1, max_size=3, unique=True))
+    @given(
+        st.integers(20, 160), st.lists(st.text("abcé漢 ", min_size=1, max_size=40), min_size=1, max_size=3, unique=True)
+    )
     def test_no_line_is_wider_than_the_terminal(self, width: int, methods: list[str]) -> None:
-        rows = [made_row(method=method, setting={"k": 4}, speedup_low=1.8, speedup_high=2.2, branch_hit_rate=0.4) for method in methods]
+        rows = [
+            made_row(method=method, setting={"k": 4}, speedup_low=1.8, speedup_high=2.2, branch_hit_rate=0.4)
+            for method in methods
+        ]
         assert all(line.cell_len <= width for line in table_lines(rows, width))
 
     def test_at_forty_columns_name_rate_speedup_and_losslessness_remain(self) -> None:
         text = table_text([made_row(), made_row(method=AR, speedup=1.0)], 40)
-        assert all(word in text for word in ("method", "tok/s", "speedup", "lossless", "autoregressive", "2.00×", "50.0", "yes"))
+        assert all(
+            word in text
+            for word in ("method", "tok/s", "speedup", "lossless", "autoregressive", "2.00×", "50.0", "yes")
+        )
         assert "rollback" not in text
 
     def test_into_a_file_it_is_plain_text_with_every_column(self) -> None:
@@ -488,7 +554,8 @@ class TestTable:
         show(results(made_row(setting={"num_speculative_tokens": 4}, branch_hit_rate=0.4, ttft_seconds=0.1)), out)
         assert "\x1b" not in out.getvalue()
         assert all(
-            word in out.getvalue() for word in ("rollback", "hits", "first tok", "num_speculative_tokens=4", "measured (wall clock)")
+            word in out.getvalue()
+            for word in ("rollback", "hits", "first tok", "num_speculative_tokens=4", "measured (wall clock)")
         )
 
     def test_colours_are_used_when_asked_for_and_not_with_no_color(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,23 +569,42 @@ class TestTable:
         assert "\x1b" not in plain.getvalue()
 
     def test_a_clock_is_labelled_as_measured_or_modelled(self) -> None:
-        assert "measured (wall clock)" in table_text([made_row()]) and "modelled (cost profile c10)" in table_text([made_row(clock="c10")])
+        assert "measured (wall clock)" in table_text([made_row()]) and "modelled (cost profile c10)" in table_text(
+            [made_row(clock="c10")]
+        )
 
     def test_lost_losslessness_is_named_below_the_table(self) -> None:
         said = losslessness([made_row(), made_row(suite="own-chat", lossless=False, differing=2, prompts=4, repeats=3)])
         assert said.startswith("NOT LOSSLESS") and "pearl on own-chat (2 of 12 runs)" in said
-        assert "every run of 1 rows" in losslessness([made_row(), made_row(lossless=None)]) and "not checked" in losslessness([])
+        assert "every run of 1 rows" in losslessness(
+            [made_row(), made_row(lossless=None)]
+        ) and "not checked" in losslessness([])
 
     def test_a_table_without_rows_is_no_accident(self) -> None:
         assert "not checked" in table_text([], 40)
 
 
 def test_settings_read_the_same_whatever_their_order() -> None:
-    assert setting_text({"b": 0.5, "a": True, "c": "top"}) == setting_text({"c": "top", "a": True, "b": 0.5}) == "a=true b=0.5 c=top"
+    assert (
+        setting_text({"b": 0.5, "a": True, "c": "top"})
+        == setting_text({"c": "top", "a": True, "b": 0.5})
+        == "a=true b=0.5 c=top"
+    )
 
 
 def test_none_of_this_loads_torch_or_numpy() -> None:
-    modules = ["suites", "hub", "results", "files", "provenance", "measurement", "aggregate", "compare", "table", "report"]
+    modules = [
+        "suites",
+        "hub",
+        "results",
+        "files",
+        "provenance",
+        "measurement",
+        "aggregate",
+        "compare",
+        "table",
+        "report",
+    ]
     names = ", ".join(f"specbranch.bench.{name}" for name in modules)
     code = f"import sys, {names}; sys.exit(' '.join({{'torch', 'numpy', 'transformers'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

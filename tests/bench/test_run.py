@@ -1,4 +1,5 @@
-"""Benches on a tiny pair: replays agree with live runs, nothing is run twice, methods take turns, conversations go on as plain decoding."""
+"""Benches on a tiny pair: replays agree with live runs, nothing is run twice, methods take turns, conversations go
+on as plain decoding."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from specbranch import LLM
 from specbranch.bench import run as running
 from specbranch.bench.aggregate import rows_of
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.prompt_runs import RunStore
 from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
-from specbranch.replay.record import Record
-from specbranch.bench.run import Clock, Job, check_replay, measure, record_all, replay
-from specbranch.suites.suite import Prompt, Suite
 from specbranch.bench.presets import ABLATION
+from specbranch.bench.prompt_runs import RunStore
+from specbranch.bench.run import Clock, PairRuns, check_replay, measure, record_all, replay
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
+from specbranch.replay.record import Record
 from specbranch.sim.shipped import load_profile
+from specbranch.suites.suite import Prompt, Suite
 from tiny_predictor import made
 
 torch.set_num_threads(1)
@@ -40,8 +41,8 @@ def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield made
 
 
-def job(settings: tuple[Setting, ...] = SETTINGS, temperature: float = 0.0, repeats: int = 1) -> Job:
-    return Job((CODE, TALK), (Workload(temperature=temperature, max_tokens=24),), settings, repeats)
+def job(settings: tuple[Setting, ...] = SETTINGS, temperature: float = 0.0, repeats: int = 1) -> PairRuns:
+    return PairRuns((CODE, TALK), (Workload(temperature=temperature, max_tokens=24),), settings, repeats)
 
 
 def nothing(what: str, done: int, of: int) -> None:
@@ -49,14 +50,18 @@ def nothing(what: str, done: int, of: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_replays_count_what_live_runs_on_the_same_clock_count(lab: Lab, pair: tuple[str, str], temperature: float) -> None:
+def test_replays_count_what_live_runs_on_the_same_clock_count(
+    lab: Lab, pair: tuple[str, str], temperature: float
+) -> None:
     workload = Workload(temperature=temperature, max_tokens=24)
     with LLM(*pair, clock="c5") as live:
         for setting in SETTINGS:
             assert setting.config is not None and C5.profile is not None
             known = Experience(C5.profile)  # the LLM has one of its own for each setting
             for record in lab.records(TALK.prompts[0], workload):
-                output = live.using(speculative=setting.config).repeat(record.task.prompt, record.task.params, record.task.seed, 0)
+                output = live.using(speculative=setting.config).repeat(
+                    record.task.prompt, record.task.params, record.task.seed, 0
+                )
                 with lab.player(record) as player:
                     replayed = player.play(setting.config, C5.profile, experience=known)
                 assert tuple(output.token_ids) == record.tokens
@@ -101,7 +106,9 @@ def test_the_second_turn_is_asked_after_the_targets_own_first_answer(lab: Lab) -
 def test_every_prompt_has_a_seed_of_its_own_that_stays(lab: Lab) -> None:
     workload = Workload(temperature=0.8)
     seeds = [workload.seed_of(prompt, turn) for prompt in (*CODE.prompts, *TALK.prompts) for turn in (0, 1)]
-    assert len(set(seeds)) == 6 and seeds == [workload.seed_of(p, t) for p in (*CODE.prompts, *TALK.prompts) for t in (0, 1)]
+    assert len(set(seeds)) == 6 and seeds == [
+        workload.seed_of(p, t) for p in (*CODE.prompts, *TALK.prompts) for t in (0, 1)
+    ]
     assert replace(workload, seed=1).seed_of(CODE.prompts[0], 0) not in seeds
 
 
@@ -110,7 +117,9 @@ def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossle
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
         replay(lab, job(), C5, store, nothing)
         rows = rows_of(store.measurements)
-    assert {(row.suite, row.method) for row in rows} == {(suite, s.method) for suite in ("code", "talk") for s in SETTINGS}
+    assert {(row.suite, row.method) for row in rows} == {
+        (suite, s.method) for suite in ("code", "talk") for s in SETTINGS
+    }
     assert all(row.lossless and row.clock == "c5" and row.tokens_per_second for row in rows)
     assert {row.speedup for row in rows if row.method == "autoregressive"} == {1.0}
 
@@ -140,13 +149,19 @@ def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, mo
     monkeypatch.setattr(
         running,
         "_replayed",
-        lambda lab, records, wanted, *rest: played.extend((b.prompt, s.method) for b, s in wanted) or real(lab, records, wanted, *rest),
+        lambda lab, records, wanted, *rest: (
+            played.extend((b.prompt, s.method) for b, s in wanted) or real(lab, records, wanted, *rest)
+        ),
     )  # type: ignore[func-returns-value]
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
         assert len(store.measurements) == kept + len(SETTINGS)
     assert {method for prompt, method in played if prompt == "t1"} == {s.method for s in SETTINGS}
-    assert {method for prompt, method in played if prompt != "t1"} == {"specbranch", "tree", "auto"}  # they learn from it
+    assert {method for prompt, method in played if prompt != "t1"} == {
+        "specbranch",
+        "tree",
+        "auto",
+    }  # they learn from it
     played.clear()
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
@@ -158,10 +173,12 @@ def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(
 ) -> None:
     order: list[str] = []
     real = running._answer
-    monkeypatch.setattr(running, "_answer", lambda lab, setting, *rest: order.append(setting.method) or real(lab, setting, *rest))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        running, "_answer", lambda lab, setting, *rest: order.append(setting.method) or real(lab, setting, *rest)
+    )  # type: ignore[func-returns-value]
     two = (default_setting("autoregressive"), default_setting("speculative"))
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
-        measure(lab, Job((CODE,), (Workload(max_tokens=12),), two, repeats=2), store, nothing)
+        measure(lab, PairRuns((CODE,), (Workload(max_tokens=12),), two, repeats=2), store, nothing)
         kept = [(m.repeat, m.prompt, m.method) for m in store.measurements]
         assert all(row.lossless and row.repeats == 2 for row in rows_of(store.measurements))
     first, second = "autoregressive", "speculative"
@@ -170,7 +187,9 @@ def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(
     assert [name for _, _, name in kept] == [first, second, second, first, first, second, second, first]
 
 
-def test_a_run_that_says_something_else_is_not_lossless(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_says_something_else_is_not_lossless(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = running._answer
 
     def liar(lab: Lab, setting: Setting, record: Any, outside: Any) -> Any:
@@ -181,7 +200,12 @@ def test_a_run_that_says_something_else_is_not_lossless(lab: Lab, tmp_path: Path
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
         measure(
             lab,
-            Job((CODE,), (Workload(max_tokens=12),), (default_setting("autoregressive"), default_setting("speculative")), 1),
+            PairRuns(
+                (CODE,),
+                (Workload(max_tokens=12),),
+                (default_setting("autoregressive"), default_setting("speculative")),
+                1,
+            ),
             store,
             nothing,
         )
@@ -216,7 +240,11 @@ def test_a_setting_tells_what_matters_and_nothing_else() -> None:
     assert default_setting("autoregressive").shown == {}
     assert default_setting("speculative", {"num_speculative_tokens": 3}).shown == {"num_speculative_tokens": 3}
     assert default_setting("speculative", {"policy": "confidence"}).shown["stop_below"] == 0.4
-    assert set(default_setting("specbranch:confidence").shown) == {"num_speculative_tokens", "stop_below", "max_branches"}
+    assert set(default_setting("specbranch:confidence").shown) == {
+        "num_speculative_tokens",
+        "stop_below",
+        "max_branches",
+    }
     assert default_setting("specbranch:entropy").shown.keys() == {"num_speculative_tokens", "max_branches"}
     assert default_setting("specbranch").shown == default_setting("tree").shown == {}
     assert default_setting("specbranch", {"without": "trees"}).shown == {"without": ("trees",)}
@@ -266,7 +294,9 @@ def test_every_setting_of_the_ablation_can_be_run(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_forecasts_along_a_record_are_those_of_the_live_target_and_are_kept(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_forecasts_along_a_record_are_those_of_the_live_target_and_are_kept(
+    pair: tuple[str, str], tmp_path: Path
+) -> None:
     predictor = made(*pair, tmp_path / "predictor")
     config = {"method": "specbranch", "policy": "paper", "num_speculative_tokens": 4, "stop_below": 0.1}
     settings = (default_setting("specbranch:paper", config), default_setting("specbranch:paper-hrad", config))

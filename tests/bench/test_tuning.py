@@ -13,17 +13,17 @@ import pytest
 
 from specbranch.bench import tuning
 from specbranch.bench.lab import Lab, Workload
-from specbranch.replay.pricing import BookingPlayer
 from specbranch.bench.methods import default_setting
-from specbranch.replay.record import Record
 from specbranch.bench.run import Clock
-from specbranch.suites.suite import SHIPPED, Prompt, Suite, load_suite
-from specbranch.bench.tuning import SPACES, Goal, Trial, Tuner, candidates, tuned, tuning_suites
+from specbranch.bench.tuning import SPACES, Goal, TunedSeconds, Tuner, candidates, tuned, tuning_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
+from specbranch.replay.pricing import NotingDecoder
+from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
+from specbranch.suites.suite import SHIPPED, Prompt, Suite, load_suite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,13 +74,17 @@ def charged(lab: Lab, config: SpeculativeConfig, clock: Clock, known: Experience
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl"])
 def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: Lab) -> None:
     values = SPACES[method]["num_speculative_tokens"]
-    seconds = {n: charged(fresh, SpeculativeConfig(method=method, num_speculative_tokens=int(n)), clock) for n in values}
+    seconds = {
+        n: charged(fresh, SpeculativeConfig(method=method, num_speculative_tokens=int(n)), clock) for n in values
+    }
     found = Tuner(fresh, goal(clock)).search(method)
     for trial in found.trials:
         assert trial.seconds == pytest.approx(seconds[trial.config.num_speculative_tokens])
     assert found.best.seconds == pytest.approx(min(seconds.values()))
     told_apart = len({round(value, 6) for value in seconds.values()}) > 3
-    assert told_apart or method == "adaptive", "the length made no difference"  # a tiny draft is so unsure that AdaEDL stops at once
+    assert told_apart or method == "adaptive", (
+        "the length made no difference"
+    )  # a tiny draft is so unsure that AdaEDL stops at once
 
 
 def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:
@@ -111,7 +115,9 @@ def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_wors
 
 @pytest.mark.slow
 def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_played_on_all(fresh: Lab) -> None:
-    many = Suite("many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test")
+    many = Suite(
+        "many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test"
+    )
     found = Tuner(fresh, Goal(DEAR, Workload(max_tokens=12), (many,), 14)).search(BRANCHES)
     played = Counter(fresh.books.played)
     assert {config for config, records in played.items() if records == 10} == {trial.config for trial in found.trials}
@@ -129,7 +135,9 @@ def test_a_search_repeats_itself(method: str, fresh: Lab) -> None:
 
 @pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
-def test_a_method_that_plans_by_itself_is_played_by_the_clock_with_one_experience_for_all(method: str, clock: Clock, fresh: Lab) -> None:
+def test_a_method_that_plans_by_itself_is_played_by_the_clock_with_one_experience_for_all(
+    method: str, clock: Clock, fresh: Lab
+) -> None:
     found = Tuner(fresh, goal(clock)).search(method)
     assert found.looked_at == 1 and [trial.config for trial in found.trials] == [default_setting(method).config]
     assert found.best.seconds == pytest.approx(charged(fresh, found.best.config, clock, Experience(clock.profile)))
@@ -139,10 +147,15 @@ def test_a_method_that_plans_by_itself_is_played_by_the_clock_with_one_experienc
 def test_the_same_question_is_answered_without_playing(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Tuner(fresh, goal()).search("lookup")
     fresh.books.forget()
-    monkeypatch.setattr(BookingPlayer, "book", None)
+    monkeypatch.setattr(NotingDecoder, "book", None)
     renamed = replace(CHEAP, name="another name", profile=replace(load_profile("c20"), note="other words"))
     assert Tuner(fresh, goal()).search("lookup") == Tuner(fresh, goal(renamed)).search("lookup") == first
-    others = (goal(DEAR), goal(trials=13), replace(goal(), workload=Workload(max_tokens=31)), replace(goal(), suites=(one_prompt(),)))
+    others = (
+        goal(DEAR),
+        goal(trials=13),
+        replace(goal(), workload=Workload(max_tokens=31)),
+        replace(goal(), suites=(one_prompt(),)),
+    )
     for other in others:
         with pytest.raises(TypeError):
             Tuner(fresh, other).search("lookup")
@@ -154,7 +167,7 @@ def one_prompt() -> Suite:
 
 def test_another_clock_is_charged_for_what_was_played_already(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     Tuner(fresh, goal()).search("pearl")
-    monkeypatch.setattr(BookingPlayer, "book", None)
+    monkeypatch.setattr(NotingDecoder, "book", None)
     assert Tuner(fresh, goal(DEAR)).search("pearl").trials
 
 
@@ -179,7 +192,9 @@ def test_an_interrupted_search_leaves_its_trials_and_is_not_kept(fresh: Lab, mon
     with pytest.raises(KeyboardInterrupt):
         tuner.search(BRANCHES)
     found = tuner.found(BRANCHES)
-    assert found is not None and len(found.trials) == 2 and all(isinstance(trial, Trial) for trial in found.trials)
+    assert (
+        found is not None and len(found.trials) == 2 and all(isinstance(trial, TunedSeconds) for trial in found.trials)
+    )
     assert tuner.found("pearl") is None and not kept(fresh)
 
 
@@ -207,7 +222,9 @@ def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:
 
 def test_without_a_draft_only_what_needs_none_is_searched() -> None:
     assert candidates(has_draft=False) == ("autoregressive", "lookup", "lookahead")
-    assert candidates(has_draft=True)[0] == "autoregressive" and {BRANCHES, "tree", "specbranch"} < set(candidates(has_draft=True))
+    assert candidates(has_draft=True)[0] == "autoregressive" and {BRANCHES, "tree", "specbranch"} < set(
+        candidates(has_draft=True)
+    )
 
 
 def test_every_setting_that_a_search_of_lookahead_may_come_to_is_valid() -> None:
@@ -215,5 +232,9 @@ def test_every_setting_that_a_search_of_lookahead_may_come_to_is_valid() -> None
     places = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
     made = [tuning._config("lookahead", values) for values in places]
     assert {config.lookahead_window for config in made} == set(space["lookahead_window"])
-    shorter = [config for config, values in zip(made, places, strict=True) if config.lookahead_ngram != values["lookahead_ngram"]]
+    shorter = [
+        config
+        for config, values in zip(made, places, strict=True)
+        if config.lookahead_ngram != values["lookahead_ngram"]
+    ]
     assert 0 < len(shorter) < len(made) / 4 and min(config.lookahead_ngram for config in shorter) >= 3

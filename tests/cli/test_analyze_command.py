@@ -10,8 +10,8 @@ import pytest
 from in_process import Command
 
 from specbranch.bench import study
-from specbranch.study.strategies import STRATEGIES, StrategyName
 from specbranch.sim.profile import CostProfile
+from specbranch.study.strategies import STRATEGIES, StrategyName
 
 
 @pytest.fixture
@@ -45,11 +45,17 @@ def test_analyze_prints_tables_and_writes_charts_and_json(command: Command, tmp_
 @pytest.mark.usefixtures("small")
 def test_analyze_json_holds_what_was_predicted_charged_and_mapped(command: Command, tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
-    CostProfile(target=((1, 8.0), (16, 9.0)), draft=((1, 1.0),), pair="a & b", hardware="a desk", note="guessed").save(mine)
+    CostProfile(target=((1, 8.0), (16, 9.0)), draft=((1, 1.0),), pair="a & b", hardware="a desk", note="guessed").save(
+        mine
+    )
     (told,) = command("analyze", "--profile", str(mine), "--tokens", "500", "--json").answers()
     assert len(told["latency"]) == 9 and len(told["map"]) == 9
     assert told["farthest_off"] == max(abs(row["off"]) for row in told["latency"]) < 0.15
-    assert all(row["speedup"] > 1 for row in told["map"]) and {row["pair"] for row in told["map"]} == {"weak", "default", "strong"}
+    assert all(row["speedup"] > 1 for row in told["map"]) and {row["pair"] for row in told["map"]} == {
+        "weak",
+        "default",
+        "strong",
+    }
     json.dumps(told, allow_nan=False)
 
 

@@ -1,4 +1,5 @@
-"""`bench run` and `bench compare` as a user has them: files, the last line, going on, and sentences for what is wrong."""
+"""`bench run` and `bench compare` as a user has them: files, the last line, going on, and sentences for what is
+wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ LINES = (
     {"question_id": 2, "category": "coding", "turns": ["def", "go on"]},
 )
 PROMPTS = "".join(json.dumps(line) + "\n" for line in LINES)
-WANTED = {"pair", "suite", "method", "temperature", "tokens_per_second", "speedup", "tokens_per_forward", "rollback_rate", "lossless"}
+WANTED = {
+    "pair",
+    "suite",
+    "method",
+    "temperature",
+    "tokens_per_second",
+    "speedup",
+    "tokens_per_forward",
+    "rollback_rate",
+    "lossless",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +43,17 @@ def prompts(tmp_path: Path) -> Path:
 def bench(command: Command, pair: tuple[str, str], folder: Path, prompts: Path, *more: str) -> Done:
     models = ("--target", pair[0], "--draft", pair[1], "--records", str(folder / "records"))
     return command(
-        "bench", "run", *models, "--prompts", str(prompts), "--max-tokens", "16", "--out", str(folder / "out"), "--no-tune", *more
+        "bench",
+        "run",
+        *models,
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        "16",
+        "--out",
+        str(folder / "out"),
+        "--no-tune",
+        *more,
     )
 
 
@@ -55,7 +76,10 @@ def test_the_last_line_is_json_and_the_files_are_there(
         devices = 2 if row["clock"] == "c5" and row["method"] not in ("autoregressive", "lookup") else 1
         assert row["devices"] == devices and row["tokens_per_second_per_device"] == row["tokens_per_second"] / devices  # type: ignore[operator]
     assert (tmp_path / "out" / "results.csv").read_text().count("\n") == len(rows) + 1
-    assert "<svg" in (tmp_path / "out" / "report.html").read_text() and json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert (
+        "<svg" in (tmp_path / "out" / "report.html").read_text()
+        and json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    )
     assert str(tmp_path) not in (tmp_path / "out" / "report.html").read_text() or clock == ()
 
 
@@ -66,7 +90,9 @@ def test_the_same_command_goes_on_and_a_further_method_is_added(
     runs = tmp_path / "out" / "runs.jsonl"
     before = runs.read_text()
     again = last(bench(command, pair, tmp_path, prompts, "--methods", "speculative"))
-    assert runs.read_text() == before and [row["tokens_per_second"] for row in again] == [row["tokens_per_second"] for row in first]
+    assert runs.read_text() == before and [row["tokens_per_second"] for row in again] == [
+        row["tokens_per_second"] for row in first
+    ]
     more = last(bench(command, pair, tmp_path, prompts, "--methods", "speculative,lookup"))
     assert runs.read_text().startswith(before) and len(more) == 3
     other = bench(command, pair, tmp_path, prompts, "--methods", "speculative", "--seed", "4")
@@ -85,10 +111,15 @@ def test_two_results_are_compared(command: Command, pair: tuple[str, str], tmp_p
 
 
 @pytest.mark.slow
-def test_a_setting_of_ones_own_is_run_beside(command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path) -> None:
+def test_a_setting_of_ones_own_is_run_beside(
+    command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path
+) -> None:
     given = ("--clock", "c5", "--methods", "pearl", "--config", '{"method": "pearl", "num_speculative_tokens": 2}')
     rows = last(bench(command, pair, tmp_path, prompts, *given))
-    assert [row["setting"] for row in rows if row["method"] == "pearl"] == [{"num_speculative_tokens": 5}, {"num_speculative_tokens": 2}]
+    assert [row["setting"] for row in rows if row["method"] == "pearl"] == [
+        {"num_speculative_tokens": 5},
+        {"num_speculative_tokens": 2},
+    ]
 
 
 @pytest.mark.slow
@@ -128,7 +159,9 @@ def test_mistakes_are_sentences(
     assert done.code == 2 and words in done.err and "Traceback" not in done.err
 
 
-def test_a_damaged_line_of_prompts_is_named(command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path) -> None:
+def test_a_damaged_line_of_prompts_is_named(
+    command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path
+) -> None:
     prompts.write_text(PROMPTS + '{"question_id": 3, "turns": ["x"]}\n')
     done = bench(command, pair, tmp_path, prompts)
     assert done.code == 2 and "line 3 lacks 'category'" in done.err

@@ -1,4 +1,5 @@
-"""The presets for GPUs, on a CPU with tiny shapes: a pair in larger shapes, its results, and sentences for what cannot be run."""
+"""The presets for GPUs, on a CPU with tiny shapes: a pair in larger shapes, its results, and sentences for what
+cannot be run."""
 
 from __future__ import annotations
 
@@ -10,12 +11,17 @@ import pytest
 import torch
 from in_process import Command, Done
 
-from specbranch.cli import bench as bench_command
 from specbranch.bench.presets import GPU_BRIEF, PRESETS, TOLD
+from specbranch.cli import bench as bench_command
 from specbranch.models.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
 
-SHAPED = ("--target-shape", "hidden=64,layers=3,heads=8,kv_heads=8,head_dim=16", "--draft-shape", "hidden=64,head_dim=16,vocabulary=600")
+SHAPED = (
+    "--target-shape",
+    "hidden=64,layers=3,heads=8,kv_heads=8,head_dim=16",
+    "--draft-shape",
+    "hidden=64,head_dim=16,vocabulary=600",
+)
 ON_GPU = [name for name in PRESETS if name.startswith("gpu-")]
 OVERLAPPING = {"pearl", "specbranch:confidence", "specbranch", "specbranch-trees", "specbranch-lookup", "auto"}
 
@@ -29,7 +35,10 @@ def one_thread() -> None:
 def prompts(tmp_path: Path) -> Path:
     """Two suites, as long as their names."""
     for name in ("one", "two"):
-        lines = [{"question_id": at, "category": "writing", "turns": [f"{name} {at}: a branch is a guess"]} for at in range(3)]
+        lines = [
+            {"question_id": at, "category": "writing", "turns": [f"{name} {at}: a branch is a guess"]}
+            for at in range(3)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
@@ -55,7 +64,9 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     return rows
 
 
-def test_gpu_core_runs_every_method_on_an_inflated_pair(command: Command, tiny: Pair, prompts: Path, no_public_suites: None) -> None:
+def test_gpu_core_runs_every_method_on_an_inflated_pair(
+    command: Command, tiny: Pair, prompts: Path, no_public_suites: None
+) -> None:
     options = ("--preset", "gpu-core", *SHAPED, "--limit", "1", "--no-tune")
     rows = rows_of(bench(command, prompts, *options))
     methods = PRESETS["gpu-core"]["methods"].split(",")
@@ -69,7 +80,9 @@ def test_gpu_core_runs_every_method_on_an_inflated_pair(command: Command, tiny: 
             assert 0 <= row["host_share"] <= 1 and 0 <= row["target_idle"] <= 1
         assert (row["begun_with_tree"] is not None) <= (row["method"] in OVERLAPPING)
     told = json.loads((prompts / "out" / "results.json").read_text())["provenance"]["pairs"][title]
-    assert told["draft_head"] == "600 rows, 421 of them tokens" and told["target_head"] == "421 rows, 421 of them tokens"
+    assert (
+        told["draft_head"] == "600 rows, 421 of them tokens" and told["target_head"] == "421 rows, 421 of them tokens"
+    )
     assert told["target_shape"].startswith("hidden 64") and str(prompts) not in json.dumps({**told, "draft": ""})
     for method in bench_command.DRAWN:
         assert (prompts / "out" / f"timeline-{title}-{method}.svg").read_text().startswith("<svg")
@@ -81,7 +94,9 @@ def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command,
     first = rows_of(bench(command, prompts, *brief, *SHAPED, "--limit", "3", suites=("one",)))
     second = rows_of(bench(command, prompts, *brief, "--limit", "2"))
     assert second[: len(first)] == first and {row["pair"] for row in second} == {first[0]["pair"], "tiny"}
-    assert [(row["suite"], row["prompts"]) for row in second] == [("one@160", 3)] * 2 + [("one@160", 2)] * 2 + [("two@160", 2)] * 2
+    assert [(row["suite"], row["prompts"]) for row in second] == [("one@160", 3)] * 2 + [("one@160", 2)] * 2 + [
+        ("two@160", 2)
+    ] * 2
     told = json.loads((prompts / "out" / "results.json").read_text())["provenance"]
     assert set(told["pairs"]) == {row["pair"] for row in second} and len(told["suites"]) == 2
     lines = (prompts / "one.jsonl").read_text()
@@ -95,8 +110,20 @@ def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command,
 
 
 @pytest.mark.slow
-def test_an_inflated_pair_is_tuned_as_it_is_by_its_own_costs(command: Command, tiny: Pair, prompts: Path, no_public_suites: None) -> None:
-    given = ("--preset", "gpu-core", *SHAPED, "--methods", "speculative,lookup,specbranch", "--trials", "3", "--context", "256")
+def test_an_inflated_pair_is_tuned_as_it_is_by_its_own_costs(
+    command: Command, tiny: Pair, prompts: Path, no_public_suites: None
+) -> None:
+    given = (
+        "--preset",
+        "gpu-core",
+        *SHAPED,
+        "--methods",
+        "speculative,lookup,specbranch",
+        "--trials",
+        "3",
+        "--context",
+        "256",
+    )
     rows = rows_of(bench(command, prompts, *given))
     (profile,) = (prompts / "out").glob("profile-*.json")
     measured = json.loads(profile.read_text())
@@ -119,19 +146,31 @@ def test_an_inflated_pair_is_tuned_as_it_is_by_its_own_costs(command: Command, t
 def test_the_other_presets_run(
     preset: str, more: tuple[str, ...], title: str, command: Command, tiny: Pair, prompts: Path, no_public_suites: None
 ) -> None:
-    rows = rows_of(bench(command, prompts, "--preset", preset, *more, "--methods", ",".join(GPU_BRIEF), "--limit", "1", "--no-tune"))
+    rows = rows_of(
+        bench(
+            command, prompts, "--preset", preset, *more, "--methods", ",".join(GPU_BRIEF), "--limit", "1", "--no-tune"
+        )
+    )
     assert all(row["lossless"] for row in rows) and {row["method"] for row in rows} == set(GPU_BRIEF)
     assert all(row["pair"].endswith(title) for row in rows)
     assert {row["temperature"] for row in rows} == {1.0 if preset == "gpu-temperature" else 0.0}
     if preset == "gpu-cpu-draft":
-        assert all(row["begun_with_tree"] is not None for row in rows if row["method"] == "pearl"), "the draft worked beside the target"
+        assert all(row["begun_with_tree"] is not None for row in rows if row["method"] == "pearl"), (
+            "the draft worked beside the target"
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--preset", "gpu-core", "--pair", "smollm2-weak", "--device", "cuda"), "torch sees no GPU here. Use --device cpu"),
-        (("--preset", "gpu-core"), "has shapes for the pairs smollm2-weak, smollm2-default, smollm2-strong, not for tiny"),
+        (
+            ("--preset", "gpu-core", "--pair", "smollm2-weak", "--device", "cuda"),
+            "torch sees no GPU here. Use --device cpu",
+        ),
+        (
+            ("--preset", "gpu-core"),
+            "has shapes for the pairs smollm2-weak, smollm2-default, smollm2-strong, not for tiny",
+        ),
         (("--target-shape", "7x"), "Unknown shape '7x'. Did you mean '7b'"),
         (("--target-shape", "7b,laiers=3"), "has the part 'laiers=3'; expected a name such as 7b"),
         (
@@ -145,7 +184,9 @@ def test_the_other_presets_run(
         (("--context", "4096"), "was made for texts of up to 512 tokens"),
     ],
 )
-def test_mistakes_are_sentences(options: tuple[str, ...], words: str, command: Command, tiny: Pair, prompts: Path) -> None:
+def test_mistakes_are_sentences(
+    options: tuple[str, ...], words: str, command: Command, tiny: Pair, prompts: Path
+) -> None:
     if "cuda" in options and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = bench(command, prompts, *options, "--no-tune")
@@ -153,7 +194,9 @@ def test_mistakes_are_sentences(options: tuple[str, ...], words: str, command: C
     assert not (prompts / "out" / "runs.jsonl").exists()
 
 
-def test_a_target_alone_has_no_draft_to_shape_and_no_methods_that_need_one(command: Command, pair: tuple[str, str], prompts: Path) -> None:
+def test_a_target_alone_has_no_draft_to_shape_and_no_methods_that_need_one(
+    command: Command, pair: tuple[str, str], prompts: Path
+) -> None:
     alone = ("--target", pair[0], "--no-tune")
     done = bench(command, prompts, *alone, *SHAPED, "--methods", "lookup")
     assert done.code == 2 and "was given without a draft. Give one with --draft" in done.err

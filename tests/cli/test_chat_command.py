@@ -37,7 +37,9 @@ def test_each_line_is_answered(models: list[str], command: Command, seen: list[M
     assert [message["role"] for message in seen[1]] == ["user", "assistant", "user"]
 
 
-def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(models: list[str], command: Command, seen: list[Messages]) -> None:
+def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(
+    models: list[str], command: Command, seen: list[Messages]
+) -> None:
     questions = [f"question {number} " + "and so on " * 3 for number in range(8)]
     options = ["--max-tokens", "4", "--system", "Be brief."]
     done = command("chat", *models, *options, stdin="\n".join(questions))
@@ -50,7 +52,9 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(models: list[str
     assert [message["role"] for message in last[1:3]] == ["user", "assistant"]
 
 
-def test_a_question_too_long_gets_a_sentence_and_changes_nothing(models: list[str], command: Command, seen: list[Messages]) -> None:
+def test_a_question_too_long_gets_a_sentence_and_changes_nothing(
+    models: list[str], command: Command, seen: list[Messages]
+) -> None:
     done = command("chat", *models, "--max-tokens", "4", stdin="Hello\n" + "too long " * 200 + "\nAnd now?\n")
     assert done.code == 0 and done.err.count("[specbranch]") == 2
     assert "but the context holds 256" in done.err and "left out" not in done.err
@@ -82,4 +86,11 @@ def test_turns_left_out_stay_out() -> None:
     messages, left_out = talk.asking("q3", lambda messages: len(messages) <= 4)
     assert [message["content"] for message in messages] == ["S", "q2", "a2", "q3"] and left_out == 2
     talk.add("q3", "a3", left_out)
-    assert [message["content"] for message in talk.asking("q4", lambda messages: True)[0]] == ["S", "q2", "a2", "q3", "a3", "q4"]
+    assert [message["content"] for message in talk.asking("q4", lambda messages: True)[0]] == [
+        "S",
+        "q2",
+        "a2",
+        "q3",
+        "a3",
+        "q4",
+    ]

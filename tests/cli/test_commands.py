@@ -20,9 +20,7 @@ PROMPT = "A branch is a guess"
 
 
 def test_help_needs_no_torch() -> None:
-    script = (
-        "import sys; from specbranch.cli.main import run; run(['generate', '--help']); run(['--help']); sys.exit('torch' in sys.modules)"
-    )
+    script = "import sys; from specbranch.cli.main import run; run(['generate', '--help']); run(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0
     assert "--temperature" in done.stdout and "specbranch chat" in done.stdout
@@ -35,7 +33,9 @@ def test_help_has_each_method_on_a_line_of_its_own(command: Command) -> None:
     assert {line.split()[0] for line in lines[lines.index("Methods:") + 1 :] if line.strip()} >= METHODS.keys()
 
 
-def test_an_answer_made_in_a_process_of_its_own_has_the_promised_keys_and_verifies(models: list[str], command: Command) -> None:
+def test_an_answer_made_in_a_process_of_its_own_has_the_promised_keys_and_verifies(
+    models: list[str], command: Command
+) -> None:
     options = ["--temperature", "0.9", "--seed", "4", "--max-tokens", "30", "--json"]
     line = [sys.executable, "-m", "specbranch.cli.main", "generate", PROMPT, *models, *options]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
@@ -85,14 +85,27 @@ def test_a_trace_is_written(models: list[str], tmp_path: Path, command: Command)
 
 
 def test_logit_bias_and_stop_tokens_reach_the_model(models: list[str], command: Command) -> None:
-    biased = ["generate", PROMPT, *models, "--max-tokens", "6", "--json", "--logit-bias", "5:-3", "--logit-bias", "7:100"]
+    biased = [
+        "generate",
+        PROMPT,
+        *models,
+        "--max-tokens",
+        "6",
+        "--json",
+        "--logit-bias",
+        "5:-3",
+        "--logit-bias",
+        "7:100",
+    ]
     (answer,) = command(*biased).answers()
     assert answer["token_ids"] == [7] * 6 and answer["params"]["logit_bias"] == {"5": -3.0, "7": 100.0}
     (answer,) = command(*biased, "--stop-token-id", "9", "--stop-token-id", "7").answers()
     assert answer["token_ids"] == [7] and answer["finish_reason"] == "stop"
 
 
-def test_a_draft_that_the_method_does_not_use_is_named_once(models: list[str], command: Command, pair: tuple[str, str]) -> None:
+def test_a_draft_that_the_method_does_not_use_is_named_once(
+    models: list[str], command: Command, pair: tuple[str, str]
+) -> None:
     for method in ("lookup", "autoregressive"):
         done = command("generate", PROMPT, *models, "--max-tokens", "2", "--method", method)
         assert done.code == 0 and done.err.count(f"{pair[1]} is not used") == 1
@@ -112,7 +125,17 @@ def test_debug_after_two_dashes_is_a_prompt(models: list[str], command: Command)
 
 def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "specbranch.cli.main", "generate", "--target", pair[0], "--draft", pair[1]]
-    command += ["--executor", "process", "--context-length", "512", "--max-tokens", "400", "--ignore-eos", "--file", "/dev/stdin"]
+    command += [
+        "--executor",
+        "process",
+        "--context-length",
+        "512",
+        "--max-tokens",
+        "400",
+        "--ignore-eos",
+        "--file",
+        "/dev/stdin",
+    ]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, preexec_fn=_heed_interrupts)
     assert process.stdin and process.stdout and process.stderr

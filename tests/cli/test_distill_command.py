@@ -23,7 +23,20 @@ from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.material import Material
 from specbranch.errors import ModelError
 
-SMALL = ("--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--rows", "4", "--length", "128", "--learning-rate", "0.003")
+SMALL = (
+    "--device",
+    "cpu",
+    "--writing-rows",
+    "8",
+    "--writing-length",
+    "96",
+    "--rows",
+    "4",
+    "--length",
+    "128",
+    "--learning-rate",
+    "0.003",
+)
 SHORT = (*SMALL, "--tokens", "4000", "--steps", "12")
 
 
@@ -45,20 +58,27 @@ def test_a_target_alone_gives_a_draft_that_is_nearer_to_it_the_longer_it_learns(
     command: Command, pair: tuple[str, str], tmp_path: Path
 ) -> None:
     short, long = (
-        distilled(command, pair[0], tmp_path / steps, *SMALL, "--tokens", "12000", "--steps", steps, "--json").answers()[0]
+        distilled(
+            command, pair[0], tmp_path / steps, *SMALL, "--tokens", "12000", "--steps", steps, "--json"
+        ).answers()[0]
         for steps in ("1", "80")
     )
     assert long["divergence"] < 0.9 * short["divergence"]
     assert long["steps"] == 80 and long["tokens_written"] > 1000 and long["layers"] == [0]
     draft = read_draft(tmp_path / "80")
     assert draft.info.target == "target" and draft.tensor("model.layers.0.self_attn.q_proj.weight").shape == (32, 32)
-    assert str(tmp_path) not in (tmp_path / "80" / "README.md").read_text() + (tmp_path / "80" / "provenance.json").read_text()
+    assert (
+        str(tmp_path)
+        not in (tmp_path / "80" / "README.md").read_text() + (tmp_path / "80" / "provenance.json").read_text()
+    )
     for name in ("metrics.jsonl", "training.svg", "material-0.safetensors"):
         assert (tmp_path / "80" / "training" / name).stat().st_size > 0
 
 
 @pytest.mark.slow
-def test_a_run_killed_while_training_and_resumed_ends_as_one_that_was_not(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_run_killed_while_training_and_resumed_ends_as_one_that_was_not(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
     options = (*SMALL, "--tokens", "4000", "--steps", "400", "--checkpoint-seconds", "0.2")
     killed_in_training(pair[0], tmp_path / "killed", options)
     again = distilled(command, pair[0], tmp_path / "killed", *options, "--resume", "--json").answers()[0]
@@ -70,13 +90,17 @@ def test_a_run_killed_while_training_and_resumed_ends_as_one_that_was_not(comman
 def killed_in_training(target: str, out: Path, options: tuple[str, ...]) -> None:
     arguments = ["distill", "--target", target, "--layers", "1", "--out", str(out), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "specbranch.cli.main", *arguments], env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specbranch.cli.main", *arguments], env=environment, stderr=subprocess.DEVNULL
+    )
     until = time.monotonic() + 60
     while not (out / "training" / "checkpoint.safetensors").exists() and time.monotonic() < until:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (out / "training" / "checkpoint.safetensors").exists() and not (out / "config.json").exists(), "it was not killed in the middle"
+    assert (out / "training" / "checkpoint.safetensors").exists() and not (out / "config.json").exists(), (
+        "it was not killed in the middle"
+    )
 
 
 @pytest.mark.slow
@@ -91,7 +115,9 @@ def test_what_was_written_is_not_written_again(command: Command, pair: tuple[str
 
 
 @pytest.mark.slow
-def test_what_was_only_written_is_trained_on_later_by_its_folder(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_what_was_only_written_is_trained_on_later_by_its_folder(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
     written = distilled(command, pair[0], tmp_path / "text", *SHORT, "--only-write", "--json").answers()[0]
     assert not (tmp_path / "text" / "config.json").exists()
     again = (*SHORT, "--material", written["material"], "--start", "1", "--json")
@@ -100,7 +126,9 @@ def test_what_was_only_written_is_trained_on_later_by_its_folder(command: Comman
 
 
 @pytest.mark.slow
-def test_a_smaller_head_and_int8_and_own_prompts_are_taken(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_smaller_head_and_int8_and_own_prompts_are_taken(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("A branch is a guess\nSmile\n")
     more = ("--head-tokens", "50", "--storage", "int8", "--data", str(prompts))
@@ -148,8 +176,12 @@ def test_a_folder_of_another_run_or_target_is_refused(command: Command, pair: tu
     refusals: dict[str, Any] = {
         "holds a run already": distilled(command, pair[0], tmp_path, *SHORT),
         "was made for target": distilled(command, pair[1], tmp_path, *SHORT, "--resume"),
-        "other settings: tokens was 4000, now 5000": distilled(command, pair[0], tmp_path, *SMALL, "--tokens", "5000", "--resume"),
-        "steps was 12, now 13": distilled(command, pair[0], tmp_path, *SMALL, "--tokens", "4000", "--steps", "13", "--resume"),
+        "other settings: tokens was 4000, now 5000": distilled(
+            command, pair[0], tmp_path, *SMALL, "--tokens", "5000", "--resume"
+        ),
+        "steps was 12, now 13": distilled(
+            command, pair[0], tmp_path, *SMALL, "--tokens", "4000", "--steps", "13", "--resume"
+        ),
     }
     for words, done in refusals.items():
         assert done.code == 2 and words in done.err, done.err
@@ -183,7 +215,9 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unread")
-def test_a_folder_that_is_not_to_be_had_is_told_before_the_target_is_read(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_to_be_had_is_told_before_the_target_is_read(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "run.json").write_text("[")
     assert "run.json is damaged" in distilled(command, pair[0], tmp_path, *SHORT).err
@@ -218,14 +252,18 @@ def test_material_of_nothing_is_refused_and_that_of_another_target_told(
     assert "was written by elsewhere, not by target" in caplog.text
 
 
-def test_material_given_once_leaves_the_notes_of_the_writing(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_material_given_once_leaves_the_notes_of_the_writing(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
     written = distilled(command, pair[0], tmp_path, *SHORT, "--only-write", "--json").answers()[0]
     given = ("--material", written["material"], "--resume")
     assert distilled(command, pair[0], tmp_path, *SMALL, "--steps", "12", *given).code == 0
     assert distilled(command, pair[0], tmp_path, *SHORT, "--resume").code == 0
 
 
-def test_a_repository_around_an_installed_package_is_not_taken_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_around_an_installed_package_is_not_taken_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "-C", str(tmp_path), *who, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)

@@ -12,7 +12,9 @@ from in_process import Command
 def test_a_sound_pair_ends_with_0_and_a_recommendation(pair: tuple[str, str], command: Command) -> None:
     done = command("doctor", "--target", pair[0], "--draft", pair[1], "--device", "cpu")
     assert done.code == 0, done.out + done.err
-    assert all(line.split()[0] in ("ok", "note") for line in done.out.split("\n\n")[0].splitlines() if not line.startswith(" "))
+    assert all(
+        line.split()[0] in ("ok", "note") for line in done.out.split("\n\n")[0].splitlines() if not line.startswith(" ")
+    )
     assert "Predicted speed-up over plain decoding" in done.out and "--method " in done.out and "\x1b[" not in done.out
 
 
@@ -30,7 +32,9 @@ def test_a_problem_ends_with_1_and_says_what_to_do(
     assert {"level", "about", "said", "advice"} == told["findings"][0].keys()
 
 
-def test_colours_come_on_demand(tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+def test_colours_come_on_demand(
+    tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     monkeypatch.setenv("SPECBRANCH_CACHE", str(tmp_path))
     assert "\x1b[" in command("doctor", "--target", "smollm2-135m", "--draft", str(tiny_draft), "--colour").out
 

@@ -21,7 +21,9 @@ def evaluated(command: Command, target: str, draft: str, prompts: str, *more: st
     return command("draft-eval", "--target", target, "--draft", draft, "--prompts", prompts, *options, *more)
 
 
-def test_a_target_agrees_with_itself_and_a_disturbed_copy_less(command: Command, pair: tuple[str, str], prompts: str) -> None:
+def test_a_target_agrees_with_itself_and_a_disturbed_copy_less(
+    command: Command, pair: tuple[str, str], prompts: str
+) -> None:
     itself = json.loads(evaluated(command, pair[0], pair[0], prompts, "--json").out)
     other = json.loads(evaluated(command, *pair, prompts, "--json").out)
     assert itself["top1"] == itself["top3"] == 1.0
@@ -40,7 +42,9 @@ def test_the_table_says_the_same_as_the_json(command: Command, pair: tuple[str, 
     assert "2 prompts" in shown and "draft of 10:" in shown
 
 
-def test_a_missing_draft_or_file_is_a_sentence(command: Command, pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:
+def test_a_missing_draft_or_file_is_a_sentence(
+    command: Command, pair: tuple[str, str], prompts: str, tmp_path: Path
+) -> None:
     none = command("draft-eval", "--target", pair[0], "--prompts", prompts)
     assert none.code == 2 and "needs a draft" in none.err
     gone = evaluated(command, *pair, str(tmp_path / "gone.txt"))

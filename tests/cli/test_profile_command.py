@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from in_process import Command
 
+from specbranch.cli.profile import _verdict
 from specbranch.measure import pair as measure
 from specbranch.measure.pair import Compared
-from specbranch.cli.profile import _verdict
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +47,16 @@ def test_a_profile_says_how_both_models_are_stored(chosen: list[str], tmp_path: 
     file, weights = tmp_path / "mine.json", ("--weights", "int8", "--draft-weights", "int8", "--no-check")
     done = command("profile", *chosen, *weights, "--out", str(file))
     told = json.loads(file.read_text())["provenance"]
-    assert (told["weights"], told["draft_weights"]) == ("int8", "int8") and f"{told['dtype']}, target in int8, draft in int8" in done.out
+    assert (told["weights"], told["draft_weights"]) == (
+        "int8",
+        "int8",
+    ) and f"{told['dtype']}, target in int8, draft in int8" in done.out
 
 
 @pytest.mark.slow
-def test_side_by_side_says_how_much_they_slow_each_other_down(chosen: list[str], tmp_path: Path, command: Command) -> None:
+def test_side_by_side_says_how_much_they_slow_each_other_down(
+    chosen: list[str], tmp_path: Path, command: Command
+) -> None:
     done = command("profile", *chosen, "--out", str(tmp_path / "both.json"), "--executor", "process", "--no-check")
     assert done.code == 0 and "a draft step beside adds" in done.out and "How well" not in done.out
     assert "overlap" not in json.loads((tmp_path / "both.json").read_text())  # which is the default
@@ -69,7 +74,13 @@ def test_bad_input_is_a_sentence(chosen: list[str], tmp_path: Path, command: Com
 
 
 def test_the_verdict_tells_seconds_and_speed_ups_apart() -> None:
-    lines = _verdict([Compared("autoregressive", 4.0, 5.0, None), Compared("pearl", 2.0, 2.5, 0.1), Compared("adaptive", 2.0, 2.0, 0.0)])
+    lines = _verdict(
+        [
+            Compared("autoregressive", 4.0, 5.0, None),
+            Compared("pearl", 2.0, 2.5, 0.1),
+            Compared("adaptive", 2.0, 2.0, 0.0),
+        ]
+    )
     assert "+25.0%" in lines[2] and "once" in lines[2]
     assert "2.00       2.00   +0.0%   spread 10%" in lines[3]  # both a quarter too slow, so the gain is right
     assert lines[-1].strip() == "at worst +25% in seconds, for autoregressive, and +25% in speed-up, for adaptive"

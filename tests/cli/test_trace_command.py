@@ -36,7 +36,9 @@ def test_the_summary_agrees_with_itself_on_both_kinds_of_clock(models: list[str]
         assert sum(sum(one["drafted"].values()) for one in told["rounds"]) == told["stats"]["drafted"]
 
 
-def test_a_modelled_clock_gives_the_same_answer_and_the_same_times_every_time(models: list[str], command: Command) -> None:
+def test_a_modelled_clock_gives_the_same_answer_and_the_same_times_every_time(
+    models: list[str], command: Command
+) -> None:
     asked = ["trace", PROMPT, *models, "--max-tokens", "16", "--clock", "c10"]
     first, second = (command(*asked).out for _ in range(2))
     assert first == second and "modelled, not measured" in " ".join(first.split())
@@ -57,7 +59,10 @@ def test_all_files_are_written(models: list[str], tmp_path: Path, command: Comma
 def test_parts_of_the_planner_can_be_left_out(models: list[str], command: Command) -> None:
     asked = ["trace", PROMPT, *models, "--max-tokens", "24", "--clock", "c10", "--json"]
     (whole,), (less,) = (command(*asked, *more).answers() for more in ([], ["--without", "overlap, trees"]))
-    assert whole["times"]["both_at_work_seconds"] > 0 == less["times"]["both_at_work_seconds"] and whole["text"] == less["text"]
+    assert (
+        whole["times"]["both_at_work_seconds"] > 0 == less["times"]["both_at_work_seconds"]
+        and whole["text"] == less["text"]
+    )
     assert less["stats"]["rollback"]["tree_siblings"] == 0
     refused = command(*asked, "--without", "tree")
     assert refused.code == 2 and "Did you mean 'trees'" in refused.err
@@ -84,11 +89,15 @@ def test_bad_input_is_a_sentence(models: list[str], tmp_path: Path, command: Com
         assert done.code == 2 and said in done.err
 
 
-def test_a_profile_of_another_pair_is_refused_unless_forced(models: list[str], tmp_path: Path, command: Command) -> None:
+def test_a_profile_of_another_pair_is_refused_unless_forced(
+    models: list[str], tmp_path: Path, command: Command
+) -> None:
     from specbranch.sim.profile import CostProfile
 
     file = tmp_path / "other.json"
-    CostProfile(target=((1, 2.0),), draft=((1, 1.0),), pair="another one", target_identity="x", draft_identity="y").save(file)
+    CostProfile(
+        target=((1, 2.0),), draft=((1, 1.0),), pair="another one", target_identity="x", draft_identity="y"
+    ).save(file)
     refused = command("trace", PROMPT, *models, "--clock", str(file), "--max-tokens", "4")
     assert refused.code == 2 and "measured with another one" in refused.err and "--force-profile" in refused.err
     assert command("trace", PROMPT, *models, "--clock", str(file), "--max-tokens", "4", "--force-profile").code == 0

@@ -31,31 +31,45 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_pair_alone_gives_a_predictor_that_is_used(command: Command, pair: tuple[str, str], out: Path, models: list[str]) -> None:
+def test_a_pair_alone_gives_a_predictor_that_is_used(
+    command: Command, pair: tuple[str, str], out: Path, models: list[str]
+) -> None:
     told = json.loads(trained(command, pair, out, *WRITING, *QUICK, "--json").out)
-    assert told["rounds"] > 20 and 0 <= told["accuracy"] <= 1 and set(told["rivals"]) >= {"H-RAD", "confidence", "last length", "hybrid"}
+    assert (
+        told["rounds"] > 20
+        and 0 <= told["accuracy"] <= 1
+        and set(told["rivals"]) >= {"H-RAD", "confidence", "last length", "hybrid"}
+    )
     about = Predictor.load(out).about
     assert (about.longest, about.layers, about.hidden, about.target) == (6, 2, 32, "target")
     assert about.provenance["rounds_learned"] > about.provenance["rounds_judged"] > 0
     assert "<svg" in (out / "report.svg").read_text() and str(out.parent) not in (out / "predictor.json").read_text()
-    done = command("generate", *models, "--policy", "paper", "--predictor", str(out), "--max-tokens", "20", "--json", "A branch")
+    done = command(
+        "generate", *models, "--policy", "paper", "--predictor", str(out), "--max-tokens", "20", "--json", "A branch"
+    )
     plain = command("generate", *models, "--method", "autoregressive", "--max-tokens", "20", "--json", "A branch")
     assert "confidence alone" not in done.err
     assert done.answers()[0]["token_ids"] == plain.answers()[0]["token_ids"]
 
 
 @pytest.mark.slow
-def test_what_was_written_once_serves_again_and_gives_the_same(command: Command, pair: tuple[str, str], out: Path, tmp_path: Path) -> None:
+def test_what_was_written_once_serves_again_and_gives_the_same(
+    command: Command, pair: tuple[str, str], out: Path, tmp_path: Path
+) -> None:
     material = out / "material.safetensors"
     if not material.exists():
         trained(command, pair, out, *WRITING, *QUICK)
-    shown = [trained(command, pair, tmp_path / name, "--material", str(material), *QUICK).out for name in ("one", "two")]
+    shown = [
+        trained(command, pair, tmp_path / name, "--material", str(material), *QUICK).out for name in ("one", "two")
+    ]
     weights = [(tmp_path / name / "predictor.safetensors").read_bytes() for name in ("one", "two")]
     assert weights[0] == weights[1]
     assert "told rightly" in shown[0] and "nats a round" in shown[0] and "rounds were learned from" in shown[0]
 
 
-def test_a_text_that_was_written_is_what_the_target_says_greedily(command: Command, pair: tuple[str, str], out: Path) -> None:
+def test_a_text_that_was_written_is_what_the_target_says_greedily(
+    command: Command, pair: tuple[str, str], out: Path
+) -> None:
     from specbranch import LLM
 
     if not (out / "material.safetensors").exists():
@@ -64,7 +78,9 @@ def test_a_text_that_was_written_is_what_the_target_says_greedily(command: Comma
     with LLM(pair[0], device="cpu", method="autoregressive") as llm:
         for index in range(0, len(material), max(len(material) // 6, 1)):
             tokens, answer = material.sequence(index), int(material.answers[index])
-            again = llm.generate([tokens[:answer]], {"max_tokens": len(tokens) - answer, "ignore_eos": True})[0].token_ids
+            again = llm.generate([tokens[:answer]], {"max_tokens": len(tokens) - answer, "ignore_eos": True})[
+                0
+            ].token_ids
             assert list(again) == tokens[answer:]
 
 
@@ -86,7 +102,9 @@ def test_what_cannot_be_done_is_a_sentence(
 
 
 @pytest.mark.slow
-def test_material_with_sampled_answers_or_of_another_target_is_refused(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
+def test_material_with_sampled_answers_or_of_another_target_is_refused(
+    command: Command, pair: tuple[str, str], tmp_path: Path
+) -> None:
     writing = ("--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--tokens", "2000", "--only-write")
     command("distill", "--target", pair[0], "--layers", "1", "--out", str(tmp_path / "sampled"), *writing)
     sampled = trained(command, pair, tmp_path / "out", "--material", str(tmp_path / "sampled" / "training"), *QUICK)

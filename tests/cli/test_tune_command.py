@@ -10,8 +10,8 @@ import pytest
 from in_process import Command
 
 from specbranch import LLM, SpeculativeConfig
-from specbranch.replay.record import Record
 from specbranch.bench.tuning import Tuner
+from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -22,10 +22,21 @@ SOME = ("--methods", "speculative,specbranch", "--trials", "6", "--max-tokens", 
 @pytest.fixture
 def asked(tmp_path: Path) -> list[str]:
     """A question that is quickly answered: two prompts, a folder of its own."""
-    lines = [{"question_id": at, "category": "x", "turns": [words]} for at, words in enumerate(("A branch is a guess", "Smile"))]
+    lines = [
+        {"question_id": at, "category": "x", "turns": [words]}
+        for at, words in enumerate(("A branch is a guess", "Smile"))
+    ]
     prompts = tmp_path / "few.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return ["tune", "--prompts", str(prompts), "--records", str(tmp_path / "lab"), "--out", str(tmp_path / "tuned.json")]
+    return [
+        "tune",
+        "--prompts",
+        str(prompts),
+        "--records",
+        str(tmp_path / "lab"),
+        "--out",
+        str(tmp_path / "tuned.json"),
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +82,9 @@ def test_another_policy_is_told_and_written(command: Command, asked: list[str], 
 def test_options_beside_a_config_win(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "own.json"
     file.write_text(json.dumps({"method": "pearl", "num_speculative_tokens": 3}))
-    (answer,) = command("generate", "A branch", "--config", str(file), "--method", "speculative", *SMALL, "--json").answers()
+    (answer,) = command(
+        "generate", "A branch", "--config", str(file), "--method", "speculative", *SMALL, "--json"
+    ).answers()
     assert answer["method"] == "speculative"
 
 
@@ -80,7 +93,10 @@ def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str]
     table = command(*asked, *options).out
     told = json.loads(command(*asked, *options, "--json").out)
     assert [row["method"] for row in told["methods"]] == ["autoregressive", "speculative", "specbranch"]
-    assert told["methods"][0]["speedup"] == 1.0 and 1 < len(told["methods"][1]["tried"]) <= told["methods"][1]["looked_at"] <= 12
+    assert (
+        told["methods"][0]["speedup"] == 1.0
+        and 1 < len(told["methods"][1]["tried"]) <= told["methods"][1]["looked_at"] <= 12
+    )
     best = max(told["methods"], key=lambda row: row["speedup"])
     assert told["best"]["method"] == best["method"] and told["best"]["tuned_for"]["speedup"] == best["speedup"]
     for row in told["methods"]:
@@ -88,7 +104,11 @@ def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str]
 
 
 def test_where_nothing_pays_plain_decoding_is_written(command: Command, asked: list[str], tmp_path: Path) -> None:
-    methods = ("--methods", "speculative,tree,specbranch:confidence", *SOME[2:])  # specbranch has the text itself to draw on
+    methods = (
+        "--methods",
+        "speculative,tree,specbranch:confidence",
+        *SOME[2:],
+    )  # specbranch has the text itself to draw on
     done = command(*asked, "--profile", profile(tmp_path, 5.0, overlap=False), *methods)
     assert done.code == 0 and "Nothing tried is faster than plain decoding" in done.out
     assert json.loads((tmp_path / "tuned.json").read_text())["method"] == "autoregressive"
@@ -117,7 +137,11 @@ def test_ctrl_c_keeps_the_best_so_far_and_says_so(
     done = command(*asked, "--profile", profile(tmp_path, 0.01), *SOME)
     assert done.code == 130 and "Interrupted: this is the best of what was tried" in done.out
     written = json.loads((tmp_path / "tuned.json").read_text())
-    assert written["method"] == "speculative" and written["num_speculative_tokens"] <= 2 and written["tuned_for"]["complete"] is False
+    assert (
+        written["method"] == "speculative"
+        and written["num_speculative_tokens"] <= 2
+        and written["tuned_for"]["complete"] is False
+    )
 
 
 def test_ctrl_c_before_anything_was_found_writes_nothing(
@@ -131,7 +155,9 @@ def test_ctrl_c_before_anything_was_found_writes_nothing(
     assert done.code == 130 and not (tmp_path / "tuned.json").exists()
 
 
-def test_a_config_of_another_pair_is_used_with_one_line_of_warning(command: Command, tmp_path: Path, pair: tuple[str, str]) -> None:
+def test_a_config_of_another_pair_is_used_with_one_line_of_warning(
+    command: Command, tmp_path: Path, pair: tuple[str, str]
+) -> None:
     file = tmp_path / "tuned.json"
     tuned = {"pair": "another", "target_identity": "0", "draft_identity": "1"}
     file.write_text(json.dumps({"method": "pearl", "num_speculative_tokens": 3, "tuned_for": tuned}))
@@ -140,7 +166,9 @@ def test_a_config_of_another_pair_is_used_with_one_line_of_warning(command: Comm
     assert done.err.count("\n") == 1 and "tuned for another pair (another)" in done.err
 
 
-def test_a_config_for_models_side_by_side_says_so_where_they_take_turns(command: Command, asked: list[str], tmp_path: Path) -> None:
+def test_a_config_for_models_side_by_side_says_so_where_they_take_turns(
+    command: Command, asked: list[str], tmp_path: Path
+) -> None:
     assert command(*asked, "--profile", profile(tmp_path, 0.01), *SOME).code == 0
     assert "here they take turns" in command("generate", "A", "--config", str(tmp_path / "tuned.json"), *SMALL).err
     beside = command("trace", "A", "--config", str(tmp_path / "tuned.json"), "--clock", "c10", *SMALL)
@@ -201,4 +229,7 @@ def test_a_profile_of_another_pair_is_refused_unless_forced(command: Command, as
     other = profile(tmp_path, 0.01, target_identity="0" * 64, pair="another")
     refused = command(*asked, "--profile", other, "--methods", "speculative", "--max-tokens", "16")
     assert refused.code == 2 and "--force-profile" in refused.err
-    assert command(*asked, "--profile", other, "--methods", "speculative", "--max-tokens", "16", "--force-profile").code == 0
+    assert (
+        command(*asked, "--profile", other, "--methods", "speculative", "--max-tokens", "16", "--force-profile").code
+        == 0
+    )

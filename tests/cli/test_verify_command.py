@@ -51,7 +51,18 @@ def test_a_margin_that_does_not_exist_is_null(answer: dict[str, Any], tmp_path: 
 
 
 def test_an_answer_is_verified_as_it_was_made(pair: tuple[str, str], tmp_path: Path, command: Command) -> None:
-    made = ["--target", pair[0], "--device", "cpu", "--dtype", "float64", "--context-length", "40", "--runner", "transformers"]
+    made = [
+        "--target",
+        pair[0],
+        "--device",
+        "cpu",
+        "--dtype",
+        "float64",
+        "--context-length",
+        "40",
+        "--runner",
+        "transformers",
+    ]
     (answer,) = command("generate", PROMPT, *made, "--ignore-eos", "--json").answers()
     assert len(answer["prompt_token_ids"]) + len(answer["token_ids"]) == 40
     assert (answer["context_length"], answer["dtype"], answer["weights"]) == (40, "float64", "float64")
@@ -62,16 +73,22 @@ def test_an_answer_is_verified_as_it_was_made(pair: tuple[str, str], tmp_path: P
     assert longer.code == 1 and record(longer.out)["position"] == len(answer["token_ids"])
 
 
-def test_an_answer_of_stored_weights_is_verified_with_these(models: list[str], tmp_path: Path, command: Command) -> None:
+def test_an_answer_of_stored_weights_is_verified_with_these(
+    models: list[str], tmp_path: Path, command: Command
+) -> None:
     options = ("--weights", "int8", "--temperature", "1", "--seed", "4", "--max-tokens", "60", "--ignore-eos", "--json")
     (answer,) = command("generate", PROMPT, *models, *options).answers()
     assert (answer["dtype"], answer["weights"]) == ("float64", "int8")
     assert command("verify", saved(answer, tmp_path), "--device", "cpu").code == 0
-    assert command("verify", saved({**answer, "weights": None}, tmp_path), "--device", "cpu").code == 1, "int8 is another model"
+    assert command("verify", saved({**answer, "weights": None}, tmp_path), "--device", "cpu").code == 1, (
+        "int8 is another model"
+    )
     assert command("verify", saved({**answer, "weights": 8}, tmp_path), "--device", "cpu").code == 2
 
 
-def test_the_saved_circumstances_reach_the_model(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+def test_the_saved_circumstances_reach_the_model(
+    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     from specbranch import engine
     from specbranch.errors import ModelError
 
@@ -99,7 +116,9 @@ def test_a_biased_answer_verifies(models: list[str], command: Command) -> None:
     assert command("verify", "-", "--device", "cpu", stdin=done.out).code == 0
 
 
-def test_a_line_separator_inside_an_answer_ends_no_line(answer: dict[str, Any], tmp_path: Path, command: Command) -> None:
+def test_a_line_separator_inside_an_answer_ends_no_line(
+    answer: dict[str, Any], tmp_path: Path, command: Command
+) -> None:
     answer["text"] = "one\u2028two\x85three"
     assert command("verify", saved(answer, tmp_path), "--device", "cpu").code == 0
 

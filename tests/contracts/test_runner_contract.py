@@ -1,7 +1,9 @@
-"""One contract for every Runner: whatever is opened, extended, fed, kept and closed, each row is that of its own tokens alone.
+"""One contract for every Runner: whatever is opened, extended, fed, kept and closed, each row is that of its own tokens
+alone.
 
-The reference is a list of lists: a prefix, and nodes that name their parents. It recomputes a row from the tokens of its path, without
-any cache. Rows must stay valid as long as their node lives, so all live ones are checked again after every step.
+The reference is a list of lists: a prefix, and nodes that name their parents. It recomputes a row from the tokens of
+its path, without any cache. Rows must stay valid as long as their node lives, so all live ones are checked again after
+every step.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ def native(folder: Path) -> Subject:
 def transformers_runner(folder: Path) -> Subject:
     module = pytest.importorskip("specbranch.models.transformers_runner")
     model = saved_model(folder)
-    return Subject(module.load_transformers(folder, context_length=CONTEXT, tail=TAIL), by_plain_forward(model), 2e-4, as_numbers)
+    return Subject(
+        module.load_transformers(folder, context_length=CONTEXT, tail=TAIL), by_plain_forward(model), 2e-4, as_numbers
+    )
 
 
 SUBJECTS = {"toy": toy, "native": native, "transformers": transformers_runner}
@@ -123,7 +127,9 @@ class Exercise:
     def run(self, steps: int) -> None:
         self.open()
         for _ in range(steps):
-            self.rng.choices([self.open, self.close, self.extend, self.feed, self.keep, self.rewind], [1, 0.4, 1, 5, 3, 0.4])[0]()
+            self.rng.choices(
+                [self.open, self.close, self.extend, self.feed, self.keep, self.rewind], [1, 0.4, 1, 5, 3, 0.4]
+            )[0]()
             self.check()
         for seq in list(self.held):
             self.runner.close(seq)
@@ -218,7 +224,9 @@ class Exercise:
         room = min(TAIL - len(held.tokens), CONTEXT - len(held.prefix) - len(held.tokens))
         count = min(self.rng.choice([1, 1, 2, 3, 6]), room)
         start, chain = len(held.tokens), self.rng.random() < 0.4
-        parents = [start + i - 1 if chain and (start + i) else self.rng.randint(ROOT, start + i - 1) for i in range(count)]
+        parents = [
+            start + i - 1 if chain and (start + i) else self.rng.randint(ROOT, start + i - 1) for i in range(count)
+        ]
         return Feed(seq, tuple(self.some_tokens(count)), tuple(parents))
 
 
@@ -332,7 +340,9 @@ class ForgetsToReset(ToyRunner):
         self._states[seq] = [7]
 
 
-@pytest.mark.parametrize("fault", [MovesNothing, SeesTheNodeBefore, CommitsOneLess, ReusesItsRows, LosesTheSecondSequence, ForgetsToReset])
+@pytest.mark.parametrize(
+    "fault", [MovesNothing, SeesTheNodeBefore, CommitsOneLess, ReusesItsRows, LosesTheSecondSequence, ForgetsToReset]
+)
 def test_a_faulty_runner_breaks_the_contract(fault: type[ToyRunner]) -> None:
     law = ToyLaw(vocabulary=9, sharpness=2.0)
     faulty = Subject(fault(law, CONTEXT, TAIL), lambda tokens: list(law.logits_of(tokens)), 0.0)

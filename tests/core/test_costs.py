@@ -43,7 +43,10 @@ def test_times_are_booked_under_the_rows_of_all_sessions(sessions: int, method: 
 
 
 def test_a_round_is_observed_once_however_many_take_part() -> None:
-    rounds = {sessions: sum(map(len, learned_in_company(sessions, "autoregressive").times["target"].values())) for sessions in (1, 8)}
+    rounds = {
+        sessions: sum(map(len, learned_in_company(sessions, "autoregressive").times["target"].values()))
+        for sessions in (1, 8)
+    }
     assert rounds[1] == rounds[8] > 10
 
 
@@ -51,7 +54,9 @@ def test_reading_a_prompt_is_no_round() -> None:
     costs = LearnedCosts()
     loop = Loop(serial(0.2), costs=costs)
     session = Case((1, 2, 3) * 4, 0.0, 0, Ending("one", max_tokens=1)).session(next_number())
-    loop.join(session, METHODS["autoregressive"].start(session, SpeculativeConfig(method="autoregressive"), Experience()))
+    loop.join(
+        session, METHODS["autoregressive"].start(session, SpeculativeConfig(method="autoregressive"), Experience())
+    )
     run_out(loop)
     assert not costs.knows_target
 
@@ -89,7 +94,9 @@ def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
     for _ in range(4):
         costs.observe({0: Orders(grow)}, {0: Reports(tree=tree, drafting=Span(0.0, 4.0))})
         costs.observe({0: Orders(verify=verify)}, {0: Reports(verifying=Span(4.0, 14.0, 1))})
-        costs.observe({0: Orders(grow, verify)}, {0: Reports(tree=tree, drafting=Span(14.0, 22.0), verifying=Span(14.0, 26.0, 1))})
+        costs.observe(
+            {0: Orders(grow, verify)}, {0: Reports(tree=tree, drafting=Span(14.0, 22.0), verifying=Span(14.0, 26.0, 1))}
+        )
     assert (costs.draft_seconds(1), costs.target_seconds(1)) == (2.0, 10.0)
     assert (costs.draft_slow_down, costs.slow_down) == (2.0, 1.0)
 

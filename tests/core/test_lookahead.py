@@ -1,4 +1,5 @@
-"""Lookahead decoding: the window is the published pattern as a tree, Jacobi iterations come to the target's text, the pool speeds it up."""
+"""Lookahead decoding: the window is the published pattern as a tree, Jacobi iterations come to the target's text,
+the pool speeds it up."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from specbranch.config import MOST_NODES, NGRAMS, SpeculativeConfig
-from specbranch.core.lookahead import Pool, Window
+from specbranch.core.lookahead import NgramPool, Window
 from specbranch.core.orders import Aside
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.exec.serial import Serial
@@ -21,7 +22,9 @@ FAR = 1000
 
 
 def config(window: int, ngram: int, candidates: int) -> SpeculativeConfig:
-    return SpeculativeConfig(method="lookahead", lookahead_window=window, lookahead_ngram=ngram, lookahead_candidates=candidates)
+    return SpeculativeConfig(
+        method="lookahead", lookahead_window=window, lookahead_ngram=ngram, lookahead_candidates=candidates
+    )
 
 
 def filled(width: int, size: int) -> Window:
@@ -38,13 +41,16 @@ def line(aside: Aside, node: int) -> list[int]:
 
 
 def test_a_full_window_is_the_published_pattern() -> None:
-    # Figure 3 of the paper, W = 5, N = 4: the newest row's last token sees its column, the oldest row up to it, and the text.
+    # Figure 3 of the paper, W = 5, N = 4: the newest row's last token sees its column, the oldest row up to it, and the
+    # text.
     aside = filled(5, 4).aside(FAR)
     assert len(aside.tokens) == 3 * 5 - 1 and len(aside.told) == 5
     lines = [line(aside, node) for node in aside.told]
     assert [[token // 100 for token in one] for one in lines] == [[0] * column + [1, 2] for column in range(5)]
     assert [aside.depth(node) for node in aside.told] == [2, 3, 4, 5, 6]
-    assert len({tuple(one[:column]) for column, one in enumerate(lines)}) == 5 and lines[-1][:4] == list(aside.tokens[:4])
+    assert len({tuple(one[:column]) for column, one in enumerate(lines)}) == 5 and lines[-1][:4] == list(
+        aside.tokens[:4]
+    )
 
 
 @pytest.mark.parametrize(("width", "size"), [(5, 4), (1, 3), (2, 3), (1, 6), (15, 5), (7, 16)])
@@ -74,14 +80,14 @@ def test_near_the_limit_the_window_narrows_and_goes_no_deeper() -> None:
 
 
 def test_the_pool_keeps_the_ngrams_met_last() -> None:
-    pool = Pool(2)
+    pool = NgramPool(2)
     pool.add([(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7), (2, 2, 2)])
     assert len(pool) == 3 and len(pool.tree(8, 9)) == 0
     assert [(node.token, node.parent) for node in pool.tree(1, 9).nodes] == [(6, ROOT), (7, 0), (2, ROOT), (3, 2)]
 
 
 def test_candidates_that_begin_alike_share_nodes_and_are_cut_at_the_limit() -> None:
-    pool = Pool(5)
+    pool = NgramPool(5)
     pool.add([(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 6, 6)])
     assert [(node.token, node.parent, node.depth) for node in pool.tree(1, 9).nodes] == [
         *((2, ROOT, 1), (6, 0, 2), (6, 1, 3), (3, 0, 2), (5, 3, 3), (4, 3, 3)),
@@ -121,7 +127,12 @@ def test_a_target_that_forgets_comes_to_its_own_ngrams_whatever_the_first_guesse
     found = rounds(law, text, [7, 2, 9, 4, 0, 3], 5, 12)
     assert [len(grams) for grams in found] == [0] * 3 + [4] * 9
     # the first column's first token was a guess, too, when what follows it was said; now it is the text's own
-    said = [(gram[at - 2 : at], gram[at]) for grams in found for column, gram in enumerate(grams) for at in range(2 + (not column), 5)]
+    said = [
+        (gram[at - 2 : at], gram[at])
+        for grams in found
+        for column, gram in enumerate(grams)
+        for at in range(2 + (not column), 5)
+    ]
     assert all(token == after(before, law) for before, token in said) and len(set(said)) > 20
 
 
@@ -147,13 +158,17 @@ def repetitive(case: Case, settings: SpeculativeConfig, law: ToyLaw) -> tuple[in
 
 def test_on_a_repetitive_text_nearly_every_round_brings_a_whole_ngram() -> None:
     case = Case((1, 5), 0.0, 0, Ending("long", max_tokens=400))
-    accepted, drafted, each = repetitive(case, config(8, 5, 8), Knit(5))  # 25 pairs of tokens at most before it repeats itself
+    accepted, drafted, each = repetitive(
+        case, config(8, 5, 8), Knit(5)
+    )  # 25 pairs of tokens at most before it repeats itself
     assert accepted > 280 and drafted >= accepted and 4.0 < each <= 5.0
 
 
 def test_longer_ngrams_wider_windows_and_more_candidates_bring_more() -> None:
     case, law = Case((1, 5, 2), 0.0, 0, Ending("long", max_tokens=300)), ToyLaw(vocabulary=3)
-    small, *others = (repetitive(case, config(*sizes), law)[2] for sizes in ((2, 3, 2), (8, 3, 2), (2, 3, 8), (8, 5, 8)))
+    small, *others = (
+        repetitive(case, config(*sizes), law)[2] for sizes in ((2, 3, 2), (8, 3, 2), (2, 3, 8), (8, 5, 8))
+    )
     assert small > 1.2 and others[-1] == max(others) and others[-1] > 1.2 * small
 
 

@@ -40,7 +40,9 @@ def test_a_session_whose_counting_fails_ends_alone_and_frees_what_it_held() -> N
         session = Case((seed, 1, 2), 0.0, seed, Ending("long", max_tokens=40)).session(next_number())
         if seed == 1:
             session.stats = Broken()
-        loop.join(session, METHODS["specbranch"].start(session, SpeculativeConfig(method="specbranch"), Timeless(PROFILE)))
+        loop.join(
+            session, METHODS["specbranch"].start(session, SpeculativeConfig(method="specbranch"), Timeless(PROFILE))
+        )
         sessions.append(session)
     run_out(loop)
     assert [session.finished for session in sessions] == ["length", "error", "length"]

@@ -1,4 +1,5 @@
-"""The shared noise: one hash for every kind of integer, independent neighbours, and a transform that is right for rare tokens.
+"""The shared noise: one hash for every kind of integer, independent neighbours, and a transform that is right for rare
+tokens.
 
 The transform is checked by a sum over its whole grid, not by sampling: 1e-7 is out of reach of any sample.
 """
@@ -101,7 +102,9 @@ def test_noise_ranks_of_neighbours_are_independent(step: str) -> None:
     assert independence(*ranks(keys, STEPS[step])) > SOUND
 
 
-@pytest.mark.parametrize("step", [name for name, step in STEPS.items() if step[3] == 0])  # a shifted row has tokens in common
+@pytest.mark.parametrize(
+    "step", [name for name, step in STEPS.items() if step[3] == 0]
+)  # a shifted row has tokens in common
 def test_tokens_drawn_at_neighbouring_places_are_independent(step: str) -> None:
     assert independence(*winners(keys, STEPS[step])) > SOUND
 
@@ -120,7 +123,15 @@ def test_uniforms_of_neighbouring_decisions_are_independent() -> None:
     def eighths(*what: object) -> list[int]:
         return [int(8 * uniform(seed, *what)) for seed in range(4000)]  # type: ignore[arg-type]
 
-    decisions = [(0, 5, "draft"), (0, 5, "accept"), (0, 5, "accept", 1), (0, 5, "residual"), (0, 5, "own"), (0, 6, "own"), (1, 6, "own")]
+    decisions = [
+        (0, 5, "draft"),
+        (0, 5, "accept"),
+        (0, 5, "accept", 1),
+        (0, 5, "residual"),
+        (0, 5, "own"),
+        (0, 6, "own"),
+        (1, 6, "own"),
+    ]
     for one, other in pairwise(decisions):
         assert independence(eighths(*one), eighths(*other)) > SOUND
     here = eighths(0, 5, "accept")
@@ -145,14 +156,17 @@ def grid_survivors(x: np.ndarray) -> np.ndarray:
 
 
 def chance_of_winning(p: float, exponentials: np.ndarray, weight: float) -> tuple[float, float]:
-    """P(a token of probability p wins against the rest), by its lowest exponentials in rising order, and a bound on what is left out."""
+    """P(a token of probability p wins against the rest), by its lowest exponentials in rising order, and a bound on
+    what is left out."""
     wins = grid_survivors(exponentials * (1.0 - p) / p)
     return float(wins.sum() * weight), float(wins[-1])
 
 
 def test_array_form_of_the_transform_is_the_transform() -> None:
     bits = [0, 1, 2, 429, 429_496, 2**31, MASK - 1, MASK]
-    assert grid_exponential(np.array(bits, dtype=np.float64)) == pytest.approx([exponential(b) for b in bits], rel=1e-14)
+    assert grid_exponential(np.array(bits, dtype=np.float64)) == pytest.approx(
+        [exponential(b) for b in bits], rel=1e-14
+    )
 
 
 def test_transform_is_finite_and_positive_at_both_ends() -> None:

@@ -76,7 +76,9 @@ def test_entropy_learns_nothing_from_a_round_without_a_proposal() -> None:
         ("pearl", "confidence", Confidence),
     ],
 )
-def test_a_method_brings_its_own_policy_unless_another_is_asked_for(method: str, asked: str | None, kind: type[Fixed]) -> None:
+def test_a_method_brings_its_own_policy_unless_another_is_asked_for(
+    method: str, asked: str | None, kind: type[Fixed]
+) -> None:
     config = SpeculativeConfig.from_dict({"method": method, "policy": asked, "num_speculative_tokens": 7})
     policy = make_policy(config, METHODS[method].policy, METHODS[method].heads)
     assert type(policy) is kind
@@ -100,7 +102,8 @@ def test_only_the_branch_that_presumed_the_very_outcome_matches() -> None:
 
 def test_an_unknown_method_is_a_sentence_with_the_nearest_name() -> None:
     with pytest.raises(
-        BadParameter, match=r"Unknown method 'specbranc'\. Did you mean 'specbranch'\? Known: adaptive, auto, autoregressive"
+        BadParameter,
+        match=r"Unknown method 'specbranc'\. Did you mean 'specbranch'\? Known: adaptive, auto, autoregressive",
     ):
         find_method("specbranc", has_draft=True)
 
@@ -126,12 +129,18 @@ def test_a_paper_policy_keeps_by_hard_signals_and_by_confidence_between_them() -
     drafted = branch(0.9, 0.2, 0.9)
     kept = {signal: heard(Paper(3, 0.5), told(0, 0, signal)).trim(drafted).tokens for signal in (NONE, SOME, ALL)}
     assert [len(kept[signal]) for signal in (NONE, SOME, ALL)] == [0, 1, 3]
-    assert heard(Paper(3, 0.5), None).trim(drafted) == heard(Paper(3, 0.5), told(0, 0)).trim(drafted) == drafted.cut(0, 1)
+    assert (
+        heard(Paper(3, 0.5), None).trim(drafted) == heard(Paper(3, 0.5), told(0, 0)).trim(drafted) == drafted.cut(0, 1)
+    )
     assert len(heard(Paper(3, 0.5, hrad=False), told(0, 0, ALL)).trim(drafted).tokens) == 1
 
 
 def test_a_paper_policy_drafts_nothing_where_nothing_would_be_taken_and_does_not_stop_where_all_would() -> None:
-    assert [heard(Paper(3, 0.5), told(0, 0, signal)).chain() for signal in (NONE, SOME, ALL)] == [Plan(0), Plan(3, stop_below=0.5), Plan(3)]
+    assert [heard(Paper(3, 0.5), told(0, 0, signal)).chain() for signal in (NONE, SOME, ALL)] == [
+        Plan(0),
+        Plan(3, stop_below=0.5),
+        Plan(3),
+    ]
 
 
 def test_without_posterior_drafting_a_survivor_is_judged_by_the_signal_before_and_a_fresh_chain_is_not() -> None:

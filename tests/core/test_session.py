@@ -140,7 +140,8 @@ def test_a_context_can_be_told_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "pending", "asked", "ordered"), [(20, 0, 5, 5), (4, 0, 5, 3), (4, 2, 5, 1), (4, 3, 5, None), (1, 0, 5, None)]
+    ("max_tokens", "pending", "asked", "ordered"),
+    [(20, 0, 5, 5), (4, 0, 5, 3), (4, 2, 5, 1), (4, 3, 5, None), (1, 0, 5, None)],
 )
 def test_no_order_reaches_beyond_the_limit(max_tokens: int, pending: int, asked: int, ordered: int | None) -> None:
     draft = session(max_tokens=max_tokens).draft(Plan(asked), chain(*range(pending)))

@@ -1,4 +1,5 @@
-"""Slots against a list of lists: whatever is extended, grown, forked, truncated, committed and dropped, both tell the same."""
+"""Slots against a list of lists: whatever is extended, grown, forked, truncated, committed and dropped, both tell
+the same."""
 
 from __future__ import annotations
 
@@ -185,7 +186,8 @@ def test_a_full_tail_is_a_sentence_that_says_what_to_do() -> None:
     with pytest.raises(CacheFull) as caught:
         grown().grow([1] * 6, [ROOT] * 6)
     assert str(caught.value) == (
-        "Need 6 cache slots, 5 free (capacity 20, tail 8). Lower max_tokens or num_speculative_tokens, or raise context_length."
+        "Need 6 cache slots, 5 free (capacity 20, tail 8). Lower max_tokens or num_speculative_tokens, or raise "
+        "context_length."
     )
 
 

@@ -124,7 +124,13 @@ def test_the_summary_follows_the_definitions() -> None:
 
 def test_rates_of_nothing_are_nothing() -> None:
     summary = Stats(emitted=1).summary()
-    for name in ("tokens_per_second", "tokens_per_forward", "rollback_rate", "branch_hit_rate", "end_to_end_tokens_per_second"):
+    for name in (
+        "tokens_per_second",
+        "tokens_per_forward",
+        "rollback_rate",
+        "branch_hit_rate",
+        "end_to_end_tokens_per_second",
+    ):
         assert summary[name] is None
 
 
@@ -134,8 +140,18 @@ def spans(draft: tuple[float, float] | None, target: tuple[float, float] | None)
 
 def test_time_is_the_drafts_the_targets_both_ones_or_the_hosts() -> None:
     stats = Stats(first_token=10.0, finished=20.0)
-    for reports in (spans((10.0, 11.0), None), spans((11.5, 13.5), (12.0, 15.0)), spans((15.0, 16.0), (16.0, 19.0)), spans(None, None)):
+    for reports in (
+        spans((10.0, 11.0), None),
+        spans((11.5, 13.5), (12.0, 15.0)),
+        spans((15.0, 16.0), (16.0, 19.0)),
+        spans(None, None),
+    ):
         stats.clock(reports)
     told = stats.summary()
-    assert (stats.draft_busy, stats.target_busy, told["both_busy_seconds"], told["rounds_beside"]) == (4.0, 6.0, 1.5, 2)
+    assert (stats.draft_busy, stats.target_busy, told["both_busy_seconds"], told["rounds_overlapped"]) == (
+        4.0,
+        6.0,
+        1.5,
+        2,
+    )
     assert told["host_seconds"] == 1.5 and told["draft_idle_seconds"] == 6.0 and told["target_idle_seconds"] == 4.0

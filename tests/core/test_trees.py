@@ -19,9 +19,9 @@ from specbranch.core.trees import (
     NO_TREE,
     OTHER,
     UNREAD,
+    GrowingTree,
     Growth,
     Node,
-    Sapling,
     Tree,
     below,
     chosen,
@@ -36,17 +36,17 @@ CHANCES = Experience().insight.chances()
 GROWTH = Growth((0.1, 0.1, 0.1), CHANCES, worth=1.0)
 
 
-def grown() -> Sapling:
+def grown() -> GrowingTree:
     """Two tokens after the text, 10 and 11; after 10 come 20 and 21."""
-    sapling = Sapling(NO_TREE)
-    sapling.sprout(ROOT, GROWTH, (10, 11), (0.8, 0.15))
-    sapling.feed([0])
-    sapling.sprout(0, GROWTH, (20, 21), (0.6, 0.3))
-    return sapling
+    growing = GrowingTree(NO_TREE)
+    growing.add_candidates(ROOT, GROWTH, (10, 11), (0.8, 0.15))
+    growing.feed([0])
+    growing.add_candidates(0, GROWTH, (20, 21), (0.6, 0.3))
+    return growing
 
 
-def numbers(sapling: Sapling, growth: Growth) -> list[int]:
-    return [n for n, _ in sapling.thirsty(growth)]
+def numbers(growing: GrowingTree, growth: Growth) -> list[int]:
+    return [n for n, _ in growing.readable(growth)]
 
 
 def numbers_of(tree: Tree) -> list[tuple[int, int]]:
@@ -61,7 +61,11 @@ def made(shape: list[tuple[int, float, bool]]) -> Tree:
     for at, (above, chance, fed) in enumerate(shape):
         parent = min(above, at - 1)
         over = nodes[parent] if parent != ROOT else None
-        nodes.append(Node(100 + at, parent, chance, chance * (over.reach if over else 1.0), over.depth + 1 if over else 1, fed=fed))
+        nodes.append(
+            Node(
+                100 + at, parent, chance, chance * (over.reach if over else 1.0), over.depth + 1 if over else 1, fed=fed
+            )
+        )
     return Tree(tuple(nodes), True)
 
 
@@ -74,61 +78,65 @@ def test_reach_is_the_product_of_chances_on_the_way() -> None:
 
 
 def test_what_is_hardly_likely_is_not_taken_in_but_the_first_always_is() -> None:
-    sapling = Sapling(NO_TREE)
-    sapling.sprout(ROOT, GROWTH, (1, 2, 3), (0.002, 0.001, 0.0005))
-    assert numbers_of(sapling.tree()) == [(1, ROOT)]
+    growing = GrowingTree(NO_TREE)
+    growing.add_candidates(ROOT, GROWTH, (1, 2, 3), (0.002, 0.001, 0.0005))
+    assert numbers_of(growing.tree()) == [(1, ROOT)]
 
 
 def test_the_end_that_reaches_farthest_is_read_next_and_only_behind_what_was_read() -> None:
-    sapling = grown()
-    assert numbers(sapling, GROWTH) == [2, 3, 1]
-    sapling.nodes.append(Node(30, 2, 0.9, 0.5, 3))  # behind 20, which was not read
-    assert 4 not in numbers(sapling, GROWTH)
+    growing = grown()
+    assert numbers(growing, GROWTH) == [2, 3, 1]
+    growing.nodes.append(Node(30, 2, 0.9, 0.5, 3))  # behind 20, which was not read
+    assert 4 not in numbers(growing, GROWTH)
 
 
 def test_while_the_target_waits_nothing_is_read_that_could_not_be_sent() -> None:
-    sapling = grown()
+    growing = grown()
     few = Growth((0.1,), CHANCES, worth=1.0, rows=2)
-    assert numbers(sapling, few) == []
-    beside = Growth((0.1,), CHANCES, worth=1.0, rows=2, free=9.0)
-    assert numbers(sapling, beside) == [2, 3, 1]
+    assert numbers(growing, few) == []
+    beside = Growth((0.1,), CHANCES, worth=1.0, rows=2, free_time=9.0)
+    assert numbers(growing, beside) == [2, 3, 1]
 
 
 def test_a_node_whose_continuation_is_known_is_less_in_need_of_reading() -> None:
-    sapling = Sapling(NO_TREE)
-    sapling.graft((10, 20), 4, CHANCES)
-    ((number, thirst),) = sapling.thirsty(GROWTH)
-    assert (number, thirst) == (0, pytest.approx(sapling.nodes[0].reach * (1 - sapling.nodes[1].chance)))
-    sapling.feed([0])
-    assert sapling.thirsty(GROWTH) == [(1, sapling.nodes[1].reach)]
+    growing = GrowingTree(NO_TREE)
+    growing.graft((10, 20), 4, CHANCES)
+    ((number, gain),) = growing.readable(GROWTH)
+    assert (number, gain) == (0, pytest.approx(growing.nodes[0].reach * (1 - growing.nodes[1].chance)))
+    growing.feed([0])
+    assert growing.readable(GROWTH) == [(1, growing.nodes[1].reach)]
 
 
 @given(TREES, st.booleans())
-def test_what_may_be_read_next_is_in_the_order_of_its_thirst(shape: list[tuple[int, float, bool]], beside: bool) -> None:
-    sapling = Sapling(made(shape))
-    growth = replace(GROWTH, rows=4, free=9.0 if beside else 0.0)
-    found = sapling.thirsty(growth)
+def test_what_may_be_read_next_is_in_the_order_of_its_thirst(
+    shape: list[tuple[int, float, bool]], beside: bool
+) -> None:
+    growing = GrowingTree(made(shape))
+    growth = replace(GROWTH, rows=4, free_time=9.0 if beside else 0.0)
+    found = growing.readable(growth)
     assert found == sorted(found, key=lambda pair: (-pair[1], pair[0]))
-    for n, thirst in found:
-        known = sum(node.chance for node in sapling.nodes if node.parent == n)
-        assert thirst == pytest.approx(sapling.nodes[n].reach * max(1.0 - known, 0.0))
-    bar = sorted((node.reach for node in sapling.nodes), reverse=True)[3] if len(shape) > 3 and not beside else 0.0
-    fed = {ROOT, *(n for n, node in enumerate(sapling.nodes) if node.fed)}
-    open_ends = [n for n, node in enumerate(sapling.nodes) if n not in fed and node.parent in fed and node.reach > bar]
+    for n, gain in found:
+        known = sum(node.chance for node in growing.nodes if node.parent == n)
+        assert gain == pytest.approx(growing.nodes[n].reach * max(1.0 - known, 0.0))
+    bar = sorted((node.reach for node in growing.nodes), reverse=True)[3] if len(shape) > 3 and not beside else 0.0
+    fed = {ROOT, *(n for n, node in enumerate(growing.nodes) if node.fed)}
+    open_ends = [n for n, node in enumerate(growing.nodes) if n not in fed and node.parent in fed and node.reach > bar]
     assert sorted(n for n, _ in found) == open_ends
 
 
 def test_draft_and_text_correct_each_other() -> None:
-    alone = Sapling(NO_TREE)
+    alone = GrowingTree(NO_TREE)
     alone.graft((10, 20), 2, CHANCES)
     before = alone.nodes[0].chance
-    agreed, denied = (Sapling(alone.tree()) for _ in range(2))
-    agreed.sprout(ROOT, GROWTH, (10, 11), (0.5, 0.2))
-    denied.sprout(ROOT, GROWTH, (12, 11), (0.5, 0.2))
+    agreed, denied = (GrowingTree(alone.tree()) for _ in range(2))
+    agreed.add_candidates(ROOT, GROWTH, (10, 11), (0.5, 0.2))
+    denied.add_candidates(ROOT, GROWTH, (12, 11), (0.5, 0.2))
     assert denied.nodes[0].chance < before < agreed.nodes[0].chance
     assert agreed.nodes[0].chance > CHANCES.of(0, 0.5), "the text adds to what the draft says"
-    assert agreed.tree().nodes[1].reach == pytest.approx(agreed.nodes[0].chance * agreed.nodes[1].chance), "what follows rises with it"
-    again = Sapling(agreed.tree())
+    assert agreed.tree().nodes[1].reach == pytest.approx(agreed.nodes[0].chance * agreed.nodes[1].chance), (
+        "what follows rises with it"
+    )
+    again = GrowingTree(agreed.tree())
     again.graft((11, 21), 2, CHANCES)
     assert again.nodes[2].look == 2 and again.nodes[2].said == 0.2, "a candidate of the draft may be looked up later"
 

@@ -1,4 +1,5 @@
-"""Both lossless rules on chains and trees: the decisions one by one, and the joint law of trees against exact enumeration."""
+"""Both lossless rules on chains and trees: the decisions one by one, and the joint law of trees against exact
+enumeration."""
 
 from __future__ import annotations
 
@@ -312,7 +313,9 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_tree_emits_the_targets_joint_law(name: str) -> None:
     found = walks(SHAPES[name])
-    rare = {turn: found.turns[turn] for turn in ("depth 0", "depth 1", "depth 2", "sibling") if found.turns[turn] < ENOUGH}
+    rare = {
+        turn: found.turns[turn] for turn in ("depth 0", "depth 1", "depth 2", "sibling") if found.turns[turn] < ENOUGH
+    }
     assert not rare, f"the walks show too little of {rare}"
     assert found.p_value > SOUND
 
@@ -334,7 +337,9 @@ def test_no_variate_is_asked_for_twice(name: str) -> None:
     for seed in range(300):
         order, asked = grown(SHAPES[name], seed), list[tuple[int, str, int]]()
 
-        def uniform(depth: int, purpose: Purpose, attempt: int, seed: int = seed, asked: list[tuple[int, str, int]] = asked) -> float:
+        def uniform(
+            depth: int, purpose: Purpose, attempt: int, seed: int = seed, asked: list[tuple[int, str, int]] = asked
+        ) -> float:
             asked.append((depth, purpose, attempt))
             return fresh(seed)(depth, purpose, attempt)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.distill.agreement import LONGEST, Text, compare, step_seconds
+from specbranch.distill.agreement import LONGEST, AnsweredPrompt, compare, step_seconds
 from specbranch.sim.toys import ToyRunner
 from toybench import law
 
@@ -29,7 +29,7 @@ def ranks(answer: tuple[int, ...], drift: float) -> list[int]:
 
 
 def test_the_target_agrees_with_itself() -> None:
-    found = compare(ToyRunner(law()), [Text(PROMPT, greedy(80))])
+    found = compare(ToyRunner(law()), [AnsweredPrompt(PROMPT, greedy(80))])
     assert (found.tokens, found.top1, found.top3) == (80, 1.0, 1.0)
     assert found.expected_length == tuple(float(n) for n in range(1, LONGEST + 1))
 
@@ -37,22 +37,24 @@ def test_the_target_agrees_with_itself() -> None:
 def test_shares_and_lengths_are_those_of_the_laws() -> None:
     answer = greedy(150)
     by_law = ranks(answer, 0.2)
-    found = compare(ToyRunner(law(0.2)), [Text(PROMPT, answer)])
+    found = compare(ToyRunner(law(0.2)), [AnsweredPrompt(PROMPT, answer)])
     assert found.top1 == pytest.approx(sum(r == 1 for r in by_law) / 150)
     assert found.top3 == pytest.approx(sum(r <= 3 for r in by_law) / 150)
     assert 0.2 < found.top1 < found.top3 < 1.0
     places = range(150 - LONGEST + 1)
     pairs = [(by_law[at], by_law[at + 1]) for at in places]
-    assert found.expected_length[1] == pytest.approx(sum((a == 1) + (a == 1 and b == 1) for a, b in pairs) / len(places))
+    assert found.expected_length[1] == pytest.approx(
+        sum((a == 1) + (a == 1 and b == 1) for a, b in pairs) / len(places)
+    )
 
 
 def test_a_text_longer_than_the_drafts_context_counts_as_far_as_it_reaches() -> None:
-    found = compare(ToyRunner(law(), context_length=40), [Text(PROMPT, greedy(80))])
+    found = compare(ToyRunner(law(), context_length=40), [AnsweredPrompt(PROMPT, greedy(80))])
     assert found.tokens == 40 - len(PROMPT)
 
 
 def test_nothing_to_compare_is_no_agreement() -> None:
-    assert compare(ToyRunner(law()), [Text(PROMPT, ())]).tokens == 0
+    assert compare(ToyRunner(law()), [AnsweredPrompt(PROMPT, ())]).tokens == 0
 
 
 def test_a_measured_step_leaves_no_sequence_open() -> None:

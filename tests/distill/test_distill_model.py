@@ -1,4 +1,5 @@
-"""The trainable stack against the native decoder, packed rows against separate ones, and the loss against plain autograd."""
+"""The trainable stack against the native decoder, packed rows against separate ones, and the loss against plain
+autograd."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from specbranch.core.runner import Feed
 from specbranch.distill.material import Batch
-from specbranch.distill.model import Rows, Stack, compare, counted, divergence, spread_layers
+from specbranch.distill.model import CountedRows, Stack, compare, counted, divergence, spread_layers
 from specbranch.errors import BadParameter
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
@@ -32,7 +33,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Architecture, Weig
 
 def alone(tokens: list[int]) -> Batch:
     ids = torch.tensor([tokens])
-    return Batch(ids, torch.arange(len(tokens))[None], torch.zeros_like(ids), torch.ones(ids.shape), torch.zeros_like(ids))
+    return Batch(
+        ids, torch.arange(len(tokens))[None], torch.zeros_like(ids), torch.ones(ids.shape), torch.zeros_like(ids)
+    )
 
 
 def packed(lines: list[list[int]]) -> Batch:
@@ -42,9 +45,11 @@ def packed(lines: list[list[int]]) -> Batch:
     return Batch(tokens, positions, segments, torch.ones(tokens.shape), torch.arange(tokens.numel())[None])
 
 
-def some_rows(hidden: int, seed: int, count: int = 11) -> Rows:
-    teacher, student = torch.randn(2, count, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).unbind(0)
-    return Rows(teacher, student.requires_grad_(), torch.linspace(0.1, 1, count, dtype=torch.float64))
+def some_rows(hidden: int, seed: int, count: int = 11) -> CountedRows:
+    teacher, student = torch.randn(
+        2, count, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).unbind(0)
+    return CountedRows(teacher, student.requires_grad_(), torch.linspace(0.1, 1, count, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
@@ -72,14 +77,22 @@ def test_packed_segments_equal_separate_sequences(target: tuple[Architecture, We
 def test_positions_and_segments_both_matter(target: tuple[Architecture, Weights]) -> None:
     batch = packed([some_tokens(6), some_tokens(6, seed=2)])
     stack = Stack(*target)
-    for wrong in (replace(batch, positions=torch.arange(12)[None] // 2), replace(batch, segments=torch.zeros_like(batch.segments))):
+    for wrong in (
+        replace(batch, positions=torch.arange(12)[None] // 2),
+        replace(batch, segments=torch.zeros_like(batch.segments)),
+    ):
         assert not torch.allclose(stack(wrong), stack(batch), atol=1e-3)
 
 
-def test_embedding_and_head_are_the_targets_own_memory_and_a_trained_layer_is_not(target: tuple[Architecture, Weights]) -> None:
+def test_embedding_and_head_are_the_targets_own_memory_and_a_trained_layer_is_not(
+    target: tuple[Architecture, Weights],
+) -> None:
     _, weights = target
     stack = Stack(*target, (0,), trained=True)
-    assert stack.embedding.data_ptr() == weights.embedding.data_ptr() and stack.head.data_ptr() == weights.head.weight.data_ptr()
+    assert (
+        stack.embedding.data_ptr() == weights.embedding.data_ptr()
+        and stack.head.data_ptr() == weights.head.weight.data_ptr()
+    )
     assert not {"embedding", "head"} & stack.state_dict().keys()
     trained = stack.get_parameter("blocks.0.qkv_weight")
     assert trained.requires_grad and trained.data_ptr() != weights.layers[0].qkv.weight.data_ptr()
@@ -87,7 +100,9 @@ def test_embedding_and_head_are_the_targets_own_memory_and_a_trained_layer_is_no
     assert not frozen.requires_grad and frozen.data_ptr() == weights.layers[0].qkv.weight.data_ptr()
 
 
-def test_a_half_precision_target_is_trained_in_float32_and_run_in_its_own(target: tuple[Architecture, Weights], tmp_path: Path) -> None:
+def test_a_half_precision_target_is_trained_in_float32_and_run_in_its_own(
+    target: tuple[Architecture, Weights], tmp_path: Path
+) -> None:
     arch, source = open_model(locate(str(saved(tiny("qwen3"), tmp_path / "m"))))
     weights = read_weights(arch, source, torch.device("cpu"), torch.bfloat16)
     student, teacher = Stack(arch, weights, (0, 2), trained=True), Stack(arch, weights)

@@ -13,7 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbranch.distill import draft_folder
-from specbranch.distill.draft_folder import DraftInfo, DraftWeights, Storage, config_of, fingerprint_of, read_draft, save_draft, write_whole
+from specbranch.distill.draft_folder import (
+    DraftInfo,
+    DraftWeights,
+    Storage,
+    config_of,
+    fingerprint_of,
+    read_draft,
+    save_draft,
+    write_whole,
+)
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
@@ -57,11 +66,16 @@ def test_every_tensor_comes_back_under_its_own_name(kind: str, storage: Storage,
 
 def test_neither_embedding_nor_head_is_stored(tmp_path: Path) -> None:
     names = load_file(saved_draft(tmp_path / "draft", tmp_path / "target") / "model.safetensors").keys()
-    assert all(name.startswith(("model.layers.0.", "model.layers.1.", "model.norm.", "draft.head_ids")) for name in names)
+    assert all(
+        name.startswith(("model.layers.0.", "model.layers.1.", "model.norm.", "draft.head_ids")) for name in names
+    )
 
 
 def test_int8_takes_half_the_room_and_its_scales_are_one_a_row(tmp_path: Path) -> None:
-    wide, narrow = (saved_draft(tmp_path / kind, tmp_path / "target", storage=kind) / "model.safetensors" for kind in ("bfloat16", "int8"))
+    wide, narrow = (
+        saved_draft(tmp_path / kind, tmp_path / "target", storage=kind) / "model.safetensors"
+        for kind in ("bfloat16", "int8")
+    )
     assert narrow.stat().st_size < 0.75 * wide.stat().st_size  # tiny matrices: headers and scales weigh much
     tensors = load_file(narrow)
     matrix, scale = tensors["model.layers.0.mlp.down_proj.weight"], tensors["model.layers.0.mlp.down_proj.scale"]

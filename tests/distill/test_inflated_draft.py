@@ -1,4 +1,5 @@
-"""Drafts beside inflated targets, and inflated themselves: they draft what they drafted, at the size they have there."""
+"""Drafts beside inflated targets, and inflated themselves: they draft what they drafted, at the size they have
+there."""
 
 from __future__ import annotations
 
@@ -26,7 +27,20 @@ from tiny_models import GREEDY
 
 WRITING = ["--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--tokens", "3000"]
 TRAINING = ["--layers", "1", "--rows", "4", "--length", "128", "--steps", "30"]
-GROWN = ["--hidden", "80", "--layers", "3", "--heads", "8", "--kv-heads", "4", "--head-dim", "16", "--intermediate", "96"]
+GROWN = [
+    "--hidden",
+    "80",
+    "--layers",
+    "3",
+    "--heads",
+    "8",
+    "--kv-heads",
+    "4",
+    "--head-dim",
+    "16",
+    "--intermediate",
+    "96",
+]
 PROMPT = "A branch is a guess"
 KEPT = 150  # tokens of a reduced head
 
@@ -47,7 +61,9 @@ def places(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
     for name in ("target", "whole", "reduced"):
         beside = [] if name == "target" else ["--target", pair[0]]
         out = found[f"large {name}"] = str(folder / f"large-{name}")
-        assert run(["inflate", found[name], "--out", out, *GROWN, "--vocabulary", "500", "--device", "cpu", *beside]) == 0
+        assert (
+            run(["inflate", found[name], "--out", out, *GROWN, "--vocabulary", "500", "--device", "cpu", *beside]) == 0
+        )
     return found
 
 
@@ -61,7 +77,9 @@ def logits(runner: NativeRunner) -> torch.Tensor:
 
 @pytest.mark.parametrize("target", ["target", "large target"])
 @pytest.mark.parametrize("name", ["whole", "reduced"])
-def test_an_inflated_draft_has_the_drafts_logits_beside_either_target(name: str, target: str, places: dict[str, str]) -> None:
+def test_an_inflated_draft_has_the_drafts_logits_beside_either_target(
+    name: str, target: str, places: dict[str, str]
+) -> None:
     asked: dict[str, Any] = {"context_length": 64, "dtype": torch.float64}
     small = load_draft(places[name], places["target"], **asked)
     large = load_draft(places[f"large {name}"], places[target], **asked)
@@ -98,9 +116,17 @@ def test_transformers_scores_alike_on_the_weights_of_an_inflated_model(name: str
     with torch.inference_mode():
         theirs = model(torch.tensor([[5, 6, 7, 8]])).logits[0]
     ours, scored = logits(runner), theirs > -torch.inf
-    assert theirs.shape == (4, runner.vocabulary) and scored.sum(-1).tolist() == [KEPT if name == "reduced" else runner.vocabulary] * 4
-    assert (theirs[scored].view(4, -1) - ours[:, : runner.vocabulary]).abs().max() < 1e-5 * ours.abs().max()  # its norms are in float32
-    shared = {tensor.untyped_storage().data_ptr() for tensor in (runner.decoder.embedding, runner.decoder.layers[0].qkv.weight)}
+    assert (
+        theirs.shape == (4, runner.vocabulary)
+        and scored.sum(-1).tolist() == [KEPT if name == "reduced" else runner.vocabulary] * 4
+    )
+    assert (
+        theirs[scored].view(4, -1) - ours[:, : runner.vocabulary]
+    ).abs().max() < 1e-5 * ours.abs().max()  # its norms are in float32
+    shared = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (runner.decoder.embedding, runner.decoder.layers[0].qkv.weight)
+    }
     assert shared <= {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
 
 
@@ -114,15 +140,17 @@ def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(pl
         refuse_other_families(replace(small.decoder.arch, heads=6))
 
 
-def test_a_draft_beside_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:
+def test_a_draft_overlapped_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:
     target = load_native(places["large target"], context_length=64)
-    draft = load_draft(places["whole"], places["large target"], beside=target, context_length=64)
+    draft = load_draft(places["whole"], places["large target"], target_runner=target, context_length=64)
     assert draft.decoder.embedding.shape[1] == draft.architecture.hidden == 32
 
 
 @pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize("draft", ["reduced", "large whole", "large reduced"])
-def test_a_pair_with_inflated_models_says_what_the_source_says(draft: str, executor: Any, places: dict[str, str]) -> None:
+def test_a_pair_with_inflated_models_says_what_the_source_says(
+    draft: str, executor: Any, places: dict[str, str]
+) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
     asked: dict[str, Any] = {"device": "cpu", "dtype": "float64", "context_length": 128}
     plain = LLM(places["target"], method="autoregressive", **asked).generate(PROMPT, params)
@@ -133,7 +161,9 @@ def test_a_pair_with_inflated_models_says_what_the_source_says(draft: str, execu
     assert output.stats["accepted"] > 0
 
 
-def test_an_inflated_draft_is_no_target_and_no_other_targets(places: dict[str, str], pair: tuple[str, str], tmp_path: Path) -> None:
+def test_an_inflated_draft_is_no_target_and_no_other_targets(
+    places: dict[str, str], pair: tuple[str, str], tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="is a draft, which runs beside its target alone"):
         load_native(places["large whole"])
     with pytest.raises(ModelError, match="is a draft, which runs beside"):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbranch import LLM, SamplingParams
-from specbranch.assembly import ModelChoice, beside, drafter_recipe, make_drafter_by
+from specbranch.assembly import ModelChoice, drafter_recipe, fitted_to_target, make_drafter_by
 from specbranch.cli.main import run
 from specbranch.config import WeightsName
 from specbranch.core.runner import Feed
@@ -32,7 +32,20 @@ from tiers import tiered
 from tiny_models import GREEDY
 from tiny_pair import make_pair
 
-OPTIONS = ["--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--rows", "4", "--length", "128", "--tokens", "6000"]
+OPTIONS = [
+    "--device",
+    "cpu",
+    "--writing-rows",
+    "8",
+    "--writing-length",
+    "96",
+    "--rows",
+    "4",
+    "--length",
+    "128",
+    "--tokens",
+    "6000",
+]
 PROMPT = "A branch is a guess"
 needs_kernel = pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
 
@@ -46,18 +59,31 @@ def one_thread() -> None:
 def drafts(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("drafts")
-    made = {"whole": [], "reduced": ["--head-tokens", "200"], "int8": ["--storage", "int8", "--layers", "2", "--head-tokens", "200"]}
+    made = {
+        "whole": [],
+        "reduced": ["--head-tokens", "200"],
+        "int8": ["--storage", "int8", "--layers", "2", "--head-tokens", "200"],
+    }
     for name, more in made.items():
         layers = [] if "--layers" in more else ["--layers", "1"]
-        assert run(["distill", "--target", pair[0], "--out", str(folder / name), *layers, *OPTIONS, "--steps", "60", *more]) == 0
+        assert (
+            run(
+                ["distill", "--target", pair[0], "--out", str(folder / name), *layers, *OPTIONS, "--steps", "60", *more]
+            )
+            == 0
+        )
     return {name: str(folder / name) for name in made}
 
 
 @pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize("name", ["whole", "reduced", "int8"])
-def test_a_distilled_draft_drafts_and_changes_nothing(name: str, executor: str, drafts: dict[str, str], pair: tuple[str, str]) -> None:
+def test_a_distilled_draft_drafts_and_changes_nothing(
+    name: str, executor: str, drafts: dict[str, str], pair: tuple[str, str]
+) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
-    plain = LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128).generate(PROMPT, params)
+    plain = LLM(pair[0], method="autoregressive", device="cpu", dtype="float64", context_length=128).generate(
+        PROMPT, params
+    )
     settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}}
     with LLM(pair[0], drafts[name], **settings, device="cpu", dtype="float64", context_length=128) as llm:
         output = llm.generate(PROMPT, params)
@@ -68,12 +94,20 @@ def test_a_distilled_draft_drafts_and_changes_nothing(name: str, executor: str, 
 @pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize(("weights", "draft_weights"), [("int8", None), (None, "int8"), ("int8", "bfloat16")])
 def test_stored_weights_change_the_model_and_nothing_else(
-    weights: WeightsName | None, draft_weights: WeightsName | None, executor: Any, drafts: dict[str, str], pair: tuple[str, str]
+    weights: WeightsName | None,
+    draft_weights: WeightsName | None,
+    executor: Any,
+    drafts: dict[str, str],
+    pair: tuple[str, str],
 ) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
     asked: dict[str, Any] = {"device": "cpu", "context_length": 128, "weights": weights}
     plain = LLM(pair[0], method="autoregressive", **asked).generate(PROMPT, params)
-    settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}, "draft_weights": draft_weights}
+    settings: dict[str, Any] = {
+        "executor": executor,
+        "speculative": {"policy": "confidence"},
+        "draft_weights": draft_weights,
+    }
     with LLM(pair[0], drafts["reduced"], **settings, **asked) as llm:
         output = llm.generate(PROMPT, params)
         assert llm.weights == (weights or "float32") and llm.dtype == "float32"
@@ -81,9 +115,11 @@ def test_stored_weights_change_the_model_and_nothing_else(
     assert output.stats["accepted"] > 0
 
 
-def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(
+    drafts: dict[str, str], pair: tuple[str, str]
+) -> None:
     target = load_native(pair[0], context_length=64)
-    draft = load_draft(drafts["whole"], pair[0], beside=target, context_length=64)
+    draft = load_draft(drafts["whole"], pair[0], fitted_to_target=target, context_length=64)
     assert draft.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
     assert draft.decoder.head_matrix is not None and target.decoder.head_matrix is not None
     assert draft.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
@@ -96,7 +132,9 @@ def rows(runner, tokens: tuple[int, ...]) -> torch.Tensor:  # type: ignore[no-un
     return collate(found)
 
 
-def test_a_reduced_head_scores_its_tokens_as_the_whole_head_would(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+def test_a_reduced_head_scores_its_tokens_as_the_whole_head_would(
+    drafts: dict[str, str], pair: tuple[str, str]
+) -> None:
     reduced = load_draft(drafts["reduced"], pair[0], context_length=64, dtype=torch.float64)
     ids = read_draft(drafts["reduced"]).head_ids
     assert ids is not None and len(ids) == 200
@@ -131,27 +169,32 @@ def test_an_int8_draft_stays_in_int8_and_says_what_it_says_in_float32(
     torch.testing.assert_close(rows(plain, (5, 6, 7))[:, kept], found[:, kept], rtol=1e-4, atol=1e-4)
 
 
-def test_an_int8_draft_is_written_out_on_a_cpu_without_a_kernel_for_its_precision(drafts: dict[str, str], pair: tuple[str, str]) -> None:
+def test_an_int8_draft_is_written_out_on_a_cpu_without_a_kernel_for_its_precision(
+    drafts: dict[str, str], pair: tuple[str, str]
+) -> None:
     draft = load_draft(drafts["int8"], pair[0], context_length=64, dtype=torch.float64)
-    assert isinstance(draft.decoder.layers[0].down, PlainLinear) and draft.decoder.layers[0].down.weight.dtype is torch.float64
+    assert (
+        isinstance(draft.decoder.layers[0].down, PlainLinear)
+        and draft.decoder.layers[0].down.weight.dtype is torch.float64
+    )
 
 
 @needs_kernel
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 @pytest.mark.parametrize("name", ["reduced", "whole"])
-def test_a_draft_beside_a_target_in_int8_takes_the_head_that_it_has(
+def test_a_draft_overlapped_a_target_in_int8_takes_the_head_that_it_has(
     name: str, weights: WeightsName, drafts: dict[str, str], pair: tuple[str, str]
 ) -> None:
     target = load_native(pair[0], context_length=64, weights="int8")
-    beside = load_draft(drafts[name], pair[0], beside=target, context_length=64, weights=weights)
+    fitted_to_target = load_draft(drafts[name], pair[0], fitted_to_target=target, context_length=64, weights=weights)
     alone = load_draft(drafts[name], pair[0], context_length=64, weights=weights)
-    assert beside.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
-    assert beside.weights == alone.weights == weights
+    assert fitted_to_target.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
+    assert fitted_to_target.weights == alone.weights == weights
     if name == "whole":
-        assert beside.decoder.head_matrix is not None and target.decoder.head_matrix is not None
-        assert beside.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
+        assert fitted_to_target.decoder.head_matrix is not None and target.decoder.head_matrix is not None
+        assert fitted_to_target.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
     kept = slice(None) if alone.decoder.columns is None else alone.decoder.columns.ids
-    found, expected = (rows(runner, (5, 6, 7))[:, kept] for runner in (beside, alone))
+    found, expected = (rows(runner, (5, 6, 7))[:, kept] for runner in (fitted_to_target, alone))
     assert (found - expected).abs().max() < (1e-4 if weights == "int8" else 0.05) * expected.abs().max()
 
 
@@ -171,14 +214,18 @@ def test_off_the_cpu_an_int8_draft_stays_so_unless_told(drafts: dict[str, str], 
     draft = read_draft(drafts["int8"])
     for dtype in (torch.bfloat16, torch.float32):
         assert _own_storage(draft, torch.device("cuda"), dtype) == "int8"  # is only named here
-        built = _Builder(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")._layer(0).down
+        built = (
+            _Builder(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")._layer(0).down
+        )
         stored = draft.tensor("model.layers.0.mlp.down_proj.weight")
         torch.testing.assert_close(built.widened(torch.float32), stored, rtol=1e-6, atol=0)
     assert _own_storage(read_draft(drafts["whole"]), torch.device("cuda"), torch.bfloat16) is None
 
 
 def test_the_draft_process_stores_as_it_is_told(drafts: dict[str, str], pair: tuple[str, str]) -> None:
-    choice = beside(ModelChoice(drafts["reduced"], device="cpu", context_length=64, dtype="float64", weights="int8"), pair[0])
+    choice = fitted_to_target(
+        ModelChoice(drafts["reduced"], device="cpu", context_length=64, dtype="float64", weights="int8"), pair[0]
+    )
     sent = from_bytes(to_bytes(Hello((), drafter_recipe(choice, 400))))
     assert isinstance(sent, Hello)
     made = make_drafter_by(**sent.recipe.given)
@@ -192,7 +239,9 @@ def test_a_draft_of_another_target_is_refused(drafts: dict[str, str], tmp_path: 
         LLM(other, drafts["whole"], device="cpu")
 
 
-def test_a_draft_whose_tensors_do_not_fit_is_a_sentence(drafts: dict[str, str], pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_draft_whose_tensors_do_not_fit_is_a_sentence(
+    drafts: dict[str, str], pair: tuple[str, str], tmp_path: Path
+) -> None:
     shutil.copytree(drafts["reduced"], tmp_path, dirs_exist_ok=True)
     file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     sound = load_file(file)

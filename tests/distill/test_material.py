@@ -37,7 +37,9 @@ def dealt(batch: Batch) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def same(one: Batch, other: Batch) -> bool:
-    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "positions", "segments", "weight"))
+    return all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "positions", "segments", "weight")
+    )
 
 
 def test_an_epoch_deals_every_conversation_once_and_whole() -> None:
@@ -58,7 +60,9 @@ def test_weight_is_where_the_next_token_is_of_the_answer() -> None:
 
 def test_all_answer_tokens_are_weighed_once() -> None:
     material = made()
-    assert sum(float(batch.weight.sum()) for batch in material.batches(20, 4, seed=0, epoch=3)) == material.answer_tokens
+    assert (
+        sum(float(batch.weight.sum()) for batch in material.batches(20, 4, seed=0, epoch=3)) == material.answer_tokens
+    )
 
 
 def test_padding_is_marked_and_weighs_nothing() -> None:
@@ -123,7 +127,9 @@ def test_joined_parts_keep_their_conversations_and_answers() -> None:
 
 
 def test_frequencies_count_answers_only() -> None:
-    material = Material(torch.tensor([1, 2, 3, 3, 1, 4], dtype=torch.int32), torch.tensor([0, 4, 6]), torch.tensor([2, 1]))
+    material = Material(
+        torch.tensor([1, 2, 3, 3, 1, 4], dtype=torch.int32), torch.tensor([0, 4, 6]), torch.tensor([2, 1])
+    )
     assert material.frequencies(6).tolist() == [0, 0, 0, 2, 1, 0]
     assert material.answer_tokens == 3
 

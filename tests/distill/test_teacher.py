@@ -1,4 +1,5 @@
-"""The target remembered: what it says to a batch is the same whether it is asked now or was asked once, in whatever company."""
+"""The target remembered: what it says to a batch is the same whether it is asked now or was asked once, in whatever
+company."""
 
 from __future__ import annotations
 

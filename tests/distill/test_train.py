@@ -18,7 +18,16 @@ from safetensors.torch import save_file
 from specbranch.distill import train as training
 from specbranch.distill.material import Batch, Material
 from specbranch.distill.picture import picture
-from specbranch.distill.train import CHECKPOINT, METRICS, PICTURE, Trained, TrainSettings, frequent_tokens, learning_rate, train
+from specbranch.distill.train import (
+    CHECKPOINT,
+    METRICS,
+    PICTURE,
+    Trained,
+    TrainSettings,
+    frequent_tokens,
+    learning_rate,
+    train,
+)
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
@@ -111,12 +120,16 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     torch.manual_seed(123)  # another process would have another state
     again = trained(target, tmp_path / "killed", resume=True)
     assert same_weights(whole, again) and again.tokens == whole.tokens
-    assert not same_weights(whole, trained(target, tmp_path / "other", replace(SETTINGS, seed=6)))  # the comparison can fail
+    assert not same_weights(
+        whole, trained(target, tmp_path / "other", replace(SETTINGS, seed=6))
+    )  # the comparison can fail
     mine, theirs = ([r["step"] for r in records(tmp_path / name)] for name in ("killed", "whole"))
     assert mine == theirs
 
 
-def test_a_kill_while_saving_leaves_the_checkpoint_before(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_saving_leaves_the_checkpoint_before(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed_after(6, target, tmp_path)
     before = (tmp_path / CHECKPOINT).read_bytes()
 
@@ -184,12 +197,19 @@ def test_out_of_memory_halves_the_rows_of_a_comparison_too(
         return compare(rows, *more)
 
     monkeypatch.setattr(training, "compare", short_of_memory)
-    assert trained(target, tmp_path / "small", replace(SETTINGS, steps=1)).figures == pytest.approx(whole.figures, abs=1e-4)
+    assert trained(target, tmp_path / "small", replace(SETTINGS, steps=1)).figures == pytest.approx(
+        whole.figures, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(("fitting", "words"), [(2, "listening to 2 rows"), (0, "asked at every step")])
 def test_out_of_memory_while_listening_takes_fewer_rows_or_does_without(
-    fitting: int, words: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fitting: int,
+    words: str,
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     whole = trained(target, tmp_path / "whole", replace(SETTINGS, steps=3))
     remember = training.Teacher.remember
@@ -206,10 +226,14 @@ def test_out_of_memory_while_listening_takes_fewer_rows_or_does_without(
         assert torch.allclose(tensor, whole.student.state_dict()[name], atol=2e-4), name
 
 
-def test_a_resumed_run_remembers_only_where_there_is_still_room(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_remembers_only_where_there_is_still_room(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed_after(4, target, tmp_path)
     monkeypatch.setattr(training.Teacher, "has_room", lambda *given: False)
-    monkeypatch.setattr(training.Teacher, "remember", lambda *given: pytest.fail("it was not asked whether there is room"))
+    monkeypatch.setattr(
+        training.Teacher, "remember", lambda *given: pytest.fail("it was not asked whether there is room")
+    )
     assert trained(target, tmp_path, resume=True).steps == 14
 
 

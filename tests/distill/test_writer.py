@@ -1,4 +1,5 @@
-"""The target writing its own material: what it writes is its own, in the form its template wants, and the same every time."""
+"""The target writing its own material: what it writes is its own, in the form its template wants, and the same every
+time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from specbranch.core.slots import ROOT
 from specbranch.distill import openings, writer
 from specbranch.distill.material import Material
 from specbranch.distill.openings import LEAST_TEXT, Script
-from specbranch.distill.writer import Desk, Target, Written, write
+from specbranch.distill.writer import Desk, WritingTarget, Written, write
 from specbranch.distill.writer_settings import LEAST_QUESTION, WriterSettings
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.decoder import Decoder
@@ -35,13 +36,15 @@ def settings(**given: object) -> WriterSettings:
     return WriterSettings(**{**usual, **given})  # type: ignore[arg-type]
 
 
-def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = DOUBLE, ends: tuple[int, ...] = ENDS) -> Target:
+def load(
+    folder: str | Path, device: str = "cpu", dtype: torch.dtype = DOUBLE, ends: tuple[int, ...] = ENDS
+) -> WritingTarget:
     arch, source = open_model(Located("folder", Path(folder)))
-    return Target(replace(arch, eos_ids=ends), read_weights(arch, source, torch.device(device), dtype))
+    return WritingTarget(replace(arch, eos_ids=ends), read_weights(arch, source, torch.device(device), dtype))
 
 
 @pytest.fixture(scope="module")
-def target(pair: tuple[str, str]) -> Target:
+def target(pair: tuple[str, str]) -> WritingTarget:
     return load(pair[0])
 
 
@@ -65,11 +68,11 @@ def lines(desk: Desk, rounds: int) -> list[list[tuple[list[int], int]]]:
 
 
 @torch.no_grad()
-def desk_of(target: Target, tokenizer: Tokenizer, wanted: WriterSettings) -> Desk:
+def desk_of(target: WritingTarget, tokenizer: Tokenizer, wanted: WriterSettings) -> Desk:
     return Desk(target, Script.of(tokenizer, target.arch, wanted), wanted)
 
 
-def logits_of(target: Target, tokens: list[int], first: int = 0) -> torch.Tensor:
+def logits_of(target: WritingTarget, tokens: list[int], first: int = 0) -> torch.Tensor:
     """What the native runner gives after each token from `first` on."""
     runner = NativeRunner(Decoder(target.arch, target.weights, 256), 192)
     runner.open(0, GREEDY)
@@ -80,7 +83,7 @@ def logits_of(target: Target, tokens: list[int], first: int = 0) -> torch.Tensor
 
 
 @torch.no_grad()
-def test_even_rows_answer_as_the_native_runner_does_greedily(target: Target, tokenizer: Tokenizer) -> None:
+def test_even_rows_answer_as_the_native_runner_does_greedily(target: WritingTarget, tokenizer: Tokenizer) -> None:
     conversations = [line for row in lines(desk_of(target, tokenizer, settings()), 8)[::2] for line in row]
     assert len(conversations) > 5
     for tokens, answer in conversations:
@@ -89,9 +92,13 @@ def test_even_rows_answer_as_the_native_runner_does_greedily(target: Target, tok
 
 
 @torch.no_grad()
-def test_odd_rows_stray_from_the_greedy_answer_but_never_below_min_p(target: Target, tokenizer: Tokenizer) -> None:
+def test_odd_rows_stray_from_the_greedy_answer_but_never_below_min_p(
+    target: WritingTarget, tokenizer: Tokenizer
+) -> None:
     strayed = 0
-    for tokens, answer in [line for row in lines(desk_of(target, tokenizer, settings(min_p=0.2)), 8)[1::2] for line in row]:
+    for tokens, answer in [
+        line for row in lines(desk_of(target, tokenizer, settings(min_p=0.2)), 8)[1::2] for line in row
+    ]:
         law = (logits_of(target, tokens)[answer - 1 : -1] / 0.8).softmax(-1)
         own = law.gather(1, torch.tensor(tokens[answer:])[:, None])
         strayed += int((own < law.amax(-1, keepdim=True)).sum())
@@ -99,7 +106,7 @@ def test_odd_rows_stray_from_the_greedy_answer_but_never_below_min_p(target: Tar
     assert strayed > 10
 
 
-def drawn(target: Target, tokenizer: Tokenizer, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(target: WritingTarget, tokenizer: Tokenizer, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """How often each token came first in thousands of questions with one opening, and the logits there."""
     wanted = settings(rows=4000, question_temperature=temperature, min_p=0.02)
     script = Script.of(tokenizer, target.arch, wanted)
@@ -114,7 +121,9 @@ def drawn(target: Target, tokenizer: Tokenizer, temperature: float) -> tuple[tor
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_sampled_tokens_follow_the_targets_law_cut_at_min_p(target: Target, tokenizer: Tokenizer, temperature: float) -> None:
+def test_sampled_tokens_follow_the_targets_law_cut_at_min_p(
+    target: WritingTarget, tokenizer: Tokenizer, temperature: float
+) -> None:
     share, logits = drawn(target, tokenizer, temperature)
 
     def off(temperature: float, min_p: float) -> float:
@@ -130,7 +139,9 @@ def test_sampled_tokens_follow_the_targets_law_cut_at_min_p(target: Target, toke
 
 
 @torch.no_grad()
-def test_material_is_what_the_rows_fed_conversation_by_conversation(target: Target, tokenizer: Tokenizer) -> None:
+def test_material_is_what_the_rows_fed_conversation_by_conversation(
+    target: WritingTarget, tokenizer: Tokenizer
+) -> None:
     wanted = settings(tokens=8 * 32 * 5)
     material = write(target, tokenizer, wanted)
     finished = [line for row in lines(desk_of(target, tokenizer, wanted), 5) for line in row if line[1] < len(line[0])]
@@ -140,7 +151,7 @@ def test_material_is_what_the_rows_fed_conversation_by_conversation(target: Targ
     assert material.about["conversations"] == len(material)
 
 
-def test_every_conversation_is_opening_question_turn_and_answer(target: Target, tokenizer: Tokenizer) -> None:
+def test_every_conversation_is_opening_question_turn_and_answer(target: WritingTarget, tokenizer: Tokenizer) -> None:
     wanted = settings(tokens=4000)
     script = Script.of(tokenizer, target.arch, wanted)
     material = write(target, tokenizer, wanted)
@@ -157,15 +168,18 @@ def test_every_conversation_is_opening_question_turn_and_answer(target: Target, 
     assert all(not set(script.question_ends) & set(question) for question in questions)
 
 
-def test_openings_and_the_turn_to_the_answer_are_the_templates(target: Target, tokenizer: Tokenizer) -> None:
+def test_openings_and_the_turn_to_the_answer_are_the_templates(target: WritingTarget, tokenizer: Tokenizer) -> None:
     script = Script.of(tokenizer, target.arch, settings(length=256))
     texts = {tokenizer.decode(opening, skip_special=False) for opening in script.openings}
     assert any(text.endswith("[user]") and "[system]" not in text for text in texts)
-    assert any("[system] You are a patient teacher." in text and text.endswith("[user] Write a Python function") for text in texts)
+    assert any(
+        "[system] You are a patient teacher." in text and text.endswith("[user] Write a Python function")
+        for text in texts
+    )
     assert tokenizer.decode(script.bridge, skip_special=False).strip().replace("\n", "") == "</s>[assistant]"
 
 
-def test_prompts_of_the_user_are_forced_whole_and_in_turn(target: Target, tokenizer: Tokenizer) -> None:
+def test_prompts_of_the_user_are_forced_whole_and_in_turn(target: WritingTarget, tokenizer: Tokenizer) -> None:
     prompts = ("Name three rivers.", "What is 7 times 8?")
     material = write(target, tokenizer, settings(tokens=4000, prompts=prompts))
     heads = [tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
@@ -175,7 +189,9 @@ def test_prompts_of_the_user_are_forced_whole_and_in_turn(target: Target, tokeni
     assert 0.3 < sum(counts) / len(material) < 0.7
 
 
-def test_prompts_that_leave_no_room_are_left_out_and_told(target: Target, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_leave_no_room_are_left_out_and_told(
+    target: WritingTarget, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     script = Script.of(tokenizer, target.arch, settings(prompts=("river " * 200, "Short.")))
     assert "1 of 2 prompts are longer" in caplog.text
     assert {opening for opening, asked in zip(script.openings, script.asked, strict=True) if asked} == {
@@ -188,20 +204,22 @@ def same(one: Material, other: Material) -> bool:
 
 
 @pytest.mark.slow
-def test_a_seed_writes_the_same_again_and_another_does_not(target: Target, tokenizer: Tokenizer) -> None:
+def test_a_seed_writes_the_same_again_and_another_does_not(target: WritingTarget, tokenizer: Tokenizer) -> None:
     first, again, other = (write(target, tokenizer, settings(seed=seed)) for seed in (4, 4, 5))
     assert same(first, again)
     assert not same(first, other)
 
 
-def test_what_is_written_can_be_trained_on(target: Target, tokenizer: Tokenizer) -> None:
+def test_what_is_written_can_be_trained_on(target: WritingTarget, tokenizer: Tokenizer) -> None:
     material = write(target, tokenizer, settings())
-    assert not any(part.is_inference() for part in (material.tokens, material.starts, material.answers)), "autograd refuses such tensors"
+    assert not any(part.is_inference() for part in (material.tokens, material.starts, material.answers)), (
+        "autograd refuses such tensors"
+    )
     assert float(next(iter(material.batches(128, 2, 0, 0))).weight.sum()) > 0
 
 
 @torch.no_grad()
-def test_rows_that_end_take_the_next_openings_in_line(target: Target, tokenizer: Tokenizer) -> None:
+def test_rows_that_end_take_the_next_openings_in_line(target: WritingTarget, tokenizer: Tokenizer) -> None:
     wanted = settings(length=16)
     script = Script.of(tokenizer, target.arch, settings())
     script = replace(script, openings=tuple((first, 3, 5) for first in range(20, 27)), asked=(True,) * 7)
@@ -213,11 +231,13 @@ def test_rows_that_end_take_the_next_openings_in_line(target: Target, tokenizer:
     assert begun == [20 + at % 7 for at in range(len(begun))]
 
 
-def test_too_little_written_for_any_answer_is_no_material(target: Target, tokenizer: Tokenizer) -> None:
+def test_too_little_written_for_any_answer_is_no_material(target: WritingTarget, tokenizer: Tokenizer) -> None:
     assert len(write(target, tokenizer, settings(tokens=8, steps=1))) == 0
 
 
-def test_writing_stops_at_the_tokens_asked_for_and_reports_on_the_way(target: Target, tokenizer: Tokenizer) -> None:
+def test_writing_stops_at_the_tokens_asked_for_and_reports_on_the_way(
+    target: WritingTarget, tokenizer: Tokenizer
+) -> None:
     reports: list[Written] = []
     write(target, tokenizer, settings(tokens=1000), reports.append)
     assert [report.tokens for report in reports] == [256, 512, 768, 1024]
@@ -225,14 +245,14 @@ def test_writing_stops_at_the_tokens_asked_for_and_reports_on_the_way(target: Ta
     assert 0 < reports[0].seconds < reports[-1].seconds
 
 
-def test_writing_stops_when_the_time_is_over(target: Target, tokenizer: Tokenizer) -> None:
+def test_writing_stops_when_the_time_is_over(target: WritingTarget, tokenizer: Tokenizer) -> None:
     reports: list[Written] = []
     write(target, tokenizer, settings(tokens=None, seconds=0.3, steps=4), reports.append)
     assert reports[-1].seconds >= 0.3 and all(report.seconds < 0.3 for report in reports[:-1])
 
 
 def test_rows_that_do_not_fit_are_halved_and_told(
-    target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target: WritingTarget, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = writer.Texts
 
@@ -247,7 +267,9 @@ def test_rows_that_do_not_fit_are_halved_and_told(
     assert "16 rows of 120 tokens do not fit in memory; trying 8." in caplog.text
 
 
-def test_memory_for_no_row_at_all_is_said(target: Target, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_no_row_at_all_is_said(
+    target: WritingTarget, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*given: object) -> object:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
@@ -256,15 +278,23 @@ def test_memory_for_no_row_at_all_is_said(target: Target, tokenizer: Tokenizer, 
         write(target, tokenizer, settings(rows=2))
 
 
-def test_a_text_that_is_handed_over_is_longer_than_a_question(target: Target, tokenizer: Tokenizer) -> None:
+def test_a_text_that_is_handed_over_is_longer_than_a_question(target: WritingTarget, tokenizer: Tokenizer) -> None:
     script = Script.of(tokenizer, target.arch, settings(length=512, question_tokens=40))
-    handed = [limits for opening, limits in zip(script.openings, script.limits, strict=True) if "Summarize:" in tokenizer.decode(opening)]
-    asked = [limits for opening, limits in zip(script.openings, script.limits, strict=True) if "A farmer" in tokenizer.decode(opening)]
+    handed = [
+        limits
+        for opening, limits in zip(script.openings, script.limits, strict=True)
+        if "Summarize:" in tokenizer.decode(opening)
+    ]
+    asked = [
+        limits
+        for opening, limits in zip(script.openings, script.limits, strict=True)
+        if "A farmer" in tokenizer.decode(opening)
+    ]
     assert set(handed) == {(LEAST_TEXT, 307)} and set(asked) == {(LEAST_QUESTION, 40)}
 
 
 def test_without_a_chat_template_the_text_is_plain_and_that_is_said_once(
-    target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: WritingTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = Tokenizer.from_folder(save(byte_level(), tmp_path, chat_template=None))
     script = Script.of(plain, target.arch, settings(length=256))
@@ -276,15 +306,19 @@ def test_without_a_chat_template_the_text_is_plain_and_that_is_said_once(
     assert caplog.text.count("no chat template") == 1
 
 
-def test_without_an_end_token_answers_fill_their_length(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    endless = Tokenizer.from_folder(save(byte_level(), tmp_path, eos_token=None, chat_template="[{{ messages[-1].content }}]\n"))
-    material = write(Target(replace(target.arch, eos_ids=()), target.weights), endless, settings(length=64))
+def test_without_an_end_token_answers_fill_their_length(
+    target: WritingTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = Tokenizer.from_folder(
+        save(byte_level(), tmp_path, eos_token=None, chat_template="[{{ messages[-1].content }}]\n")
+    )
+    material = write(WritingTarget(replace(target.arch, eos_ids=()), target.weights), endless, settings(length=64))
     assert "names no token that ends a turn" in caplog.text
     assert int(material.lengths.max()) == 64 and int((material.lengths == 64).sum()) >= len(material) - 8
 
 
 @torch.no_grad()
-def test_a_question_that_nothing_closes_goes_on_to_its_limit(target: Target, tokenizer: Tokenizer) -> None:
+def test_a_question_that_nothing_closes_goes_on_to_its_limit(target: WritingTarget, tokenizer: Tokenizer) -> None:
     script = replace(Script.of(tokenizer, target.arch, settings()), question_ends=())
     assert lines(Desk(target, script, settings()), 8)
 
@@ -297,7 +331,7 @@ def test_ends_of_lines_that_the_model_does_not_know_close_no_question(tmp_path: 
     assert highest not in openings._question_ends(plain, (), first, highest)
 
 
-def test_a_template_without_a_system_role_is_used_without(target: Target, tmp_path: Path) -> None:
+def test_a_template_without_a_system_role_is_used_without(target: WritingTarget, tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
         "[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
@@ -307,7 +341,7 @@ def test_a_template_without_a_system_role_is_used_without(target: Target, tmp_pa
     assert all(strict.decode(opening).startswith("[user]") for opening in script.openings)
 
 
-def test_room_for_no_answer_is_refused(target: Target, tokenizer: Tokenizer) -> None:
+def test_room_for_no_answer_is_refused(target: WritingTarget, tokenizer: Tokenizer) -> None:
     with pytest.raises(BadParameter, match="length is 16; the openings"):
         write(target, tokenizer, settings(length=16))
 
@@ -352,6 +386,8 @@ def test_a_captured_step_writes_what_an_eager_one_does(
     monkeypatch.setattr(Desk, "_captured", lambda desk: desk._once)
     heads = [tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     # Greedy answers to given prompts depend on no noise, which a captured step may number otherwise.
-    eager = [line for row in lines(desk_of(target, tokenizer, wanted), 8)[::2] for line in row if line[0][: line[1]] in heads]
+    eager = [
+        line for row in lines(desk_of(target, tokenizer, wanted), 8)[::2] for line in row if line[0][: line[1]] in heads
+    ]
     written = [(captured.sequence(at), int(captured.answers[at])) for at in range(len(captured))]
     assert eager and all(line in written for line in eager)

@@ -1,4 +1,5 @@
-"""What is read aside of a verification is never taken, changes no verdict, and is told as the target itself would go on there."""
+"""What is read aside of a verification is never taken, changes no verdict, and is told as the target itself would go
+on there."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def goes_on(tokens: tuple[int, ...], request: Request) -> int:
 
 def some_aside(rng: random.Random, count: int = 12) -> Aside:
     parents = tuple(rng.randint(ROOT, node - 1) if rng.random() < 0.5 else node - 1 for node in range(count))
-    return Aside(tuple(rng.randrange(VOCABULARY) for _ in parents), parents, tuple(rng.sample(range(count), count // 2)))
+    return Aside(
+        tuple(rng.randrange(VOCABULARY) for _ in parents), parents, tuple(rng.sample(range(count), count // 2))
+    )
 
 
 def line(aside: Aside, node: int) -> tuple[int, ...]:
@@ -58,7 +61,11 @@ def line(aside: Aside, node: int) -> tuple[int, ...]:
 
 def some_order(rng: random.Random, text: tuple[int, ...], request: Request) -> Verify:
     parents = (ROOT, 0, ROOT, 2, 3)
-    q = tuple(Sparse((0, 1, 2), (0.5, 0.3, 0.2)) if rng.random() < 0.5 else None for _ in parents) if request.by_ratio else None
+    q = (
+        tuple(Sparse((0, 1, 2), (0.5, 0.3, 0.2)) if rng.random() < 0.5 else None for _ in parents)
+        if request.by_ratio
+        else None
+    )
     return Verify(Context(0, text), tuple(rng.randrange(3) for _ in parents), parents, q)
 
 
@@ -84,7 +91,11 @@ def test_the_targets_own_token_is_not_taken_from_aside(temperature: float, rule:
         first = goes_on(text, request)
         second = goes_on((*text, first), request)
         verifier = opened(request)
-        assert judged(verifier, Verify(Context(0, text), aside=Aside((first, second), (ROOT, 0), (0,)))) == ((), first, (second,))
+        assert judged(verifier, Verify(Context(0, text), aside=Aside((first, second), (ROOT, 0), (0,)))) == (
+            (),
+            first,
+            (second,),
+        )
         assert verifier.slots(0).prefix == list(text) and not verifier.slots(0).tokens
         assert judged(verifier, Verify(Context(len(text), (first,))))[:2] == ((), second)
 

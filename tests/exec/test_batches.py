@@ -12,7 +12,7 @@ import pytest
 import toybench
 from specbranch.config import PolicyName, Rule, SpeculativeConfig
 from specbranch.core.loop import Executor, Loop
-from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Orders
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull
@@ -44,7 +44,12 @@ DRIFT = 0.2
 CONTEXT = 120  # tokens a sequence may have here; only the greedy one asks for more
 LONG = Ending("long", max_tokens=40)
 TOO_LONG = Ending("too long", max_tokens=1000)
-ENDINGS = (LONG, Ending("stop ids", stop_token_ids=(0,)), Ending("one token", max_tokens=1), Ending("odd", max_tokens=23))
+ENDINGS = (
+    LONG,
+    Ending("stop ids", stop_token_ids=(0,)),
+    Ending("one token", max_tokens=1),
+    Ending("odd", max_tokens=23),
+)
 PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 2.0), (8, 3.0)))
 
 
@@ -76,7 +81,9 @@ def config_of(method: str, rule: Rule) -> SpeculativeConfig:
     policy: PolicyName | None = "confidence" if method == "confidence" else None
     named = "specbranch" if policy else method
     ahead = {"lookahead_window": 3, "lookahead_ngram": 3, "lookahead_candidates": 3}
-    return SpeculativeConfig(method=named, policy=policy, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule, **ahead)
+    return SpeculativeConfig(
+        method=named, policy=policy, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule, **ahead
+    )
 
 
 def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeConfig]]:
@@ -86,7 +93,9 @@ def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeCo
     for seed in range(count):
         method, rule = NAMES[seed % len(NAMES)], rng.choice(rules)
         if method in METHODS and METHODS[method].policy == "planner":
-            rule = "match"  # it goes by the times it sees, and under ratio another plan says other tokens of the same law
+            rule = (
+                "match"  # it goes by the times it sees, and under ratio another plan says other tokens of the same law
+            )
         prompt = tuple(rng.randrange(6) for _ in range(rng.choice((1, 4, 30))))
         case = Case(prompt, rng.choice((0.0, 0.7, 1.3)), seed, rng.choice(ENDINGS), rule)
         out.append((case, config_of(method, rule)))
@@ -108,13 +117,17 @@ def step_until_done(loop: Loop, each_round: Callable[[], None] = lambda: None) -
     raise AssertionError("the loop does not end")
 
 
-def join_some(loop: Loop, waiting: list[tuple[Case, SpeculativeConfig]], joined: list[Session], rng: random.Random) -> None:
+def join_some(
+    loop: Loop, waiting: list[tuple[Case, SpeculativeConfig]], joined: list[Session], rng: random.Random
+) -> None:
     for _ in range(min(len(waiting), rng.choice((0, 0, 1, 3)) if loop.live else 1)):
         joined.append(start(loop, *waiting.pop(0)))
 
 
 @pytest.mark.parametrize("rules", [("match",), ("match", "ratio")], ids=["match", "both-rules"])
-def test_sessions_joining_at_different_times_give_what_each_gives_alone(executor: Executor, rules: tuple[Rule, ...]) -> None:
+def test_sessions_joining_at_different_times_give_what_each_gives_alone(
+    executor: Executor, rules: tuple[Rule, ...]
+) -> None:
     requests = mixed(36, rules)
     loop, joined = Loop(executor), list[Session]()
     step_until_done(loop, partial(join_some, loop, list(requests), joined, random.Random(1)))
@@ -218,7 +231,7 @@ def test_a_draft_that_forgot_one_session_is_told_it_anew_and_the_others_keep_wha
         assert session.stats.branch_hits == session.stats.branch_points or method == "tree"
 
 
-def stumbling(session: Session, after: int) -> Rounds:
+def stumbling(session: Session, after: int) -> MethodRounds:
     """Decodes plainly, until it makes a mistake."""
     for at in count():
         reports = yield Orders(verify=session.verify())
@@ -248,7 +261,7 @@ def test_an_interrupt_within_a_step_loses_no_other_request() -> None:
     cases = [Case((at, 2, 3), 0.7, at, LONG) for at in range(3)]
     struck = cases[0].session(next_number(), CONTEXT)
 
-    def interrupted() -> Rounds:
+    def interrupted() -> MethodRounds:
         yield Orders(verify=struck.verify())
         raise KeyboardInterrupt
 

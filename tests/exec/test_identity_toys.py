@@ -1,7 +1,8 @@
 """Every method on every executor gives, token for token, what plain decoding gives with the same seed.
 
-Thousands of runs on toys whose law depends on every token. Each cell (method × executor × temperature) also proves that it was hard
-enough: it counts branch hits on other heads, rejections inside chains, whole chains accepted, and ends inside accepted blocks.
+Thousands of runs on toys whose law depends on every token. Each cell (method × executor × temperature) also proves that
+it was hard enough: it counts branch hits on other heads, rejections inside chains, whole chains accepted, and ends
+inside accepted blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 from specbranch.config import HeadKind, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Executor
-from specbranch.core.methods import Rounds
+from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import Branch, Context, Verdict
 from specbranch.core.policy import Entropy, Policy
 from specbranch.core.session import Session, Watcher
@@ -54,7 +55,10 @@ from toybench import (
 TEMPERATURES = (0.0, 0.7, 1.3)
 DRIFTS = (0.08, 0.3, 0.8)
 SEEDS = 24
-BY_NGRAMS = {"lookup": 2, "lookahead": 3}  # without a draft: the vocabulary of texts in which n-grams recur, and do not end too soon
+BY_NGRAMS = {
+    "lookup": 2,
+    "lookahead": 3,
+}  # without a draft: the vocabulary of texts in which n-grams recur, and do not end too soon
 KINDS = ("serial", "process", "process until target", "streams", "streams until target", "clock", "clock until target")
 FORKING = ("pearl", "confidence")  # the methods that can draft until the target is done
 ENOUGH = 100
@@ -64,9 +68,15 @@ CONFIGS = {
     "speculative": SpeculativeConfig(method="speculative", num_speculative_tokens=4),
     "adaptive": SpeculativeConfig(method="adaptive", num_speculative_tokens=4),
     "pearl": SpeculativeConfig(method="pearl", num_speculative_tokens=4),
-    "confidence": SpeculativeConfig(method="specbranch", policy="confidence", num_speculative_tokens=4, max_branches=24, stop_below=0.45),
-    "paper": SpeculativeConfig(method="specbranch", policy="paper", num_speculative_tokens=4, max_branches=24, stop_below=0.3),
-    "last": SpeculativeConfig(method="specbranch", policy="last", num_speculative_tokens=4, max_branches=24, stop_below=0.3),
+    "confidence": SpeculativeConfig(
+        method="specbranch", policy="confidence", num_speculative_tokens=4, max_branches=24, stop_below=0.45
+    ),
+    "paper": SpeculativeConfig(
+        method="specbranch", policy="paper", num_speculative_tokens=4, max_branches=24, stop_below=0.3
+    ),
+    "last": SpeculativeConfig(
+        method="specbranch", policy="last", num_speculative_tokens=4, max_branches=24, stop_below=0.3
+    ),
     "tree": SpeculativeConfig(method="tree"),
     "specbranch": SpeculativeConfig(method="specbranch", ngram_max=2),
     "lookup": SpeculativeConfig(method="lookup", num_speculative_tokens=2),
@@ -124,7 +134,8 @@ class Cell(NamedTuple):
 
     @property
     def quick(self) -> bool:
-        """Every method where the models take turns, one of them greedily, too; and those that make most of working beside each other."""
+        """Every method where the models take turns, one of them greedily, too; and those that make most of working
+        beside each other."""
         if self.temperature == 0.0:
             return self.kind == "serial" and self.method == "specbranch"
         by_turns = self.kind == "serial" and self.method != "auto"  # which is specbranch
@@ -144,7 +155,11 @@ class Cell(NamedTuple):
 
     def config(self) -> SpeculativeConfig:
         # Until the target is done: longer than there is time for, so that it is time that ends a branch.
-        return replace(CONFIGS[self.method], until_target=True, num_speculative_tokens=6) if self.until_target else CONFIGS[self.method]
+        return (
+            replace(CONFIGS[self.method], until_target=True, num_speculative_tokens=6)
+            if self.until_target
+            else CONFIGS[self.method]
+        )
 
     def policy(self) -> Policy | None:
         return Strict(CONFIGS["adaptive"].num_speculative_tokens) if self.method == "adaptive" else None
@@ -153,7 +168,7 @@ class Cell(NamedTuple):
         return Timeless(PROFILE) if self.method in PLANNED else None
 
     @property
-    def start(self) -> Callable[[Session], Rounds] | None:
+    def start(self) -> Callable[[Session], MethodRounds] | None:
         return wandering if self.method == "wandering" else None
 
     @property
@@ -171,13 +186,22 @@ class Cell(NamedTuple):
         return [case(block * count + seed, self.temperature, self.vocabulary) for seed in range(count)]
 
 
-CELLS = [Cell(t, m, k) for t in TEMPERATURES for m in CONFIGS for k in KINDS if m in FORKING or not k.endswith("until target")]
+CELLS = [
+    Cell(t, m, k)
+    for t in TEMPERATURES
+    for m in CONFIGS
+    for k in KINDS
+    if m in FORKING or not k.endswith("until target")
+]
 
 
 def case(seed: int, temperature: float, vocabulary: int = VOCABULARY) -> Case:
-    # The prompt varies by more than the seed, or all greedy runs would be one; some prompts are longer than what is read row by row.
+    # The prompt varies by more than the seed, or all greedy runs would be one; some prompts are longer than what is
+    # read row by row.
     prompt = tuple((seed * 7 + i * i) % vocabulary for i in range(3 + seed % 4 * 9))
-    return Case((*prompt, seed % vocabulary, seed // vocabulary % vocabulary), temperature, seed, ENDINGS[seed % len(ENDINGS)])
+    return Case(
+        (*prompt, seed % vocabulary, seed // vocabulary % vocabulary), temperature, seed, ENDINGS[seed % len(ENDINGS)]
+    )
 
 
 @cache
@@ -210,7 +234,9 @@ def executor_of() -> Iterator[Callable[[str, float, int], Executor]]:
         yield make
 
 
-def run_cell(cell: Cell, executor_of: Callable[[str, float, int], Executor], trace: Trace) -> dict[float, list[Session]]:
+def run_cell(
+    cell: Cell, executor_of: Callable[[str, float, int], Executor], trace: Trace
+) -> dict[float, list[Session]]:
     """Run the cases of a cell with each draft; every answer is compared as it comes."""
     runs: dict[float, list[Session]] = {drift: [] for drift in cell.drafts}
     for drift, block in ((drift, block) for block in range(cell.blocks) for drift in cell.drafts):
@@ -233,13 +259,19 @@ def hardness(cell: Cell, runs: dict[float, list[Session]]) -> dict[str, int]:
     """The counts that say that a cell's runs met what could have gone wrong."""
     sessions = [session for of_one in runs.values() for session in of_one]
     names = ["rounds_rejected_inside", "rounds_all_accepted"] if cell.method != "autoregressive" else []
-    names += ["branch_hits_other"] if cell.method in ("confidence", "paper", "last", "specbranch", "auto", "wandering") else []
+    names += (
+        ["branch_hits_other"]
+        if cell.method in ("confidence", "paper", "last", "specbranch", "auto", "wandering")
+        else []
+    )
     names += ["siblings"] if cell.method in (*PLANNED, "lookahead") else []
     return {name: total(sessions, name) for name in names}
 
 
 @pytest.mark.parametrize(
-    "cell", tiered(CELLS, Cell.quick.fget), ids=lambda cell: f"{cell.method}-{cell.kind}-{cell.temperature}".replace(" ", "-")
+    "cell",
+    tiered(CELLS, Cell.quick.fget),
+    ids=lambda cell: f"{cell.method}-{cell.kind}-{cell.temperature}".replace(" ", "-"),
 )
 def test_output_is_that_of_plain_decoding(cell: Cell, executor_of: Callable[[str, float, int], Executor]) -> None:
     trace, Strict.ended_early = Trace(), 0
@@ -250,7 +282,9 @@ def test_output_is_that_of_plain_decoding(cell: Cell, executor_of: Callable[[str
         return
     counts = hardness(cell, runs)
     assert min(counts.values()) >= enough(cell), counts
-    assert sum(s.finished == "stop" and s.origins[-1] == "draft" for s in sessions) >= 2, "no end inside an accepted block"
+    assert sum(s.finished == "stop" and s.origins[-1] == "draft" for s in sessions) >= 2, (
+        "no end inside an accepted block"
+    )
     if cell.method in ("specbranch", "auto", "wandering"):
         hits = [sum(column) for column in zip_longest(*(s.stats.hits_at for s in sessions), fillvalue=0)]
         assert sum(count >= 20 for count in hits) >= 3, f"branches are hit at too few places: {hits}"
@@ -260,7 +294,9 @@ def test_output_is_that_of_plain_decoding(cell: Cell, executor_of: Callable[[str
         assert Strict.ended_early >= ENOUGH
     if cell.until_target:
         lengths = [max(event.branches) for event in trace.events if event.branches]
-        assert sum(1 < length < cell.config().num_speculative_tokens for length in lengths) >= ENOUGH, "time ended no branch"
+        assert sum(1 < length < cell.config().num_speculative_tokens for length in lengths) >= ENOUGH, (
+            "time ended no branch"
+        )
     rates = [acceptance(of_one) for of_one in runs.values()]
     assert all(0.2 <= rate <= 0.95 for rate in rates), rates
     assert len(rates) == 1 or (rates[0] > 0.75 and rates[-1] < 0.65), rates
@@ -272,8 +308,11 @@ def test_thousands_of_runs_are_compared() -> None:
 
 @pytest.mark.parametrize("kind", ["serial", "process", "streams", "clock"])
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence"])
-def test_a_perfect_draft_is_never_rejected(method: str, kind: str, executor_of: Callable[[str, float, int], Executor]) -> None:
-    """Faults on the draft's side cannot change the output; here they show, since draft and target share law and noise."""
+def test_a_perfect_draft_is_never_rejected(
+    method: str, kind: str, executor_of: Callable[[str, float, int], Executor]
+) -> None:
+    """Faults on the draft's side cannot change the output; here they show, since draft and target share law and
+    noise."""
     executor = executor_of(kind, 0.0, VOCABULARY)
     cell = Cell(0.0, method, kind)
     for temperature in TEMPERATURES:
@@ -285,13 +324,18 @@ def test_a_perfect_draft_is_never_rejected(method: str, kind: str, executor_of: 
 
 @pytest.mark.parametrize("kind", tiered(("serial", "process", "streams", "clock"), "serial".__eq__))
 @pytest.mark.parametrize("method", PLANNED)
-def test_a_perfect_draft_is_never_rejected_by_a_planner(method: str, kind: str, executor_of: Callable[[str, float, int], Executor]) -> None:
-    """What the draft likes best is what the target says, in the tree and at every branch; an end ends what is looked up, too."""
+def test_a_perfect_draft_is_never_rejected_by_a_planner(
+    method: str, kind: str, executor_of: Callable[[str, float, int], Executor]
+) -> None:
+    """What the draft likes best is what the target says, in the tree and at every branch; an end ends what is looked
+    up, too."""
     executor, cell = executor_of(kind, 0.0, VOCABULARY), Cell(0.0, method, kind)
     config = replace(cell.config(), without=("lookup",))
     for temperature in TEMPERATURES:
         experience, start = Timeless(PROFILE), cell.start and (lambda session: growing(session, Wanderer(session)))
-        sessions = [decode(executor, case(seed, temperature), config, None, None, experience, start) for seed in range(10)]
+        sessions = [
+            decode(executor, case(seed, temperature), config, None, None, experience, start) for seed in range(10)
+        ]
         assert total(sessions, "accepted") > 100 and total(sessions, "branch_hits_other") == 0
         assert total(sessions, "rejected") == 0 or method == "wandering"  # which may send the second best alone
 
@@ -326,7 +370,10 @@ def test_under_ratio_every_executor_gives_what_serial_gives(
 def test_under_ratio_another_seed_gives_another_output() -> None:
     """The comparison above would be empty if the seed did not matter."""
     executor = serial(0.3)
-    outputs = {answer(decode(executor, Case((1, 2), 1.3, seed, ENDINGS[0], "ratio"), CONFIGS["speculative"])) for seed in range(20)}
+    outputs = {
+        answer(decode(executor, Case((1, 2), 1.3, seed, ENDINGS[0], "ratio"), CONFIGS["speculative"]))
+        for seed in range(20)
+    }
     assert len(outputs) == 20
 
 
@@ -346,7 +393,9 @@ def test_a_draft_with_a_shorter_context_only_stops_helping() -> None:
     executor = Serial(make_verifier(), draft)
     for method in ("speculative", "pearl", "confidence", "tree", "specbranch"):
         request = Case((1, 2, 3), 0.7, 5, Ending("long", max_tokens=120))
-        session = decode(executor, request, replace(CONFIGS[method], without=("lookup",)), experience=Experience(PROFILE))
+        session = decode(
+            executor, request, replace(CONFIGS[method], without=("lookup",)), experience=Experience(PROFILE)
+        )
         assert answer(session) == truth(request, VOCABULARY)
         assert "draft" in session.origins[:14]
         assert "draft" not in session.origins[50:]

@@ -1,4 +1,5 @@
-"""Under the match rule, over seeds: autoregressive decoding emits the target's joint law, and neighbours know nothing of each other.
+"""Under the match rule, over seeds: autoregressive decoding emits the target's joint law, and neighbours know nothing
+of each other.
 
 Every other method equals it token for token (the identity tests), so its law is theirs.
 """
@@ -13,7 +14,7 @@ from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, Tokens, draw, independence
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core import noise
 from specbranch.core.experience import Experience
-from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.session import Session
 from specbranch.sim.toys import ToyLaw
 from tiers import tiered
@@ -23,10 +24,12 @@ TARGET = ToyLaw(vocabulary=4, seed=4, sharpness=1.3)
 PAIR = Pair(TARGET, TARGET)
 CONFIG = SpeculativeConfig(method="autoregressive")
 SEEDS = range(4000)
-FLAT = Pair(ToyLaw(vocabulary=4, sharpness=0.0), ToyLaw(vocabulary=4, sharpness=0.0))  # its tokens show the noise and nothing else
+FLAT = Pair(
+    ToyLaw(vocabulary=4, sharpness=0.0), ToyLaw(vocabulary=4, sharpness=0.0)
+)  # its tokens show the noise and nothing else
 
 
-def start(session: Session) -> Rounds:
+def start(session: Session) -> MethodRounds:
     return METHODS["autoregressive"].start(session, CONFIG, Experience())
 
 

@@ -1,4 +1,5 @@
-"""Under the ratio rule every method emits the target's own joint law, against exact enumeration; planted faults are caught.
+"""Under the ratio rule every method emits the target's own joint law, against exact enumeration; planted faults are
+caught.
 
 Each case also counts the events it exists for: a law test in which nothing was rejected or branched would show nothing.
 """
@@ -14,7 +15,7 @@ import pytest
 from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, draw, joint_law, requests
 from specbranch.config import HeadKind, PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.noise import Purpose
 from specbranch.core.orders import Branch, Plan, Sparse, Verdict
 from specbranch.core.policy import Confidence, Entropy, Policy
@@ -73,13 +74,17 @@ class Case:
             lookahead_candidates=6,
         )
 
-    def start(self, session: Session) -> Rounds:
+    def start(self, session: Session) -> MethodRounds:
         method = METHODS["auto" if self.method == "wandering" else self.method]
         if self.method == "wandering":
             return wandering(session)
         if method.plans(self.config) and not self.make:
             return method.start(session, self.config, Experience(PROFILE))
-        return method.run(session, self.config, self.make()) if self.make else method.start(session, self.config, Experience())
+        return (
+            method.run(session, self.config, self.make())
+            if self.make
+            else method.start(session, self.config, Experience())
+        )
 
     def draw(self, seeds: int | None = None, first: int = 0) -> Drawn:
         params = SamplingParams(temperature=self.temperature, max_tokens=LENGTH)
@@ -127,7 +132,14 @@ CASES = {
 }
 
 
-QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled", "pearl-top")  # of trees: tests/core/test_verify.py
+QUICK = (
+    "speculative-confidence",
+    "adaptive",
+    "lookup",
+    "lookahead",
+    "pearl-sampled",
+    "pearl-top",
+)  # of trees: tests/core/test_verify.py
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))
@@ -182,7 +194,9 @@ class CutAtOwnProbability(Confidence):
 
     def trim(self, branch: Branch) -> Branch:
         laws = branch.q or ()
-        unsure = (i for i, (t, q) in enumerate(zip(branch.tokens, laws, strict=True)) if q and q.prob(t) < self.stop_below)
+        unsure = (
+            i for i, (t, q) in enumerate(zip(branch.tokens, laws, strict=True)) if q and q.prob(t) < self.stop_below
+        )
         return branch.cut(0, next(unsure, len(branch.tokens)))
 
 
@@ -196,11 +210,15 @@ class CutByNextConfidence(Confidence):
 
 FAULTS = {
     "argmax residual": Case("speculative", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
-    "argmax residual at a branch point": Case("specbranch", policy="confidence", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
+    "argmax residual at a branch point": Case(
+        "specbranch", policy="confidence", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())
+    ),
     "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, runner=OneUniform)),
     "one variate for a block of looked-ahead tokens": Case("lookahead", pair=Pair(TARGET, DRAFT, runner=OneForABlock)),
     "cut at the token's own probability": Case("speculative", make=lambda: CutAtOwnProbability(3, 0.5)),
-    "cut a surviving branch at the token's own probability": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top")),
+    "cut a surviving branch at the token's own probability": Case(
+        "specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top")
+    ),
     "the same with a sampled head": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "sampled")),
     "cut by the next token's confidence": Case("speculative", make=lambda: CutByNextConfidence(3, 0.0)),
 }
@@ -214,7 +232,8 @@ def test_planted_fault_is_caught(fault: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedLaw(ToyLaw):
-    """A law over two tokens written down by hand: the probability of token 0 after each output so far, 0.5 where nothing is said."""
+    """A law over two tokens written down by hand: the probability of token 0 after each output so far, 0.5 where
+    nothing is said."""
 
     zero_after: tuple[tuple[tuple[int, ...], float], ...] = ()
 
@@ -231,7 +250,8 @@ def _spelt(state: State) -> tuple[int, ...]:
 
 
 class ShyAfterLongLoss(Confidence):
-    """Propose nothing for a round after three tokens were thrown away at once: what a policy may well learn from `observe`."""
+    """Propose nothing for a round after three tokens were thrown away at once: what a policy may well learn from
+    `observe`."""
 
     shy = False
 
@@ -243,8 +263,9 @@ class ShyAfterLongLoss(Confidence):
 
 
 def test_policy_may_learn_from_how_many_tokens_were_voided() -> None:
-    # The draft's first token is 0 and mostly rejected. Its second, and whether a third follows, hang on the variate of that place,
-    # which draws again after the correction to 1: shyness then goes with the token that would have been proposed.
+    # The draft's first token is 0 and mostly rejected. Its second, and whether a third follows, hang on the variate of
+    # that place, which draws again after the correction to 1: shyness then goes with the token that would have been
+    # proposed.
     target = ScriptedLaw(vocabulary=2, zero_after=(((), 0.1), ((1,), 0.7)))
     draft = ScriptedLaw(vocabulary=2, zero_after=(((), 0.9), ((0,), 0.7), ((0, 0), 0.99), ((1,), 0.7)))
     case = Case("speculative", pair=Pair(target, draft), make=lambda: ShyAfterLongLoss(3, 0.6))

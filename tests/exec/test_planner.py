@@ -9,8 +9,6 @@ from functools import cache
 
 import pytest
 
-from specbranch.replay.record import Record, Task
-from specbranch.replay.runners import RecordedRunner
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally
@@ -20,9 +18,11 @@ from specbranch.core.planner import SURE, Planner
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import NO_TREE, Growth, Sapling
+from specbranch.core.trees import NO_TREE, GrowingTree, Growth
 from specbranch.errors import BadParameter
 from specbranch.exec.verifier import Verifier
+from specbranch.replay.record import Record, Task
+from specbranch.replay.runners import RecordedRunner
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile, shipped_profiles
@@ -43,7 +43,10 @@ FIXED = (
     *(SpeculativeConfig(method="speculative", num_speculative_tokens=n) for n in (1, 2, 4, 8)),
     *(SpeculativeConfig(method="adaptive", num_speculative_tokens=n) for n in (4, 10)),
     *(SpeculativeConfig(method="pearl", num_speculative_tokens=n) for n in (3, 5, 10)),
-    *(SpeculativeConfig(method="specbranch", policy="confidence", num_speculative_tokens=n, stop_below=0.4) for n in (4, 8)),
+    *(
+        SpeculativeConfig(method="specbranch", policy="confidence", num_speculative_tokens=n, stop_below=0.4)
+        for n in (4, 8)
+    ),
     SpeculativeConfig(method="lookup", num_speculative_tokens=10),
 )
 
@@ -58,7 +61,8 @@ class Scripted:
 
     @classmethod
     def of(cls, tokens: Sequence[int], hits: float, seed: int, others: Sequence[int] = (1, 1, 2, 5, NEVER)) -> Scripted:
-        """A draft that is right so often, and surer where it is; where it is not, the right token is one of its `others`."""
+        """A draft that is right so often, and surer where it is; where it is not, the right token is one of its
+        `others`."""
         rng = random.Random(seed)
         right = [rng.random() < hits for _ in tokens]
         sure = tuple(rng.uniform(0.6, 1.0) if ok else rng.uniform(0.1, 0.7) for ok in right)
@@ -88,7 +92,9 @@ class ScriptedRunner(RecordedRunner):
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         self.feed(work)
         marks, lengths = self._marks[0], [len(self.slots(0).sequence(ask.node)) for ask in asks]
-        return [self._proposal(marks[ask.node] >= 0, at - len(PROMPT), ask) for ask, at in zip(asks, lengths, strict=True)]
+        return [
+            self._proposal(marks[ask.node] >= 0, at - len(PROMPT), ask) for ask, at in zip(asks, lengths, strict=True)
+        ]
 
     def _proposal(self, on_text: bool, at: int, ask: Ask) -> Proposal:
         script, choices = self._script, [WRONG + rank for rank in range(ask.width)]
@@ -109,7 +115,9 @@ def repeating(count: int, period: int = 9, start: int = 50) -> list[int]:
     return [start + at % period for at in range(count)]
 
 
-def play(script: Scripted, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None) -> Session:
+def play(
+    script: Scripted, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None
+) -> Session:
     """Decode the text, and check that it is the text."""
     record = script.record
     session = Session(0, PROMPT, record.task.request, len(record.text))
@@ -129,7 +137,9 @@ def speedup(script: Scripted, profile: CostProfile, session: Session) -> float:
 def kinds_between(session: Session, start: int, stop: int) -> dict[str, int]:
     """Tokens by kind of round in a part of the answer."""
     counts: dict[str, int] = {}
-    for (at, kind), (end, _) in zip(session.stats.choices, [*session.stats.choices[1:], (session.stats.emitted, "")], strict=True):
+    for (at, kind), (end, _) in zip(
+        session.stats.choices, [*session.stats.choices[1:], (session.stats.emitted, "")], strict=True
+    ):
         counts[kind] = counts.get(kind, 0) + max(min(end, stop) - max(at, start), 0)
     return counts
 
@@ -147,7 +157,9 @@ def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledg
         script, experience = Scripted.of(fresh(300), hits, seed), KNOWLEDGE[knowledge](HOPELESS)
         sessions = [play(script, AUTO, HOPELESS, experience) for _ in range(3)]
         first, second, third = [speedup(script, HOPELESS, session) for session in sessions]
-        assert first >= 0.85 and second >= 0.93 and third >= 0.98, seed  # many rows are sent once or twice before their cost is known
+        assert first >= 0.85 and second >= 0.93 and third >= 0.98, (
+            seed
+        )  # many rows are sent once or twice before their cost is known
         assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
 
 
@@ -188,9 +200,9 @@ def test_with_a_draft_auto_is_specbranch() -> None:
 def test_rounds_begin_with_something_read_only_where_the_draft_works_beside_the_target() -> None:
     script = Scripted.of(fresh(200), 0.7, 4)
     with_overlap, without = (play(script, replace(AUTO, without=parts), TEN).stats for parts in ((), ("overlap",)))
-    assert 0 < with_overlap.rounds_begun <= with_overlap.rounds_beside <= with_overlap.target_forwards
+    assert 0 < with_overlap.rounds_begun <= with_overlap.rounds_overlapped <= with_overlap.target_forwards
     assert 0 < with_overlap.both_busy <= with_overlap.draft_busy
-    assert without.rounds_beside == 0 and without.both_busy == 0.0
+    assert without.rounds_overlapped == 0 and without.both_busy == 0.0
 
 
 def test_text_that_repeats_is_looked_up() -> None:
@@ -211,8 +223,13 @@ def test_without_a_draft_it_is_plain_decoding_or_lookup() -> None:
 
 @pytest.mark.parametrize("knowledge", KNOWLEDGE)
 def test_what_is_done_changes_where_a_code_block_begins_and_ends(knowledge: str) -> None:
-    """Prose that the draft knows and that never repeats, around a block of code that repeats itself and that the draft does not know."""
-    prose, code, more = Scripted.of(fresh(200), 0.85, 6), Scripted.of(repeating(200), 0.05, 7), Scripted.of(fresh(200, 5000), 0.85, 8)
+    """Prose that the draft knows and that never repeats, around a block of code that repeats itself and that the
+    draft does not know."""
+    prose, code, more = (
+        Scripted.of(fresh(200), 0.85, 6),
+        Scripted.of(repeating(200), 0.05, 7),
+        Scripted.of(fresh(200, 5000), 0.85, 8),
+    )
     script = prose + code + more
     config = replace(AUTO, without=("overlap",))
     session = play(script, config, BY_TURNS, KNOWLEDGE[knowledge](BY_TURNS))
@@ -257,7 +274,8 @@ def test_costs_are_learned_from_the_rounds() -> None:
 
 @pytest.mark.parametrize("part", tiered(("overlap", "trees", "branches", "learning"), "trees".__eq__))
 def test_every_part_brings_something(part: Part) -> None:
-    """Left out, the same texts together take longer: alternatives are often right here, and the draft is worse than is usual."""
+    """Left out, the same texts together take longer: alternatives are often right here, and the draft is worse than
+    is usual."""
     longer = 0.0
     for seed in SEEDS:
         script = Scripted.of(fresh(300), 0.6, seed)
@@ -294,10 +312,10 @@ def test_rows_are_sent_as_far_as_they_pay() -> None:
     for costs in (flat, steep):
         planner = Planner(Experience(costs))
         planner.begin(10)
-        sapling = Sapling(NO_TREE)
-        sapling.sprout(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-        sapling.sprout(0, growth_of(planner), range(4), (0.8, 0.1, 0.05, 0.02))
-        counts[costs] = len(planner.sent(sapling.tree(), 100))
+        growing = GrowingTree(NO_TREE)
+        growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
+        growing.add_candidates(0, growth_of(planner), range(4), (0.8, 0.1, 0.05, 0.02))
+        counts[costs] = len(planner.sent(growing.tree(), 100))
     assert counts[flat] >= 6 and 1 <= counts[steep] <= 3, counts
 
 
@@ -311,10 +329,13 @@ def test_more_is_taken_in_and_read_at_once_only_where_the_draft_reads_on_beside_
         (BY_TURNS, "", 8, narrow),
     ):
         planner = Planner(
-            Experience(costs), overlap="overlap" not in without, trees="trees" not in without, branches="branches" not in without
+            Experience(costs),
+            overlap="overlap" not in without,
+            trees="trees" not in without,
+            branches="branches" not in without,
         )
         planner.begin(10)
-        growth = planner.alone(NO_TREE, 1)
+        growth = planner.while_waiting(NO_TREE, 1)
         assert growth is not None and len(growth.step) == lanes
         assert (growth.children, growth.least) == (like.children, like.least), without
 
@@ -325,9 +346,9 @@ def test_a_step_beside_the_target_is_so_wide_that_four_follow_each_other(eight: 
     costs = CostProfile(target=((1, 0.005),), draft=((1, 0.001), (4, 0.001), (8, eight)))
     planner = Planner(Experience(costs))
     planner.begin(10)
-    sapling = Sapling(NO_TREE)
-    sapling.sprout(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-    beside = planner.beside(sapling.tree(), 4)
+    growing = GrowingTree(NO_TREE)
+    growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
+    beside = planner.while_verifying(growing.tree(), 4)
     assert beside is not None and len(beside.step) == lanes
 
 
@@ -335,9 +356,9 @@ def test_a_wide_step_that_costs_little_more_is_made_however_short_the_target_tak
     costs = CostProfile(target=((1, 0.002),), draft=((1, 0.001), (16, 0.0011)))
     planner = Planner(Experience(costs))
     planner.begin(10)
-    sapling = Sapling(NO_TREE)
-    sapling.sprout(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-    beside = planner.beside(sapling.tree(), 4)
+    growing = GrowingTree(NO_TREE)
+    growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
+    beside = planner.while_verifying(growing.tree(), 4)
     assert beside is not None and len(beside.step) == 16
 
 
@@ -346,9 +367,9 @@ def test_what_reading_is_worth_does_not_rise_with_candidates_that_are_hardly_sen
     for rank in (0, SURE - 1, SURE):
         planner = Planner(Experience(TEN))
         planner.begin(10)
-        sapling = Sapling(NO_TREE)
-        sapling.sprout(ROOT, replace(growth_of(planner), least=0.0), range(8), (0.3, *[0.1] * 7))
-        planner.observe(sapling.tree(), [], rank)
+        growing = GrowingTree(NO_TREE)
+        growing.add_candidates(ROOT, replace(growth_of(planner), least=0.0), range(8), (0.3, *[0.1] * 7))
+        planner.observe(growing.tree(), [], rank)
         shares.append(planner.insight.cover.shares()[0])
     assert shares[0] == shares[1] > shares[2]
 
@@ -358,7 +379,9 @@ def growth_of(planner: Planner) -> Growth:
 
 
 def test_a_price_is_paid_only_beyond_the_time_that_is_free() -> None:
-    growth = Growth((1.0, 1.5), Experience(TEN).insight.chances(), free=2.0, drag=0.1, slower=0.5, worth=1.0)
+    growth = Growth(
+        (1.0, 1.5), Experience(TEN).insight.chances(), free_time=2.0, target_delay=0.1, draft_delay=0.5, worth=1.0
+    )
     assert growth.seconds(0.0, 1) == 1.5 and growth.seconds(2.5, 1) == 1.0
     assert growth.price(0.0, 1) == pytest.approx(0.1)  # it fits; the target is held up
     assert growth.price(1.0, 1) == pytest.approx(2.5 - 2.1 + 0.1)

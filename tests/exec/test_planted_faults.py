@@ -1,7 +1,7 @@
 """The identity tests can fail: each planted off-by-one is found by them.
 
-A fault on the target's side changes the output. One on the draft's side cannot, under the match rule; it shows as a rejection of a
-draft that has the target's own law and noise.
+A fault on the target's side changes the output. One on the draft's side cannot, under the match rule; it shows as a
+rejection of a draft that has the target's own law and noise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class CommitsOneTooMany(ToyRunner):
     def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         slots = self.slots(seq)
         last = nodes[-1] if nodes else ROOT
-        extra = [node for node, parent in enumerate(slots.parents) if parent == last][:1] if commit == len(nodes) > 0 else []
+        extra = (
+            [node for node, parent in enumerate(slots.parents) if parent == last][:1]
+            if commit == len(nodes) > 0
+            else []
+        )
         super()._keep(seq, [*nodes, *extra], commit + len(extra))
 
 
@@ -153,7 +157,8 @@ class AcceptsOneTooMany(ToyRunner):
 
 
 def pair(runner: type[ToyRunner], worker: type[Worker], of_draft: bool) -> Serial:
-    """A pair of which one model has a fault: a draft that else is perfect, or a target beside a weak draft, with much to roll back."""
+    """A pair of which one model has a fault: a draft that else is perfect, or a target beside a weak draft, with
+    much to roll back."""
     faulty = type("Faulty", (worker, Drafter if of_draft else Verifier), {})(runner(law()))
     if of_draft:
         return Serial(Verifier(ToyRunner(law())), faulty)
@@ -165,7 +170,9 @@ def cases() -> list[tuple[Case, SpeculativeConfig]]:
     out = []
     for seed, method in ((seed, method) for seed in range(6) for method in METHODS_WITH_DRAFT):
         policy = "confidence" if method == "specbranch" else None
-        config = SpeculativeConfig(method=method, policy=policy, num_speculative_tokens=4, max_branches=24, stop_below=0.45)
+        config = SpeculativeConfig(
+            method=method, policy=policy, num_speculative_tokens=4, max_branches=24, stop_below=0.45
+        )
         prompt = tuple((seed + i * i) % 6 for i in range(4 if seed % 2 else 25))
         out.append((Case(prompt, (0.0, 0.7, 1.3)[seed % 3], seed, Ending("long", max_tokens=40)), config))
     return out
@@ -193,7 +200,9 @@ def test_a_target_that_keeps_too_much_is_put_right_by_the_next_order() -> None:
     assert wrong_answers(pair(CommitsOneTooMany, Sound, of_draft=False)) == 0
 
 
-@pytest.mark.parametrize("fault", [KeepsTheLastRows, LosesATokenOfThePrompt, PositionOffByOne, ReadsTheRowBefore, AcceptsOneTooMany])
+@pytest.mark.parametrize(
+    "fault", [KeepsTheLastRows, LosesATokenOfThePrompt, PositionOffByOne, ReadsTheRowBefore, AcceptsOneTooMany]
+)
 def test_a_fault_in_the_targets_cache_changes_the_output(fault: type[ToyRunner]) -> None:
     assert wrong_answers(pair(fault, Sound, of_draft=False)) > 0
 

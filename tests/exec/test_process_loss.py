@@ -1,4 +1,5 @@
-"""Losing the draft process never loses a request: the answer is complete and identical, and the statistics say what happened."""
+"""Losing the draft process never loses a request: the answer is complete and identical, and the statistics say what
+happened."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import pytest
 
 from specbranch.config import PolicyName, Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
-from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Context, Draft, Orders, Plan
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
@@ -78,7 +79,8 @@ def clock(monkeypatch: pytest.MonkeyPatch, no_waiting: None) -> HandClock:
 
 
 class Target(SlowRunner):
-    """A target that may do something in the middle of a round: `surprise` is called once, in the forward numbered `at`."""
+    """A target that may do something in the middle of a round: `surprise` is called once, in the forward numbered
+    `at`."""
 
     def __init__(self) -> None:
         super().__init__(law())
@@ -206,20 +208,25 @@ def started_at(executor: Process, clock: HandClock, seconds: int, started: Calla
     return found
 
 
-def begin(executor: Process, method: str, seed: int, rule: Rule = "match", until_target: bool = False) -> tuple[Loop, Session, Case]:
+def begin(
+    executor: Process, method: str, seed: int, rule: Rule = "match", until_target: bool = False
+) -> tuple[Loop, Session, Case]:
     case = Case((seed % 6, 1), 0.7, seed, LONG, rule)
     session, loop = case.session(next_number()), Loop(executor)
     loop.join(session, started(session, method, rule, until_target))
     return loop, session, case
 
 
-def started(session: Session, method: str, rule: Rule = "match", until_target: bool = False) -> Rounds:
-    """Begin a session by a method's name; `confidence` is specbranch by that policy, `wandering` one that grows trees without a reason."""
+def started(session: Session, method: str, rule: Rule = "match", until_target: bool = False) -> MethodRounds:
+    """Begin a session by a method's name; `confidence` is specbranch by that policy, `wandering` one that grows
+    trees without a reason."""
     if method == "wandering":
         return wandering(session)
     policy: PolicyName | None = "confidence" if method == "confidence" else None
     named = "specbranch" if policy else method
-    config = SpeculativeConfig(method=named, policy=policy, num_speculative_tokens=3, max_branches=8, rule=rule, until_target=until_target)
+    config = SpeculativeConfig(
+        method=named, policy=policy, num_speculative_tokens=3, max_branches=8, rule=rule, until_target=until_target
+    )
     return METHODS[named].start(session, config, Timeless(PROFILE))
 
 
@@ -232,8 +239,11 @@ def finish(loop: Loop, each_round: Callable[[], None] = lambda: None) -> None:
     raise AssertionError("the request does not end")
 
 
-def run_with_loss(executor: Process, target: Target, method: str, seed: int, lose: Callable[[], None], at: int) -> tuple[Session, int]:
-    """Run a request and lose the child in its forward `at`; returns it and how many tokens it had when the new child was ready."""
+def run_with_loss(
+    executor: Process, target: Target, method: str, seed: int, lose: Callable[[], None], at: int
+) -> tuple[Session, int]:
+    """Run a request and lose the child in its forward `at`; returns it and how many tokens it had when the new child
+    was ready."""
     loop, session, case = begin(executor, method, seed)
     target.surprise, target.at = lose, at
     before, resumed = executor.restarts, [0]
@@ -262,7 +272,9 @@ def test_a_draft_process_killed_in_mid_request_changes_nothing(kills: int) -> No
     with closing(executor):
         for seed in range(kills):
             method = METHODS_WITH_DRAFT[seed % 5]
-            session, resumed = run_with_loss(executor, target, method, seed, partial(send, executor, signal.SIGKILL), rng.randint(1, 40))
+            session, resumed = run_with_loss(
+                executor, target, method, seed, partial(send, executor, signal.SIGKILL), rng.randint(1, 40)
+            )
             assert session.stats.rounds_without_draft > 0
             assert session.stats.draft_restarts == 1
             assert 0 < resumed < 220
@@ -308,7 +320,11 @@ def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_i
         assert answer(session) == plainly(case, law())
         tickets = [message.ticket for message in executor.told if isinstance(message, Work)]
         assert len(tickets) - len(set(tickets)) == executor.restarts == 1
-        second = next(i for i, m in enumerate(executor.told) if isinstance(m, Work) and m.orders[session.number].on.base == 0 and i > 3)
+        second = next(
+            i
+            for i, m in enumerate(executor.told)
+            if isinstance(m, Work) and m.orders[session.number].on.base == 0 and i > 3
+        )
         assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])
 
 
@@ -359,7 +375,9 @@ def test_a_child_that_cannot_start_is_a_sentence(how: str, said: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "exits"])
-def test_a_child_that_never_starts_again_is_tried_after_longer_and_longer_waits(tmp_path: Path, how: str, clock: HandClock) -> None:
+def test_a_child_that_never_starts_again_is_tried_after_longer_and_longer_waits(
+    tmp_path: Path, how: str, clock: HandClock
+) -> None:
     notes = tmp_path / "starts"
     executor, _ = executor_with(recipe(make_only_once, notes=str(notes), how=how), clock=clock)
     with closing(executor):
@@ -400,7 +418,9 @@ def test_waits_double_up_to_a_minute_and_a_drafted_round_makes_them_short_again(
             patch.setattr(subprocess, "Popen", refuse)
             assert started_at(executor, clock, 200, lambda: len(tries)) == [1, 3, 7, 15, 31, 63, 123, 183]
         said = [record.getMessage() for record in caplog.records]
-        assert [line.rpartition(" again in ")[2] for line in said] == [f"{n} s." for n in (1, 2, 4, 8, 16, 32, 60, 60, 60)]
+        assert [line.rpartition(" again in ")[2] for line in said] == [
+            f"{n} s." for n in (1, 2, 4, 8, 16, 32, 60, 60, 60)
+        ]
         clock.time += LONGEST_WAIT
         ask_until(executor, lambda: ask(executor))
         lose(executor)
@@ -478,13 +498,19 @@ def make_always_faulty(how: str) -> Drafter:
     return Drafter(runner)
 
 
-def test_a_child_that_breaks_in_every_round_is_waited_for_longer_and_longer(clock: HandClock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_child_that_breaks_in_every_round_is_waited_for_longer_and_longer(
+    clock: HandClock, caplog: pytest.LogCaptureFixture
+) -> None:
     executor, _ = executor_with(recipe(make_always_faulty, how="raises"), clock=clock)
     with closing(executor):
         ask_until(executor, lambda: executor.child_pid is None)
         assert started_at(executor, clock, 6, lambda: 0) == [1.0, 3.0]
         assert executor.restarts == 2
-    assert [record.getMessage()[-5:] for record in caplog.records if "lost" in record.getMessage()] == [" 1 s.", " 2 s.", " 4 s."]
+    assert [record.getMessage()[-5:] for record in caplog.records if "lost" in record.getMessage()] == [
+        " 1 s.",
+        " 2 s.",
+        " 4 s.",
+    ]
 
 
 def make_slowly() -> Drafter:

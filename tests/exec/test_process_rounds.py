@@ -66,7 +66,9 @@ def request(rule: Rule = "match") -> Request:
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio"])
-def test_lanes_go_on_until_the_verdicts_are_made_not_only_until_the_forward_is_launched(rule: Rule, tmp_path: Path) -> None:
+def test_lanes_go_on_until_the_verdicts_are_made_not_only_until_the_forward_is_launched(
+    rule: Rule, tmp_path: Path
+) -> None:
     notes = tmp_path / "forwards"
     target = LateTarget(lambda: notes.exists() and len(notes.read_text()) >= ENOUGH)
     with closing(Overheard(target, Recipe(f"{__name__}:make_noting", {"notes": str(notes)}))) as executor:
@@ -84,7 +86,9 @@ def test_heads_are_told_together_also_where_a_session_has_none() -> None:
     plan = Plan(4, ((0, 1),), heads="sampled", until="target")
     for session in (0, 1):
         drafter.open(session, request("ratio"))
-    made = drafter.draft({0: Draft(Context(0, (1, 2)), plan), 1: Draft(Context(0, (1,) * 30), plan)}, announce=told.append)
+    made = drafter.draft(
+        {0: Draft(Context(0, (1, 2)), plan), 1: Draft(Context(0, (1,) * 30), plan)}, announce=told.append
+    )
     assert [heads.keys() for heads in told] == [{0}]
     assert made[0][0].tokens[0] == told[0][0].tokens[0] and made[1] == ()
 
@@ -101,7 +105,10 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
     def orders(base: int, number: int) -> dict[int, Orders]:
         on = {session: Context(base, tuple(text[base:]), text) for session, text in texts.items()}
         growth = Growth((0.0,), Experience(PROFILE).insight.chances(), most=2, worth=1.0)
-        drafts = {s: Draft(c, Plan(2), 0, number) if kind == "chain" else Grow(c, NO_TREE, growth, number) for s, c in on.items()}
+        drafts = {
+            s: Draft(c, Plan(2), 0, number) if kind == "chain" else Grow(c, NO_TREE, growth, number)
+            for s, c in on.items()
+        }
         return {session: Orders(draft) for session, draft in drafts.items()}
 
     with closing(Overheard(Verifier(ToyRunner(law())), drafter_recipe(0.1))) as executor:
@@ -119,7 +126,9 @@ def test_only_the_session_that_the_child_has_lost_is_sent_whole(kind: str) -> No
 class Counted(Drafter):
     """Notes which sessions it is told whole."""
 
-    def draft(self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None) -> dict[int, Drafted]:
+    def draft(
+        self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
+    ) -> dict[int, Drafted]:
         self.whole = whole(Work(0, dict(orders)))
         return super().draft(orders, done, announce)
 
@@ -128,10 +137,14 @@ def test_a_worker_beside_the_target_is_told_whole_only_what_it_has_lost() -> Non
     drafter, text = Counted(ToyRunner(law(0.1))), [1, 2, 3, 4]
     for session in range(3):
         drafter.open(session, request())
-    draft_or_whole(drafter, {session: Draft(Context(0, (1, 2, 3)), Plan(2)) for session in range(3)}, never, lambda heads: None)
+    draft_or_whole(
+        drafter, {session: Draft(Context(0, (1, 2, 3)), Plan(2)) for session in range(3)}, never, lambda heads: None
+    )
     drafter.leave(1)
     drafter.open(1, request())
-    draft_or_whole(drafter, {session: Draft(Context(3, (4,), text), Plan(2)) for session in range(3)}, never, lambda heads: None)
+    draft_or_whole(
+        drafter, {session: Draft(Context(3, (4,), text), Plan(2)) for session in range(3)}, never, lambda heads: None
+    )
     assert drafter.whole == {1}
 
 

@@ -36,7 +36,17 @@ from toybench import (
 
 DRIFT = 0.3
 ENDING = Ending("some", max_tokens=40)
-METHODS_TRIED = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "tree", "lookup", "lookahead", "wandering")
+METHODS_TRIED = (
+    "autoregressive",
+    "speculative",
+    "adaptive",
+    "pearl",
+    "specbranch",
+    "tree",
+    "lookup",
+    "lookahead",
+    "wandering",
+)
 EXECUTORS: dict[str, Callable[[], Executor]] = {
     "serial": lambda: serial(DRIFT),
     "process": lambda: process(DRIFT),
@@ -46,8 +56,8 @@ EXECUTORS: dict[str, Callable[[], Executor]] = {
 
 
 class Repeating:
-    """An executor that carries out a round's orders again, or some of them, or earlier ones first, as it likes; what it answers is what the
-    round's own orders gave the last time."""
+    """An executor that carries out a round's orders again, or some of them, or earlier ones first, as it likes; what it
+    answers is what the round's own orders gave the last time."""
 
     def __init__(self, inner: Executor, seed: int) -> None:
         self.inner, self.now, self.open, self.leave, self.close = inner, inner.now, inner.open, inner.leave, inner.close
@@ -66,7 +76,9 @@ class Repeating:
         elif what == "some":
             self.inner.run({session: order for session, order in orders.items() if self._random.random() < 0.5})
         elif what == "earlier":
-            self.inner.run({session: self._random.choice(self._earlier.get(session, [order])) for session, order in orders.items()})
+            self.inner.run(
+                {session: self._random.choice(self._earlier.get(session, [order])) for session, order in orders.items()}
+            )
         if what != "once":
             self.repeated[what] += 1
         for session, order in orders.items():
@@ -83,7 +95,11 @@ def inner(request: pytest.FixtureRequest) -> Iterator[Executor]:
 
 def joined(loop: Loop, case: Case, method: str) -> Session:
     session = case.session(next_number())
-    config = SpeculativeConfig(method=method, num_speculative_tokens=4, rule=case.rule, stop_below=0.2) if method != "wandering" else None
+    config = (
+        SpeculativeConfig(method=method, num_speculative_tokens=4, rule=case.rule, stop_below=0.2)
+        if method != "wandering"
+        else None
+    )
     loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)) if config else wandering(session))
     return session
 
@@ -126,7 +142,9 @@ def timeless(report: Reports) -> Reports:
     return replace(report, drafting=None, verifying=None, tree=tree)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS_TRIED if name != "specbranch"])  # it has more time where less is to be read
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS_TRIED if name != "specbranch"]
+)  # it has more time where less is to be read
 def test_an_order_that_is_repeated_is_answered_alike(method: str) -> None:
     for seed in range(10):
         loop = Loop(Twice(make_verifier(), make_drafter(DRIFT)))

@@ -1,4 +1,5 @@
-"""Both models in one process, the target at work by itself: what is begun first, when drafting ends, and what a draft that fails costs."""
+"""Both models in one process, the target at work by itself: what is begun first, when drafting ends, and what a
+draft that fails costs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
-from specbranch.core.methods import METHODS, Rounds
+from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Trial, Verdicts
@@ -100,7 +101,9 @@ def lanes(rule: Rule = "match") -> Draft:
 
 @pytest.mark.parametrize("polls", [0, 1, 5])
 @pytest.mark.parametrize("order", [lanes(), grow()], ids=["lanes", "tree"])
-def test_the_target_is_started_first_and_drafting_ends_when_its_verdict_is_there(order: Draft | Grow, polls: int) -> None:
+def test_the_target_is_started_first_and_drafting_ends_when_its_verdict_is_there(
+    order: Draft | Grow, polls: int
+) -> None:
     executor, notes = pair(polls)
     report = executor.run({0: Orders(order, Verify(ON))})[0]
     # The text itself is read in any case; then the verdict is asked for before each step.
@@ -185,11 +188,13 @@ def start(loop: Loop, case: Case, method: str) -> Session:
     return session
 
 
-def _rounds(session: Session, method: str, rule: Rule) -> Rounds:
+def _rounds(session: Session, method: str, rule: Rule) -> MethodRounds:
     if method == "wandering":
         return wandering(session)
     named = "specbranch" if method == "confidence" else method
-    config = SpeculativeConfig(method=named, policy="confidence" if method == "confidence" else None, num_speculative_tokens=4, rule=rule)
+    config = SpeculativeConfig(
+        method=named, policy="confidence" if method == "confidence" else None, num_speculative_tokens=4, rule=rule
+    )
     return METHODS[named].start(session, config, Timeless(PROFILE))
 
 
@@ -204,7 +209,9 @@ def out_of_memory() -> None:
 
 @pytest.mark.parametrize("rule", ["match", "ratio"])
 @pytest.mark.parametrize("method", METHODS_WITH_DRAFT)
-def test_a_draft_that_fails_loses_no_request(kind: type[Serial], method: str, rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_that_fails_loses_no_request(
+    kind: type[Serial], method: str, rule: Rule, caplog: pytest.LogCaptureFixture
+) -> None:
     for at in (1, 2, 3, 7, 12):
         executor, draft = executor_of(kind)
         loop, draft.odd, draft.left = Loop(executor), out_of_memory, at
@@ -220,7 +227,9 @@ def test_a_draft_that_fails_loses_no_request(kind: type[Serial], method: str, ru
         assert said == [f"The draft failed ({failure}); 1 request(s) go on without it, in plain decoding."]
         after, steps = start(loop, case, method), len(draft.notes)
         run_out(loop)
-        assert len(draft.notes) > steps + 3 and after.stats.rounds_without_draft == 0, "the next request has a draft again"
+        assert len(draft.notes) > steps + 3 and after.stats.rounds_without_draft == 0, (
+            "the next request has a draft again"
+        )
 
 
 def test_requests_that_were_not_drafted_for_keep_their_draft(kind: type[Serial]) -> None:
@@ -245,7 +254,9 @@ class Unsound(OddDraft):
 
 
 @pytest.mark.parametrize("method", METHODS_WITH_DRAFT)
-def test_a_draft_whose_numbers_are_none_is_given_up(kind: type[Serial], method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_whose_numbers_are_none_is_given_up(
+    kind: type[Serial], method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     executor, case = kind(Verifier(Deferred(law(), lambda: 2)), Drafter(Unsound([]))), Case((4, 1, 2), 0.7, 4, SOME)
     loop = Loop(executor)
     session = start(loop, case, method)
@@ -277,7 +288,9 @@ class Struck:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        return partial(self._call, found) if name in ("extend", "feed", "keep", "rewind", "propose", "verify") else found
+        return (
+            partial(self._call, found) if name in ("extend", "feed", "keep", "rewind", "propose", "verify") else found
+        )
 
     def _call(self, found: Callable[..., Any], *given: Any) -> Any:
         result = found(*given)

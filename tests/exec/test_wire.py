@@ -20,18 +20,18 @@ from specbranch.exec.messages import (
     HeadsDrawn,
     Hello,
     Leave,
-    Message,
     Open,
     Ready,
     Recipe,
     RoundDrafted,
     StaleHolding,
     TargetDone,
+    WireMessage,
     Work,
 )
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
-MESSAGES = get_args(Message)
+MESSAGES = get_args(WireMessage)
 
 numbers = st.floats()  # infinities and NaN among them
 ints = st.integers()
@@ -76,11 +76,17 @@ laws = st.none() | several(st.none() | sparse)
 branches = full(Branch, q=laws)
 contexts = full(Context, history=st.just(()))
 plans = full(
-    Plan, forks=several(st.tuples(ints, ints)), measure=choice(Measure), heads=st.sampled_from(["top", "sampled"]), until=choice(Until)
+    Plan,
+    forks=several(st.tuples(ints, ints)),
+    measure=choice(Measure),
+    heads=st.sampled_from(["top", "sampled"]),
+    until=choice(Until),
 )
 nodes = full(Node)
 trees = full(Tree, nodes=several(nodes))
-orders = full(Draft, on=contexts, plan=plans) | full(Grow, on=contexts, tree=trees, growth=full(Growth, chances=full(Chances)))
+orders = full(Draft, on=contexts, plan=plans) | full(
+    Grow, on=contexts, tree=trees, growth=full(Growth, chances=full(Chances))
+)
 made = several(branches) | trees
 PARTS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     Hello: {"path": several(texts), "recipe": full(Recipe, given=st.dictionaries(texts, plain, max_size=3))},
@@ -109,7 +115,11 @@ def test_a_message_comes_back_exactly_as_it_was_sent(kind: type, data: st.DataOb
 
 def test_every_field_of_every_message_is_drawn() -> None:
     for kind in MESSAGES:
-        drawn = {name for name, hint in get_type_hints(kind).items() if hint in (int, float, bool, str, tuple[int, ...], tuple[float, ...])}
+        drawn = {
+            name
+            for name, hint in get_type_hints(kind).items()
+            if hint in (int, float, bool, str, tuple[int, ...], tuple[float, ...])
+        }
         assert get_type_hints(kind).keys() == drawn | PARTS.get(kind, {}).keys(), kind
 
 
@@ -171,8 +181,14 @@ def refused_or_ours(data: bytes) -> None:
         (b'["RoundDrafted",[1,[[2,["list",[]]]],[0.0,1.0,0]]]', "'list' where one of tuple, Tree was expected"),
         (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],[0.5],null]]]]],[0.0,1.0,0]]]', "where packed floats was expected"),
         (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],"AAAA",null]]]]],[0.0,1.0,0]]]', "is no message of ours"),
-        (b'["RoundDrafted",[1,[[2,["tuple",[[0,[1,true],"",null]]]]],[0.0,1.0,0]]]', "where a list of int was expected"),
-        (b'["RoundDrafted",[1,[[2,["Tree",[[[1],[],"","",[],[],"",[],[],[]],true,[]]]]],[0.0,1.0,0]]]', "is no message of ours"),
+        (
+            b'["RoundDrafted",[1,[[2,["tuple",[[0,[1,true],"",null]]]]],[0.0,1.0,0]]]',
+            "where a list of int was expected",
+        ),
+        (
+            b'["RoundDrafted",[1,[[2,["Tree",[[[1],[],"","",[],[],"",[],[],[]],true,[]]]]],[0.0,1.0,0]]]',
+            "is no message of ours",
+        ),
         (b'["RoundDrafted",[1,[[2]],[0.0,1.0,0]]]', "where a list of 2 was expected"),
         (
             b'["Work",[1,[[2,["Draft",[[0,[]],[1,[],0.0,false,"bottom",false,"top","length"],0,0]]]]]]',

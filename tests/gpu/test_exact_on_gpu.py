@@ -24,7 +24,13 @@ from specbranch.models.native import NativeRunner, load_native
 from tiny_models import GREEDY, planted, some_tokens
 
 pytestmark = pytest.mark.gpu
-SIZES: dict[str, Any] = {"vocab_size": 301, "hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 6}
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 384,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.1}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
@@ -120,7 +126,10 @@ def test_a_token_is_chosen_alike_in_any_company(shaping: dict[str, float], runne
             runner.open(seq, Request(SamplingParams(**params), 5, len(text)))
             runner.extend(seq, text[:-1])
         feeds = [Feed(seq, (text[-1], *line), tuple(range(ROOT, len(line)))) for seq in range(2 if others else 1)]
-        trials = [Trial(feed.seq, Verify(Context(0, tuple(text)), tuple(line)), 0, tuple(range(1, 13)), logprobs=None) for feed in feeds]
+        trials = [
+            Trial(feed.seq, Verify(Context(0, tuple(text)), tuple(line)), 0, tuple(range(1, 13)), logprobs=None)
+            for feed in feeds
+        ]
         said.append(runner.verify(feeds, trials)()[0])
         for seq in range(2):
             runner.close(seq)
@@ -130,7 +139,9 @@ def test_a_token_is_chosen_alike_in_any_company(shaping: dict[str, float], runne
 def test_tokens_of_far_places_have_the_same_bits(tmp_path: Path) -> None:
     """Behind 32,000 tokens, where a text has hundreds of blocks."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "max_position_embeddings": 33000, "num_hidden_layers": 2}))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**{**SIZES, "max_position_embeddings": 33000, "num_hidden_layers": 2})
+    )
     model.save_pretrained(tmp_path)
     runner = load_native(tmp_path, context_length=32900, device="cuda")
     line = some_tokens(20, seed=9)

@@ -1,4 +1,5 @@
-"""The GPU's step where it belongs: Triton against plain operations, bits that depend on positions alone, graphs, and no waiting."""
+"""The GPU's step where it belongs: Triton against plain operations, bits that depend on positions alone, graphs, and
+no waiting."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from tiny_models import logits_of, some_tokens, tiny
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-SHAPES = {"mha": (8, 8, 128), "gqa": (16, 4, 128), "narrow": (16, 4, 64), "seven": (14, 2, 64), "odd": (10, 2, 80), "one": (16, 1, 128)}
+SHAPES = {
+    "mha": (8, 8, 128),
+    "gqa": (16, 4, 128),
+    "narrow": (16, 4, 64),
+    "seven": (14, 2, 64),
+    "odd": (10, 2, 80),
+    "one": (16, 1, 128),
+}
 TOLERATED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -44,7 +52,11 @@ def test_kernels_give_what_plain_operations_give(shape: tuple[int, int, int], dt
         q = torch.randn(len(step.slots), heads, head_dim).to(DEVICE, dtype)
         memory = torch.randn(65, 2, 2, kv_heads, PAGE, head_dim).to(DEVICE, dtype)  # two layers: pages are strided
         keys, values = memory[:, 1].unbind(1)
-        error = (attend_by_kernels(q, keys, values, step).double() - attend_plainly(q, keys, values, step).double()).abs().max()
+        error = (
+            (attend_by_kernels(q, keys, values, step).double() - attend_plainly(q, keys, values, step).double())
+            .abs()
+            .max()
+        )
         assert error <= TOLERATED[dtype]
 
 
@@ -81,7 +93,8 @@ class Written:
         self.queries = torch.randn(count, heads, self.head_dim).to(DEVICE, torch.bfloat16)
 
     def attend(self, behind: int, pages: list[int], rows: list[int], beside: int = 0) -> torch.Tensor:
-        """Attend with some rows of the chain, fed with `behind` siblings each to some pages, other sequences beside them."""
+        """Attend with some rows of the chain, fed with `behind` siblings each to some pages, other sequences beside
+        them."""
         slots = Slots(4096)
         slots.extend([0] * self.prefix)
         tokens, parents, chain = chain_with_siblings(range(self.count), behind)
@@ -102,7 +115,9 @@ class Written:
 
 @pytest.mark.parametrize("shape", [SHAPES["mha"], SHAPES["gqa"], SHAPES["seven"]], ids=["mha", "gqa", "seven"])
 @pytest.mark.parametrize("prefix", [0, 20, 120, 250, 700, 1000, 1016, 1020])
-def test_a_row_has_the_same_bits_alone_and_among_others_and_behind_siblings(prefix: int, shape: tuple[int, int, int]) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others_and_behind_siblings(
+    prefix: int, shape: tuple[int, int, int]
+) -> None:
     torch.manual_seed(prefix)
     choose = random.Random(prefix)
     written = Written(prefix, 16, shape)
@@ -141,8 +156,17 @@ def test_a_replayed_graph_gives_what_running_gives(dtype: torch.dtype, attend) -
     decoder = decoder_of(tiny("qwen3"), DEVICE, dtype)
     graphs, plain = (Stepper(decoder, DEVICE, dtype, attend, capture=capture) for capture in (True, False))
     lines = [stepper.open(some_tokens(250)) for stepper in (graphs, plain)]
-    for feed in (([1], [ROOT]), ([2], [0]), ([3, 4, 5, 6], [1, 1, 2, 3]), ([7], [1]), ([8, 9, 10, 11], [6, 7, 8, 9]), ([12], [10])):
-        replayed, run = (stepper.score([line.grow(*feed)]) for stepper, line in zip((graphs, plain), lines, strict=True))
+    for feed in (
+        ([1], [ROOT]),
+        ([2], [0]),
+        ([3, 4, 5, 6], [1, 1, 2, 3]),
+        ([7], [1]),
+        ([8, 9, 10, 11], [6, 7, 8, 9]),
+        ([12], [10]),
+    ):
+        replayed, run = (
+            stepper.score([line.grow(*feed)]) for stepper, line in zip((graphs, plain), lines, strict=True)
+        )
         assert torch.equal(replayed, run)
 
 

@@ -1,4 +1,5 @@
-"""The native decoder on a GPU: the same numbers as on the CPU, the same tokens with every method, and a step that can be captured."""
+"""The native decoder on a GPU: the same numbers as on the CPU, the same tokens with every method, and a step that
+can be captured."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_logits_on_a_gpu_equal_those_of_transformers(kind: str, tmp_path: Path) 
     model, tokens = tiny(kind), some_tokens(300)
     runner = load_native(saved(model, tmp_path), context_length=512, device="cuda", dtype=torch.float64)
     expected = logits_of(in_double(model), tokens)[-3:]
-    assert torch.allclose(rows_after(runner, tokens).double(), expected, rtol=0, atol=1e-9 * expected.abs().max().item())
+    assert torch.allclose(
+        rows_after(runner, tokens).double(), expected, rtol=0, atol=1e-9 * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("shaping", SHAPINGS)
@@ -58,7 +61,11 @@ def test_bfloat16_is_the_default_on_a_gpu(tmp_path: Path) -> None:
 
 def test_questions_wait_for_nothing_but_their_one_read(tmp_path: Path) -> None:
     runner = load_native(saved(tiny("qwen3"), tmp_path), context_length=300, device="cuda")
-    requests = [Request(SamplingParams(**shaping), 1, 4, rule=rule) for shaping in SHAPINGS.values() for rule in ("match", "ratio")]
+    requests = [
+        Request(SamplingParams(**shaping), 1, 4, rule=rule)
+        for shaping in SHAPINGS.values()
+        for rule in ("match", "ratio")
+    ]
     for turn in range(2):  # the first one captures, and makes buffers as large as they have to be
         for seq, request in enumerate(requests):
             runner.open(seq, request)

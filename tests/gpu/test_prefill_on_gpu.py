@@ -1,4 +1,5 @@
-"""Prompts on a GPU: the flash kernel gives what the masked way gives, the same bits each time, and the host waits for nothing."""
+"""Prompts on a GPU: the flash kernel gives what the masked way gives, the same bits each time, and the host waits
+for nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 SHAPES = {"mha": (8, 8, 128), "gqa": (16, 4, 128), "narrow": (14, 2, 64), "odd": (10, 2, 80), "one": (16, 1, 128)}
 TOLERATED = {torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of numbers about 1, and as a share of larger ones
-SIZES: dict[str, Any] = {"vocab_size": 301, "hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 6}
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 384,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 8192, "initializer_range": 0.1}
 
 
@@ -84,7 +91,9 @@ def test_chunks_are_long_where_flash_runs_and_short_elsewhere(runner: NativeRunn
     assert runner.chunk == LONG_CHUNK and runner.decoder.attend_chunk is attend_by_flash
     wide = load_native(folder, context_length=3000, device="cuda", dtype=torch.float32, cache_tokens=4000)
     assert wide.chunk == CHUNK and wide.decoder.attend_chunk is attend_masked
-    assert choose_attend_chunk(DEVICE, torch.bfloat16, 4, 2, 512) is attend_masked  # the kernel takes heads of at most 256
+    assert (
+        choose_attend_chunk(DEVICE, torch.bfloat16, 4, 2, 512) is attend_masked
+    )  # the kernel takes heads of at most 256
 
 
 def test_a_prompt_that_is_read_again_has_the_same_bits(runner: NativeRunner) -> None:
@@ -127,7 +136,9 @@ def test_reading_a_prompt_waits_for_nothing(runner: NativeRunner) -> None:
         runner.close(0)
 
 
-def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
+    runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = read(runner, 0, tokens(6000))
     runner.close(0)
     runner.open(0, GREEDY)

@@ -14,7 +14,12 @@ from specbranch.models.gpu.stored import StoredLinear
 
 pytestmark = pytest.mark.gpu
 SMALL = [("qkv", 960, 576), ("down", 576, 1536), ("head", 301, 384), ("qkv", 2048, 1536), ("down", 1536, 8960)]
-CASES = [(stored, *case) for stored, cuts in PINNED.items() for case in [*cuts, *SMALL] if stored != "int4" or case[2] % 128 == 0]
+CASES = [
+    (stored, *case)
+    for stored, cuts in PINNED.items()
+    for case in [*cuts, *SMALL]
+    if stored != "int4" or case[2] % 128 == 0
+]
 NO_NORM = SimpleNamespace(qk_norm=False)
 
 
@@ -27,23 +32,31 @@ def multiplied(name: str, linear: PlainLinear | StoredLinear, x: torch.Tensor) -
     whole = product.together(rows)
     held = torch.zeros(product.row_tiles(rows) * whole, product.ins, device="cuda", dtype=x.dtype)
     held[:rows] = x
-    squares, out = torch.full((len(held), 1), float(product.ins), device="cuda"), torch.zeros(len(held), product.outs, device="cuda")
+    squares, out = (
+        torch.full((len(held), 1), float(product.ins), device="cuda"),
+        torch.zeros(len(held), product.outs, device="cuda"),
+    )
     weight, _, scale = product.tensors()
     how = {**product.how(rows, False), "PARTS": 1}
     grid = len(held) // whole, -(-product.outs // product.cut.tile)
-    product_kernels.scored[grid](held, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=1, **how)
+    product_kernels.scored[grid](
+        held, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=1, **how
+    )
     return out[:rows]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("stored", "name", "outs", "ins"), CASES)
-def test_a_row_has_the_same_bits_in_a_tile_of_any_size(stored: Stored, name: str, outs: int, ins: int, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_a_tile_of_any_size(
+    stored: Stored, name: str, outs: int, ins: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(outs)
     weight = torch.randn(outs, ins, device="cuda", dtype=dtype) * ins**-0.5
     x = torch.randn(130, ins, device="cuda", dtype=dtype)
     linear = PlainLinear(weight, None) if stored == "plain" else StoredLinear(Matrix(weight).stored_as(stored))
     expected = (
-        x.float() @ (weight if stored == "plain" else Matrix(linear.weight, None, linear.scale).widened(torch.float32)).float().T
+        x.float()
+        @ (weight if stored == "plain" else Matrix(linear.weight, None, linear.scale).widened(torch.float32)).float().T
     ).cpu()
     alone = torch.cat([multiplied(name, linear, x[row : row + 1]) for row in (0, 15, 17, 31, 64, 100, 129)])
     assert (alone.cpu() - expected[[0, 15, 17, 31, 64, 100, 129]]).abs().max() < 0.02
@@ -51,4 +64,6 @@ def test_a_row_has_the_same_bits_in_a_tile_of_any_size(stored: Stored, name: str
         among = multiplied(name, linear, x[:count])
         for at, row in enumerate((0, 15, 17, 31, 64, 100, 129)):
             if row < count:
-                assert torch.equal(among[row], alone[at]), f"row {row} among {count}, by {cut_of(name, outs, ins, stored)}"
+                assert torch.equal(among[row], alone[at]), (
+                    f"row {row} among {count}, by {cut_of(name, outs, ins, stored)}"
+                )

@@ -1,4 +1,5 @@
-"""Streams on a GPU: two models at work at once in one process say what plain decoding says, and their times tell that they were."""
+"""Streams on a GPU: two models at work at once in one process say what plain decoding says, and their times tell
+that they were."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from tiny_models import some_tokens
 from toybench import PROFILE, Timeless, run_out
 
 pytestmark = pytest.mark.gpu
-SIZES: dict[str, Any] = {"vocab_size": 131, "hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 6}
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 384,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.1}
 METHODS_TRIED = ("pearl", "specbranch", "tree", "specbranch:confidence")
 LONG = 200_000_000  # cycles: about a tenth of a second
@@ -70,12 +77,17 @@ def decode(executor: Streams, method: str, number: int, rule: Rule = "match", **
     return session
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.9, "logprobs": 2}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.9, "logprobs": 2}], ids=str
+)
 @pytest.mark.parametrize("method", METHODS_TRIED)
 def test_the_text_is_that_of_plain_decoding(method: str, params: dict[str, Any], executor: Streams) -> None:
     accepted = 0
     for number in range(4):
-        plain, session = decode(executor, "autoregressive", number, **params), decode(executor, method, number, **params)
+        plain, session = (
+            decode(executor, "autoregressive", number, **params),
+            decode(executor, method, number, **params),
+        )
         assert session.tokens == plain.tokens
         assert session.stats.rounds_without_draft == 0
         accepted += session.stats.accepted
@@ -87,7 +99,9 @@ def test_requests_beside_each_other_say_what_each_says_alone(method: str, execut
     loop = Loop(executor)
     sessions = [start(loop, method, number) for number in range(6)]
     run_out(loop)
-    assert [session.tokens for session in sessions] == [decode(executor, "autoregressive", number).tokens for number in range(6)]
+    assert [session.tokens for session in sessions] == [
+        decode(executor, "autoregressive", number).tokens for number in range(6)
+    ]
 
 
 def test_under_ratio_requests_are_served_too(executor: Streams) -> None:
@@ -99,7 +113,7 @@ def test_under_ratio_requests_are_served_too(executor: Streams) -> None:
 def ordered(base: int, tokens: tuple[int, ...], most: int) -> Orders:
     """Verify, and grow a tree of so many steps beside it."""
     on = Context(base, tokens)
-    growth = Growth((0.0,), Timeless(PROFILE).insight.chances(), free=1e9, most=most, worth=1.0, least=0.0)
+    growth = Growth((0.0,), Timeless(PROFILE).insight.chances(), free_time=1e9, most=most, worth=1.0, least=0.0)
     return Orders(Grow(on, NO_TREE, growth, base), Verify(on))
 
 
@@ -124,9 +138,13 @@ def test_both_models_are_at_work_at_the_same_time(executor: Streams, monkeypatch
     executor.leave(0)
     assert report.drafting and report.verifying and report.tree
     assert sum(report.tree.steps) >= 4
-    assert report.verifying.start < report.drafting.start < report.drafting.end < report.verifying.end, "the spans are apart"
+    assert report.verifying.start < report.drafting.start < report.drafting.end < report.verifying.end, (
+        "the spans are apart"
+    )
     assert report.verifying.seconds > 0.02 and report.drafting.seconds < 0.5 * report.verifying.seconds
-    assert begun - 1e-3 < report.verifying.start and report.verifying.end < ended + 1e-3, "the device's times are not the host's"
+    assert begun - 1e-3 < report.verifying.start and report.verifying.end < ended + 1e-3, (
+        "the device's times are not the host's"
+    )
 
 
 def test_a_tree_grows_until_the_verdict_is_there_and_no_longer(executor: Streams) -> None:
@@ -151,7 +169,9 @@ def test_memory_is_flat_over_many_requests(executor: Streams) -> None:
     assert runner.pool.free == runner.pool.pages
 
 
-def test_an_interrupt_within_a_round_leaves_both_models_usable(executor: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_a_round_leaves_both_models_usable(
+    executor: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [decode(executor, "autoregressive", number).tokens for number in range(3)]
     for number, method in enumerate(("pearl", "specbranch", "tree")):
         loop = Loop(executor)
@@ -171,7 +191,9 @@ def interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_a_draft_without_memory_leaves_the_text_to_the_target(executor: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_without_memory_leaves_the_text_to_the_target(
+    executor: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -198,7 +220,11 @@ def test_each_model_has_a_stream_of_its_own(folders: tuple[Path, Path]) -> None:
 def test_it_is_had_by_its_name(draft_device: str, pair: tuple[str, str]) -> None:
     texts = []
     for executor in ("serial", "streams"):
-        llm = LLM(*pair, executor=executor, device="cuda", draft_device=draft_device, context_length=256, dtype="float32")  # type: ignore[arg-type]
+        llm = LLM(
+            *pair, executor=executor, device="cuda", draft_device=draft_device, context_length=256, dtype="float32"
+        )  # type: ignore[arg-type]
         with llm:
-            texts.append(llm.generate("The cat sat on", SamplingParams(temperature=0.8, seed=3, max_tokens=60)).token_ids)
+            texts.append(
+                llm.generate("The cat sat on", SamplingParams(temperature=0.8, seed=3, max_tokens=60)).token_ids
+            )
     assert texts[0] == texts[1]

@@ -31,5 +31,7 @@ def rounded(tree: Any) -> Tree:
 
 @pytest.mark.parametrize("request_", [GREEDY, NOISY], ids=["greedy", "noisy"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_tree_grown_on_the_device_is_the_one_that_is_grown_step_by_step(seed: int, request_: Any, decoder: Any) -> None:
+def test_a_tree_grown_on_the_device_is_the_one_that_is_grown_step_by_step(
+    seed: int, request_: Any, decoder: Any
+) -> None:
     assert_grown_alike(seed, request_, decoder, rounded)

@@ -24,8 +24,14 @@ def test_any_bytes_are_unpacked_on_a_gpu_as_the_gguf_package_does(kind: str) -> 
 
 @pytest.mark.parametrize("kind", HALVES)
 def test_a_tensor_of_several_pieces_is_read_onto_a_gpu_in_little_memory(kind: str, tmp_path: Path) -> None:
-    file = written(tmp_path / "weights", kind, random_blocks(kind, PIECE * 5 // 2 // gguf_encoding(gguf.GGMLQuantizationType[kind]).block))
-    there, here = (torch.empty(file.entries["w"].shape, dtype=torch.bfloat16, device=device) for device in ("cuda", "cpu"))
+    file = written(
+        tmp_path / "weights",
+        kind,
+        random_blocks(kind, PIECE * 5 // 2 // gguf_encoding(gguf.GGMLQuantizationType[kind]).block),
+    )
+    there, here = (
+        torch.empty(file.entries["w"].shape, dtype=torch.bfloat16, device=device) for device in ("cuda", "cpu")
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     file.read("w", there)

@@ -20,7 +20,7 @@ from specbranch.core.runner import Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.distill.agreement import GREEDY
 from specbranch.hrad.collect import states_along
-from specbranch.hrad.forecaster import Forecast, features, reached
+from specbranch.hrad.forecaster import TargetForecaster, features, reached
 from specbranch.hrad.network import Network
 from specbranch.hrad.predictor import Predictor, PredictorError
 from tiers import tiered
@@ -66,13 +66,15 @@ def test_many_rows_and_few_show_the_same_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runner", ["native", "transformers"])
-def test_a_verdict_says_what_the_network_makes_of_the_states_behind_its_token(runner: str, folder: Path, pair: tuple[str, str]) -> None:
+def test_a_verdict_says_what_the_network_makes_of_the_states_behind_its_token(
+    runner: str, folder: Path, pair: tuple[str, str]
+) -> None:
     loaded = reached(load_runner(Choice(pair[0], runner=runner, device="cpu", context_length=64)))  # type: ignore[arg-type]
-    forecast = Forecast(Predictor.load(folder), loaded)
-    loaded.open(0, replace(GREEDY, foretold=True))
+    forecast = TargetForecaster(Predictor.load(folder), loaded)
+    loaded.open(0, replace(GREEDY, wants_forecast=True))
     order, nodes = Verify(Context(3, ()), (7, 8)), (3, 4)
     work = [Feed(0, (1, 5, 9, 7, 8), (ROOT, 0, 1, 2, 3))]
-    trials = [Trial(0, order, 2, nodes, foretold=foretold) for foretold in (True, False)]
+    trials = [Trial(0, order, 2, nodes, wants_forecast=wants_forecast) for wants_forecast in (True, False)]
     found, untold = loaded.verify(work, trials)()
     text = (1, 5, 9, *(order.tokens[n] for n in found.path), found.token)
     expected = forecast.along(states_along(loaded, text[:1], text[1:], LAYERS, 16), text[1:])[-1]
@@ -143,7 +145,11 @@ def test_a_predictor_that_cannot_be_used_is_a_sentence_and_decoding_goes_on(
         text = llm.generate("A branch", {"max_tokens": 12}).token_ids
         again = llm.using(speculative={**config, "stop_below": 0.2}).generate("A branch", {"max_tokens": 12}).token_ids
         assert text == again == llm.using("autoregressive").generate("A branch", {"max_tokens": 12}).token_ids
-    told = [record.message for record in caplog.records if "Decoding goes on by the draft's confidence alone." in record.message]
+    told = [
+        record.message
+        for record in caplog.records
+        if "Decoding goes on by the draft's confidence alone." in record.message
+    ]
     assert len(told) == 1 and words in told[0]
 
 
@@ -152,7 +158,9 @@ def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
 ) -> None:
     with LLM(*pair, speculative={"policy": "paper"}, device="cpu", dtype="float64") as llm:
         assert llm.generate("A branch", {"max_tokens": 3}).token_ids
-    with LLM(*pair, speculative={"policy": "paper", "num_speculative_tokens": 9}, device="cpu", predictor=str(folder)) as llm:
+    with LLM(
+        *pair, speculative={"policy": "paper", "num_speculative_tokens": 9}, device="cpu", predictor=str(folder)
+    ) as llm:
         assert llm.generate("A branch", {"max_tokens": 3}).token_ids
         assert llm.using(speculative={"policy": "paper", "num_speculative_tokens": 9, "stop_below": 0.2}).config
     first, second = (record.message for record in caplog.records)
@@ -163,12 +171,15 @@ def test_a_pair_without_a_predictor_and_a_draft_that_is_too_long_are_told(
 def test_features_that_are_not_finite_say_nothing_and_that_is_told_once(
     folder: Path, pair: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    forecast = Forecast(Predictor.load(folder), load_runner(Choice(pair[0], device="cpu", context_length=64)))
+    forecast = TargetForecaster(Predictor.load(folder), load_runner(Choice(pair[0], device="cpu", context_length=64)))
     sound = torch.zeros(2, LAYERS * 32)
     assert None not in forecast.along(sound, [3, 4]) and forecast.signal(None, 7) is None
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert forecast.along(sound * float("nan"), [3, 4]) == [None, None] and forecast.signal((float("nan"),) * LONGEST, 7) is None
+        assert (
+            forecast.along(sound * float("nan"), [3, 4]) == [None, None]
+            and forecast.signal((float("nan"),) * LONGEST, 7) is None
+        )
     assert sum("not finite" in record.message for record in caplog.records) == 1
 
 
@@ -178,7 +189,7 @@ class Opaque:
 
 def test_a_target_whose_hidden_states_cannot_be_reached_is_told(folder: Path) -> None:
     with pytest.raises(PredictorError, match="cannot be reached"):
-        Forecast(Predictor.load(folder), Opaque())
+        TargetForecaster(Predictor.load(folder), Opaque())
 
 
 def test_a_target_with_too_few_layers_or_another_width_is_told(pair: tuple[str, str], tmp_path: Path) -> None:
@@ -186,14 +197,16 @@ def test_a_target_with_too_few_layers_or_another_width_is_told(pair: tuple[str, 
     for runner in ("native", "transformers"):
         loaded = load_runner(Choice(pair[0], runner=runner, device="cpu", context_length=64))  # type: ignore[arg-type]
         with pytest.raises(Exception, match="the last 9"):
-            Forecast(Predictor.load(deep), loaded)
+            TargetForecaster(Predictor.load(deep), loaded)
         with pytest.raises(PredictorError, match="hidden states of 48 numbers, this target's have 32"):
-            Forecast(Predictor.load(wide), loaded)
+            TargetForecaster(Predictor.load(wide), loaded)
 
 
 @pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_with_signals_the_text_is_that_of_plain_decoding(executor: str, temperature: float, folder: Path, pair: tuple[str, str]) -> None:
+def test_with_signals_the_text_is_that_of_plain_decoding(
+    executor: str, temperature: float, folder: Path, pair: tuple[str, str]
+) -> None:
     params = {"max_tokens": 60, "temperature": temperature, "seed": 4, "ignore_eos": True}
     config = {"policy": "paper", "num_speculative_tokens": 5, "stop_below": 0.1, "max_branches": 8}
     small = {"device": "cpu", "dtype": "float64", "context_length": 256}

@@ -1,4 +1,4 @@
-"""Rounds read off a text are the rounds that decoding makes."""
+"""MethodRounds read off a text are the rounds that decoding makes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from specbranch.config import SpeculativeConfig
 from specbranch.core.orders import ALL, NONE, SOME
 from specbranch.core.trace import Trace
-from specbranch.hrad.rounds import UNKNOWN, Rounds, outcomes, walk
+from specbranch.hrad.rounds import UNKNOWN, LabelledRounds, outcomes, walk
 from toybench import Case, Ending, decode, law, serial
 
 DRIFT, LENGTH, LONGEST = 0.3, 4, 9
 
 
 def agreed(tokens: tuple[int, ...], prompt: int) -> list[bool]:
-    """Where a greedy toy draft's first choice is the text's next token; the answer's first token is the target's own."""
+    """Where a greedy toy draft's first choice is the text's next token; the answer's first token is the target's
+    own."""
     draft = law(DRIFT)
     rows = [draft.logits_of(tokens[:at]) for at in range(prompt + 1, len(tokens))]
     return [True, *(row.index(max(row)) == token for row, token in zip(rows, tokens[prompt + 1 :], strict=True))]
@@ -34,11 +35,18 @@ def test_walked_rounds_are_those_of_speculative_decoding(seed: int) -> None:
     assert len(set(walked)) > 2
 
 
-def rounds_of(taken: list[int], left: list[int]) -> Rounds:
+def rounds_of(taken: list[int], left: list[int]) -> LabelledRounds:
     many = len(taken)
     zeros = torch.zeros(many, dtype=torch.int64)
-    return Rounds(
-        torch.zeros(many, 2), torch.tensor(taken), torch.tensor(left), zeros, torch.zeros(many, 4), torch.zeros(many, 4), zeros, zeros
+    return LabelledRounds(
+        torch.zeros(many, 2),
+        torch.tensor(taken),
+        torch.tensor(left),
+        zeros,
+        torch.zeros(many, 4),
+        torch.zeros(many, 4),
+        zeros,
+        zeros,
     )
 
 

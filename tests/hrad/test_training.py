@@ -12,15 +12,15 @@ from specbranch.errors import BadParameter
 from specbranch.hrad.network import Network
 from specbranch.hrad.report import across_tasks, figures, rivalry
 from specbranch.hrad.rivals import losses, predicted
-from specbranch.hrad.rounds import Rounds, outcomes
+from specbranch.hrad.rounds import LabelledRounds, outcomes
 from specbranch.hrad.train import FitSettings, calibrate, dealt, fit, nats
 
 WIDTH, LONGEST, TEXTS, EACH = 24, 6, 40, 60
 SETTINGS = FitSettings(epochs=8, batch=128, learning_rate=3e-3, forgets=0.0)
 
 
-def planted(seed: int = 0, told: float = 3.0, sure: float = 1.0) -> Rounds:
-    """Rounds whose chances hang on the first feature, and on the draft's confidence."""
+def planted(seed: int = 0, told: float = 3.0, sure: float = 1.0) -> LabelledRounds:
+    """MethodRounds whose chances hang on the first feature, and on the draft's confidence."""
     generator = torch.Generator().manual_seed(seed)
     many = TEXTS * EACH
     features = torch.randn(many, WIDTH, generator=generator) * 5 + 2
@@ -31,7 +31,7 @@ def planted(seed: int = 0, told: float = 3.0, sure: float = 1.0) -> Rounds:
     taken = torch.where(right.all(1), LONGEST, (~right).int().argmax(1))
     text = torch.arange(TEXTS).repeat_interleave(EACH)
     left = torch.full((many,), 50)
-    return Rounds(features.half(), taken, left, taken.roll(1), confidence, confidence**2, text, text % 2)
+    return LabelledRounds(features.half(), taken, left, taken.roll(1), confidence, confidence**2, text, text % 2)
 
 
 def test_a_network_learns_what_is_planted_and_says_it_with_the_right_chances() -> None:
@@ -95,7 +95,9 @@ def test_the_three_classes_agree_with_each_other_at_every_length() -> None:
     network = Network(WIDTH, LONGEST).eval()
     chances = network.chances(torch.randn(50, WIDTH))
     assert torch.allclose(chances.sum(-1), torch.ones(50, LONGEST), atol=1e-5)
-    assert torch.equal(chances[..., 0], chances[:, :1, 0].expand(-1, LONGEST)), "whether none is taken does not hang on the length"
+    assert torch.equal(chances[..., 0], chances[:, :1, 0].expand(-1, LONGEST)), (
+        "whether none is taken does not hang on the length"
+    )
     assert bool((chances[:, 1:, 2] <= chances[:, :-1, 2]).all())
     assert float(chances[:, 0, 1].detach().abs().max()) < 1e-6, "of one token there is no part"
 
@@ -132,7 +134,8 @@ def test_features_that_are_not_finite_are_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"epochs": 0}, {"batch": 0}, {"learning_rate": 2.0}, {"weight_decay": -1.0}, {"forgets": 1.0}, {"seed": 10**30}]
+    "values",
+    [{"epochs": 0}, {"batch": 0}, {"learning_rate": 2.0}, {"weight_decay": -1.0}, {"forgets": 1.0}, {"seed": 10**30}],
 )
 def test_settings_that_make_no_sense_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(BadParameter, match="expected"):

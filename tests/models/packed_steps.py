@@ -1,4 +1,5 @@
-"""Sequences over pages that are fed through packed steps, for tests on a CPU and on a GPU; what a row sees is told by `Slots` alone."""
+"""Sequences over pages that are fed through packed steps, for tests on a CPU and on a GPU; what a row sees is told
+by `Slots` alone."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def _fork(line: Line) -> Line:
 class Stepper:
     """A model that runs packed steps over its own pages."""
 
-    def __init__(self, decoder: Decoder, device: str, dtype: torch.dtype, attend: Attend | None = None, capture: bool = False) -> None:
+    def __init__(
+        self, decoder: Decoder, device: str, dtype: torch.dtype, attend: Attend | None = None, capture: bool = False
+    ) -> None:
         self.pool = Pool(PAGES)
         self.memory = Memory(decoder.arch, PAGES + 1, torch.device(device), dtype)
         self.graphs = Graphs(GpuStep(decoder, self.memory, attend), PAGES, capture)
@@ -104,7 +107,9 @@ def decoder_of(model: PreTrainedModel, device: str, dtype: torch.dtype) -> Decod
     state = {name: tensor.detach().to(device, dtype) for name, tensor in model.state_dict().items()}
 
     def matrix(index: int, *names: str) -> Matrix:
-        weights, biases = ([state.get(f"model.layers.{index}.{name}.{part}") for name in names] for part in ("weight", "bias"))
+        weights, biases = (
+            [state.get(f"model.layers.{index}.{name}.{part}") for name in names] for part in ("weight", "bias")
+        )
         return Matrix(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
     def layer(index: int) -> LayerWeights:
@@ -114,16 +119,22 @@ def decoder_of(model: PreTrainedModel, device: str, dtype: torch.dtype) -> Decod
         qkv = matrix(index, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         gate_up = matrix(index, "mlp.gate_proj", "mlp.up_proj")
         out, down = matrix(index, "self_attn.o_proj"), matrix(index, "mlp.down_proj")
-        norms = [vector(name) for name in ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm")]
+        norms = [
+            vector(name)
+            for name in ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm")
+        ]
         return LayerWeights(norms[0], qkv, norms[1], norms[2], out, norms[3], gate_up, down)
 
     layers = tuple(layer(index) for index in range(arch.layers))
-    weights = Weights(state["model.embed_tokens.weight"], layers, state["model.norm.weight"], Matrix(state["lm_head.weight"]))
+    weights = Weights(
+        state["model.embed_tokens.weight"], layers, state["model.norm.weight"], Matrix(state["lm_head.weight"])
+    )
     return Decoder(arch, weights, 1024)
 
 
 def chain_with_siblings(tokens: Sequence[int], behind: int) -> tuple[list[int], list[int], list[int]]:
-    """Nodes of a chain, each with `behind` garbage siblings before it: tokens, parents, and which nodes are the chain."""
+    """Nodes of a chain, each with `behind` garbage siblings before it: tokens, parents, and which nodes are the
+    chain."""
     fed: list[int] = []
     parents: list[int] = []
     chain: list[int] = []

@@ -77,7 +77,11 @@ def test_recurrent_models_are_refused_by_name(config: dict[str, Any], named: str
 
 
 def test_gemma_like_window_shorter_than_the_context_is_refused() -> None:
-    config = {"model_type": "gemma3_text", "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
+    config = {
+        "model_type": "gemma3_text",
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     with pytest.raises(ModelError, match=r"'gemma3_text'.* last 512 tokens"):
         refuse_if_cannot_roll_back(config, 513, "g")
     refuse_if_cannot_roll_back(config, 512, "g")

@@ -1,4 +1,5 @@
-"""Choosing among logits: tokens, best entries, confidence and who is reached, in plain operations; on a GPU by kernels too."""
+"""Choosing among logits: tokens, best entries, confidence and who is reached, in plain operations; on a GPU by
+kernels too."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def expected_scores(logits: torch.Tensor, table: np.ndarray, noise: torch.Tensor
     return torch.where(torch.from_numpy(table[3])[:, None] > 0, scores + noise, scores)
 
 
-def chosen(logits: torch.Tensor, table: np.ndarray, count: int, device: str, columns: Columns | None = None) -> torch.Tensor:
+def chosen(
+    logits: torch.Tensor, table: np.ndarray, count: int, device: str, columns: Columns | None = None
+) -> torch.Tensor:
     picks = torch.zeros(512, dtype=torch.int32, device=device)
     chooser = Chooser(picks, logits.shape[1], columns)
     assert chooser.by_kernels == (device == "cuda")

@@ -1,4 +1,5 @@
-"""A prompt is read in chunks: cut at absolute places, each behind all before it, and none of it left behind by an interrupt."""
+"""A prompt is read in chunks: cut at absolute places, each behind all before it, and none of it left behind by an
+interrupt."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.chunk_attention import attend_masked, choose_attend_chunk
-from specbranch.models.decoder import Decoder, Step, Text
+from specbranch.models.decoder import ChunkView, Decoder, Step
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import PAGE, gathered, put
 from specbranch.models.native import CHUNK, NativeRunner, load_native
@@ -23,7 +24,9 @@ KINDS = {"plain": NativeRunner, "graphs": GpuRunner}
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_native(saved(tiny("qwen3"), tmp_path_factory.mktemp("qwen3")), context_length=900, dtype="float64").decoder
+    return load_native(
+        saved(tiny("qwen3"), tmp_path_factory.mktemp("qwen3")), context_length=900, dtype="float64"
+    ).decoder
 
 
 @pytest.fixture(params=KINDS)
@@ -70,7 +73,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
     pages, flat = runner._held[0].table.pages, runner._held[0].table.flat(np.arange(530))
     for step in steps:
         (part,) = step.parts
-        assert isinstance(part.sees, Text)
+        assert isinstance(part.sees, ChunkView)
         at = step.positions.tolist()
         assert at == list(range(at[0], part.sees.end)) and part.rows == len(at)
         assert step.tokens.tolist() == [tokens[place] for place in at]
@@ -149,7 +152,9 @@ def test_places_move_before_a_chunk_is_written_where_they_lay(decoder: Decoder) 
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-11)
 
 
-def test_a_chunk_leaves_in_the_cache_what_a_whole_forward_leaves(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_leaves_in_the_cache_what_a_whole_forward_leaves(
+    runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = read(runner, 0, some_tokens(300))
     monkeypatch.setattr(runner.decoder, "store", runner.decoder.forward)
     assert torch.equal(read(runner, 1, some_tokens(300)), expected)

@@ -52,7 +52,9 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_logits_of_every_family_equal_those_of_transformers(kind: str, dtype: torch.dtype, folders: dict[str, Path]) -> None:
+def test_logits_of_every_family_equal_those_of_transformers(
+    kind: str, dtype: torch.dtype, folders: dict[str, Path]
+) -> None:
     reference = tiny(kind) if dtype == torch.float32 else in_double(tiny(kind))
     tokens = some_tokens(300)
     runner = load_native(folders[kind], context_length=512, dtype=dtype, tail=64)
@@ -67,7 +69,8 @@ def test_sharded_folder_gives_the_same_logits_as_a_single_file(folders: dict[str
     assert len(list(shards.glob("*.safetensors"))) > 1
     tokens = some_tokens(20)
     assert torch.equal(
-        scores(load_native(shards, context_length=64), tokens), scores(load_native(folders["qwen2"], context_length=64), tokens)
+        scores(load_native(shards, context_length=64), tokens),
+        scores(load_native(folders["qwen2"], context_length=64), tokens),
     )
 
 

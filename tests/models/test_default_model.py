@@ -1,7 +1,7 @@
 """The embedded default for real: SmolLM2-135M-Instruct in float32 says what transformers says, with every method.
 
-Float32 sums in another order move logits by about 1e-5: a first divergence is allowed at a closer tie than `NEAR`, at most once in
-10,000 tokens, and is printed.
+Float32 sums in another order move logits by about 1e-5: a first divergence is allowed at a closer tie than `NEAR`, at
+most once in 10,000 tokens, and is printed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ TOKENS = 128
 def long_text(llm: LLM, length: int) -> list[int]:
     """A prompt of exactly `length` tokens: a log book that goes on and on."""
     days = (
-        f"Day {day}: wind from the {'north' if day % 3 else 'south-west'}, {day * 7 % 31} knots, lamp lit at {day % 5 + 4}."
+        f"Day {day}: wind from the {'north' if day % 3 else 'south-west'}, {day * 7 % 31} knots, lamp lit at "
+        f"{day % 5 + 4}."
         for day in range(900)
     )
     ids = llm.tokenizer.encode("\n".join(days))
@@ -69,12 +70,18 @@ def reference(default_model: Path) -> Any:
     """The same file, read and run by transformers."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(default_model.parent, gguf_file=default_model.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        default_model.parent, gguf_file=default_model.name, dtype=torch.float32
+    ).eval()
 
 
 def prompts(llm: LLM) -> list[list[int]]:
     chats = [llm.tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    return [*chats, *(llm.tokenizer.encode(opening) for opening in OPENINGS), long_text(llm, llm.context_length - TOKENS)]
+    return [
+        *chats,
+        *(llm.tokenizer.encode(opening) for opening in OPENINGS),
+        long_text(llm, llm.context_length - TOKENS),
+    ]
 
 
 def near_tie(llm: LLM, prompt: list[int], ours: list[int], theirs: list[int]) -> bool:
@@ -87,7 +94,8 @@ def near_tie(llm: LLM, prompt: list[int], ours: list[int], theirs: list[int]) ->
 
 
 def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) -> None:
-    """What transformers would choose after every token of our answers is the next one, so its own greedy answers are ours."""
+    """What transformers would choose after every token of our answers is the next one, so its own greedy answers are
+    ours."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     asked = prompts(plain)
     assert len(asked) == 20 and len(asked[-1]) > 8000
@@ -121,7 +129,9 @@ def test_lookahead_gives_the_tokens_of_plain_decoding_in_fewer_forwards(plain: L
     params = SamplingParams(max_tokens=48, ignore_eos=True)
     small = {"method": "lookahead", "lookahead_window": 5, "lookahead_ngram": 4, "lookahead_candidates": 5}
     answer, expected = (llm.generate([prompt], params)[0] for llm in (plain.using(speculative=small), plain))
-    assert answer.token_ids == expected.token_ids or near_tie(plain, prompt, list(answer.token_ids), list(expected.token_ids))
+    assert answer.token_ids == expected.token_ids or near_tie(
+        plain, prompt, list(answer.token_ids), list(expected.token_ids)
+    )
     assert answer.stats["accepted"] > 4 and answer.stats["target_forwards"] < 44
 
 
@@ -133,28 +143,37 @@ def test_lookup_gives_the_tokens_of_plain_decoding(temperature: float, plain: LL
     with LLM(method="lookup", device="cpu") as llm:
         answer = llm.generate([prompt], params)[0]
     expected = plain.generate([prompt], params)[0]
-    assert answer.token_ids == expected.token_ids or near_tie(plain, prompt, list(answer.token_ids), list(expected.token_ids))
+    assert answer.token_ids == expected.token_ids or near_tie(
+        plain, prompt, list(answer.token_ids), list(expected.token_ids)
+    )
     assert answer.stats["drafted"] > 0
 
 
 @pytest.mark.parametrize("executor", ["serial", "process"])
-@pytest.mark.parametrize("method", [*(name for name, method in METHODS.items() if method.needs_draft), "specbranch:confidence"])
+@pytest.mark.parametrize(
+    "method", [*(name for name, method in METHODS.items() if method.needs_draft), "specbranch:confidence"]
+)
 def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executor: str, plain: LLM, half: str) -> None:
     method, _, policy = method.partition(":")
     settings = {"num_speculative_tokens": 3, "stop_below": 0.3, "policy": policy or None}
-    with LLM("smollm2-135m", half, method, executor=executor, device="cpu", context_length=512, speculative=settings) as llm:  # type: ignore[arg-type]
+    with LLM(
+        "smollm2-135m", half, method, executor=executor, device="cpu", context_length=512, speculative=settings
+    ) as llm:  # type: ignore[arg-type]
         for temperature in (0.0, 0.7, 1.3):
             params = SamplingParams(temperature=temperature, seed=2, max_tokens=20, ignore_eos=True)
             prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
             answer, expected = llm.generate([prompt], params)[0], plain.generate([prompt], params)[0]
             assert answer.token_ids == expected.token_ids
-            assert answer.stats["drafted"] > 0 or METHODS[method].plans(llm.config)  # this draft is dear: a planner may leave it
+            assert answer.stats["drafted"] > 0 or METHODS[method].plans(
+                llm.config
+            )  # this draft is dear: a planner may leave it
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
 def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float, plain: LLM, half: str) -> None:
-    """Planned by a profile in which drafting pays, so that trees are grown, verified and re-rooted; decisions and tokens are real."""
+    """Planned by a profile in which drafting pays, so that trees are grown, verified and re-rooted; decisions and
+    tokens are real."""
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
     with LLM("smollm2-135m", half, method, clock="c10", device="cpu", context_length=512) as llm:
         prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
@@ -165,7 +184,9 @@ def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float
 
 @pytest.mark.parametrize("method", ["speculative", "pearl", "tree", "specbranch"])
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_stored_weights_have_a_text_of_their_own_and_every_method_gives_it(weights: WeightsName, method: str, default_model: Path) -> None:
+def test_stored_weights_have_a_text_of_their_own_and_every_method_gives_it(
+    weights: WeightsName, method: str, default_model: Path
+) -> None:
     with LLM(method=method, weights=weights, device="cpu", context_length=512) as llm:
         own = llm.using("autoregressive")
         for temperature in (0.0, 0.7, 1.3):
@@ -182,7 +203,9 @@ def half(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("half")
-    model = AutoModelForCausalLM.from_pretrained(default_model.parent, gguf_file=default_model.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        default_model.parent, gguf_file=default_model.name, dtype=torch.bfloat16
+    )
     layers = model.model.layers
     model.model.layers = torch.nn.ModuleList([*layers[:12], *layers[16:]])
     model.config.num_hidden_layers = len(model.model.layers)

@@ -15,7 +15,7 @@ from specbranch.core.orders import Context, Grow
 from specbranch.core.request import Request
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import CLASSES, NO_TREE, STANDINGS, WORDS, Chances, Growth, Sapling, Tree, below
+from specbranch.core.trees import CLASSES, NO_TREE, STANDINGS, WORDS, Chances, GrowingTree, Growth, Tree, below
 from specbranch.exec.drafter import Drafter
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
@@ -50,7 +50,9 @@ class Counting(GpuRunner):
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_native(saved(tiny("llama"), Path(tmp_path_factory.mktemp("llama"))), context_length=600, dtype="float64").decoder
+    return load_native(
+        saved(tiny("llama"), Path(tmp_path_factory.mktemp("llama"))), context_length=600, dtype="float64"
+    ).decoder
 
 
 def some_growth(rng: random.Random) -> Growth:
@@ -63,9 +65,9 @@ def some_growth(rng: random.Random) -> Growth:
     return Growth(
         step,
         chances,
-        free=rng.uniform(0.01, 0.3) if beside else 0.0,
-        drag=rng.uniform(0, 0.005) if beside else 0.0,
-        slower=rng.uniform(0, 0.005) if beside else 0.0,
+        free_time=rng.uniform(0.01, 0.3) if beside else 0.0,
+        target_delay=rng.uniform(0, 0.005) if beside else 0.0,
+        draft_delay=rng.uniform(0, 0.005) if beside else 0.0,
         worth=rng.uniform(0.3, 1.0),
         children=rng.choice([1, 4, 8]),
         least=rng.choice([0.01, 0.0005]),
@@ -78,14 +80,16 @@ def some_growth(rng: random.Random) -> Growth:
 
 def with_lookup(rng: random.Random, tree: Tree, growth: Growth) -> Tree:
     """The tree with some lines that were met before; now and then they repeat what it has."""
-    sapling = Sapling(tree)
+    growing = GrowingTree(tree)
     for _ in range(rng.randint(0, 2)):
         line, here = [], ROOT
         while (known := tree.children(here)) and rng.random() < 0.7:
             here = rng.choice(known)
             line.append(tree.nodes[here].token)
-        sapling.graft([*line, *(rng.randrange(131) for _ in range(rng.randint(1, 4)))], rng.randint(1, 5), growth.chances)
-    return sapling.tree()
+        growing.graft(
+            [*line, *(rng.randrange(131) for _ in range(rng.randint(1, 4)))], rng.randint(1, 5), growth.chances
+        )
+    return growing.tree()
 
 
 @pytest.mark.parametrize("request_", [GREEDY, NOISY], ids=["greedy", "noisy"])
@@ -94,7 +98,9 @@ def test_a_tree_grown_at_once_is_the_one_that_is_grown_step_by_step(seed: int, r
     assert_grown_alike(seed, request_, decoder)
 
 
-def assert_grown_alike(seed: int, request: Request, decoder: Any, seen: Callable[[Any], Any] = lambda tree: tree) -> None:
+def assert_grown_alike(
+    seed: int, request: Request, decoder: Any, seen: Callable[[Any], Any] = lambda tree: tree
+) -> None:
     """Grow a dozen trees both ways, each behind what is left of the one before; they are compared as they are seen."""
     rng = random.Random(seed)
     at_once, in_steps = Drafter(Counting(decoder, 600)), Drafter(StepByStep(decoder, 600))
@@ -145,7 +151,7 @@ def test_what_the_device_does_not_choose_is_asked_for_step_by_step(decoder: Any)
 def test_a_growth_that_is_broken_off_leaves_the_text_and_is_made_again(decoder: Any) -> None:
     drafter, other = (Drafter(kind(decoder, 600)) for kind in (Counting, StepByStep))
     tokens, growth = some_tokens(PROMPT), some_growth(random.Random(1))
-    order = Grow(Context(0, tuple(tokens)), NO_TREE, Growth((0.001,) * 8, growth.chances, free=9.0), 1)
+    order = Grow(Context(0, tuple(tokens)), NO_TREE, Growth((0.001,) * 8, growth.chances, free_time=9.0), 1)
     for one in (drafter, other):
         one.open(0, GREEDY)
 

@@ -58,7 +58,10 @@ def test_fused_rows_equal_plain_ones_up_to_rounding(kind: str, threads: int, fol
     assert fused._fused is not None
     results = []
     for runner in (fused, plain(fused)):
-        for seq, length in ((0, 300), (1, 5)):  # more than a block of tokens; a prompt that is stored by the fused step itself
+        for seq, length in (
+            (0, 300),
+            (1, 5),
+        ):  # more than a block of tokens; a prompt that is stored by the fused step itself
             runner.open(seq, GREEDY)
             runner.extend(seq, some_tokens(length))
         feeds = [Feed(0, (1, 2, 3, 4, 5), (ROOT, 0, 0, 2, 1)), Feed(1, (9, 8), (ROOT, ROOT))]
@@ -67,7 +70,9 @@ def test_fused_rows_equal_plain_ones_up_to_rounding(kind: str, threads: int, fol
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(kind: str, threads: int, folders: dict[str, Path]) -> None:
+def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(
+    kind: str, threads: int, folders: dict[str, Path]
+) -> None:
     runner = load_native(folders[kind], context_length=512, tail=64)
     line, prompt = some_tokens(6, seed=2), some_tokens(270)
     for seq in range(4):
@@ -88,7 +93,9 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(kin
 
 
 @pytest.mark.parametrize("prefix", [5, 40, 230, 250, 256, 300])
-def test_a_node_behind_siblings_has_the_bits_of_plain_decoding(prefix: int, threads: int, folders: dict[str, Path]) -> None:
+def test_a_node_behind_siblings_has_the_bits_of_plain_decoding(
+    prefix: int, threads: int, folders: dict[str, Path]
+) -> None:
     runner, line = load_native(folders["llama"], context_length=512, tail=128), some_tokens(40, seed=9)
     runner.open(0, GREEDY)
     runner.extend(0, some_tokens(prefix))
@@ -125,7 +132,10 @@ def in_int8(folder: Path) -> NativeRunner:
     arch, source = open_model(locate(str(folder)))
     weights = read_weights(arch, source, torch.device("cpu"), torch.float32)
     matrices = ("qkv", "out", "gate_up", "down")
-    layers = tuple(replace(layer, **{name: getattr(layer, name).stored_as("int8") for name in matrices}) for layer in weights.layers)
+    layers = tuple(
+        replace(layer, **{name: getattr(layer, name).stored_as("int8") for name in matrices})
+        for layer in weights.layers
+    )
     ids = torch.arange(0, arch.vocabulary, 2)
     head = ReducedHead(weights.head.rows(ids).stored_as("int8"), Columns(ids, arch.vocabulary))
     return NativeRunner(Decoder(arch, replace(weights, layers=layers, reduced=head), 300), 200, 64)
@@ -166,13 +176,18 @@ def poison(runner: NativeRunner, seq: int) -> Feed:
 
 
 def one_by_one(runner: NativeRunner, feed: Feed) -> list[TensorRow]:
-    return [runner.score([Feed(feed.seq, (token,), (parent,))])[0][0] for token, parent in zip(feed.tokens, feed.parents, strict=True)]
+    return [
+        runner.score([Feed(feed.seq, (token,), (parent,))])[0][0]
+        for token, parent in zip(feed.tokens, feed.parents, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("weights", RUNNERS)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("rows", [17, 33, 64, 65, 150])
-def test_a_row_has_the_same_bits_alone_and_among_many(rows: int, shape: str, weights: str, threads: int, folders: dict[str, Path]) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_many(
+    rows: int, shape: str, weights: str, threads: int, folders: dict[str, Path]
+) -> None:
     runner, rng = RUNNERS[weights](folders["llama"]), random.Random(rows)
     assert runner._fused is not None
     feeds = batch_of(runner, rows - 2, shape, rng)
@@ -190,7 +205,10 @@ def test_hidden_states_have_the_same_bits_alone_and_among_many(threads: int, fol
     together = torch.split(runner.show(feeds, 2), [len(feed.tokens) for feed in feeds])
     for feed, found in zip(feeds, together, strict=True):
         runner.keep(feed.seq, (), 0)
-        alone = [runner.show([Feed(feed.seq, (token,), (parent,))], 2) for token, parent in zip(feed.tokens, feed.parents, strict=True)]
+        alone = [
+            runner.show([Feed(feed.seq, (token,), (parent,))], 2)
+            for token, parent in zip(feed.tokens, feed.parents, strict=True)
+        ]
         assert torch.equal(torch.cat(alone), found)
 
 
@@ -209,15 +227,24 @@ def test_there_is_one_list_of_operations_for_each_number_of_rows(folders: dict[s
 
 def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
     table = Table(Pool(1))
-    work = [Rows(table, tokens, 3, 3, [2**i for i in range(len(tokens))]) for tokens in ((1, 2, 3), (), (4, 5), (6, 7, 8, 9, 10), (11,))]
+    work = [
+        Rows(table, tokens, 3, 3, [2**i for i in range(len(tokens))])
+        for tokens in ((1, 2, 3), (), (4, 5), (6, 7, 8, 9, 10), (11,))
+    ]
     steps = list(dealt(work, 4))
-    assert [[rows.tokens for rows in step] for step in steps] == [[(1, 2, 3), (4,)], [(5,), (6, 7, 8)], [(9, 10), (11,)]]
+    assert [[rows.tokens for rows in step] for step in steps] == [
+        [(1, 2, 3), (4,)],
+        [(5,), (6, 7, 8)],
+        [(9, 10), (11,)],
+    ]
     assert [rows.start for rows in steps[1]] == [4, 3] and steps[2][0].start == 6
     assert steps[2][0].seen == [8, 16]
     assert [len(step) for step in dealt(work[:3], 5)] == [2] and not list(dealt([], 4))
 
 
-def test_a_chunk_is_read_by_the_code_its_own_size_calls_for(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_read_by_the_code_its_own_size_calls_for(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, read = RUNNERS["float32"](folders["llama"]), []
     monkeypatch.setattr(FusedStep, "store", lambda _, work: read.append(len(work[0].tokens)))
     for seq, tokens in enumerate((READ_COMPILED - 1, READ_COMPILED, READ_COMPILED + 1, STEP_ROWS, 150)):

@@ -35,7 +35,7 @@ REQUESTS = {
     "shaped": Request(SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.2, logit_bias={5: 2.0}), 3, 4),
     "ratio": Request(SamplingParams(temperature=1.3), 3, 4, rule="ratio"),
     "ratio, shaped": Request(SamplingParams(temperature=1.3, top_k=40, presence_penalty=0.5), 3, 4, rule="ratio"),
-    "foretold": Request(SamplingParams(temperature=0.7, logprobs=3), 3, 4, foretold=True),
+    "foretold": Request(SamplingParams(temperature=0.7, logprobs=3), 3, 4, wants_forecast=True),
 }
 
 
@@ -46,7 +46,9 @@ def on_graphs(path: Path, *, context_length: int, device: str, dtype: torch.dtyp
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_native(saved(tiny("llama"), tmp_path_factory.mktemp("llama")), context_length=600, dtype="float64").decoder
+    return load_native(
+        saved(tiny("llama"), tmp_path_factory.mktemp("llama")), context_length=600, dtype="float64"
+    ).decoder
 
 
 @pytest.fixture
@@ -89,13 +91,27 @@ def tree(rng: random.Random, on: Sequence[int], likely: Sequence[int], drawn: bo
     return Verify(Context(0, tuple(on)), tokens, parents, q)
 
 
-def trial_of(rng: random.Random, seq: int, on: Sequence[int], request: Request, likely: Sequence[int]) -> tuple[Feed, Trial]:
+def trial_of(
+    rng: random.Random, seq: int, on: Sequence[int], request: Request, likely: Sequence[int]
+) -> tuple[Feed, Trial]:
     order = tree(rng, on, likely, request.by_ratio)
     parents = tuple(1 + order.parent(node) for node in range(len(order.tokens)))
-    head = Head(rng.randint(ROOT, len(order.tokens) - 1), (token := rng.choice(likely)), sparse(rng, token)) if rng.random() < 0.5 else None
-    allowed = tuple(frozenset(rng.sample(range(VOCABULARY), 60)) if rng.random() < 0.5 else None for _ in range(len(order.tokens) + 1))
+    head = (
+        Head(rng.randint(ROOT, len(order.tokens) - 1), (token := rng.choice(likely)), sparse(rng, token))
+        if rng.random() < 0.5
+        else None
+    )
+    allowed = tuple(
+        frozenset(rng.sample(range(VOCABULARY), 60)) if rng.random() < 0.5 else None
+        for _ in range(len(order.tokens) + 1)
+    )
     trial = Trial(seq, order, 0, tuple(range(1, len(order.tokens) + 1)), head if request.by_ratio else None)
-    trial = replace(trial, logprobs=request.params.logprobs, foretold=request.foretold, allowed=allowed if rng.random() < 0.3 else None)
+    trial = replace(
+        trial,
+        logprobs=request.params.logprobs,
+        wants_forecast=request.wants_forecast,
+        allowed=allowed if rng.random() < 0.3 else None,
+    )
     return Feed(seq, (on[-1], *order.tokens), (ROOT, *parents)), trial
 
 
@@ -112,7 +128,10 @@ def likely_after(runner: NativeRunner, text: Sequence[int], request: Request) ->
 def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
     rng, taken, heads = random.Random(name), 0, 0
     for number in range(25):
-        requests = [rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name] for _ in range(rng.choice((1, 1, 3)))]
+        requests = [
+            rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name]
+            for _ in range(rng.choice((1, 1, 3)))
+        ]
         requests = [replace(request, seed=number) for request in requests]
         texts = [some_tokens(rng.choice((3, 40, 300)), seed=rng.randrange(1000)) for _ in requests]
         likely = [likely_after(both[0], text, request) for text, request in zip(texts, requests, strict=True)]
@@ -132,16 +151,26 @@ def test_what_is_told_aside_is_what_the_reference_tells(name: str, both: tuple[N
     for number in range(8):
         orders = {}
         for seq in range(rng.choice((1, 3))):
-            request = replace(rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name], seed=number, foretold=False)
+            request = replace(
+                rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name],
+                seed=number,
+                wants_forecast=False,
+            )
             text = some_tokens(rng.choice((4, 40, 300)), seed=rng.randrange(1000))
             shape = tree(rng, text, range(VOCABULARY), drawn=False)
-            aside = Aside(shape.tokens, shape.parents or (), tuple(rng.sample(range(len(shape.tokens)), len(shape.tokens) // 2)))
+            aside = Aside(
+                shape.tokens, shape.parents or (), tuple(rng.sample(range(len(shape.tokens)), len(shape.tokens) // 2))
+            )
             orders[seq] = replace(tree(rng, text, likely_after(both[0], text, request), request.by_ratio), aside=aside)
             for verifier in verifiers:
                 verifier.open(seq, replace(request, prompt_length=len(text)))
         found = [verifier.judge(verifier.score(orders, {})[0], {}) for verifier in verifiers]
-        assert [(v.path, v.token, v.told) for v in found[0].values()] == [(v.path, v.token, v.told) for v in found[1].values()]
-        assert [len(v.told) for v in found[1].values()] == [len(order.aside.told) for order in orders.values() if order.aside]
+        assert [(v.path, v.token, v.told) for v in found[0].values()] == [
+            (v.path, v.token, v.told) for v in found[1].values()
+        ]
+        assert [len(v.told) for v in found[1].values()] == [
+            len(order.aside.told) for order in orders.values() if order.aside
+        ]
         for seq, verifier in itertools.product(orders, verifiers):
             verifier.leave(seq)
             verifier.runner.check()
@@ -152,7 +181,10 @@ def network(seen: torch.Tensor) -> torch.Tensor:
 
 
 def verdicts_of(
-    runner: NativeRunner, requests: Sequence[Request], texts: Sequence[Sequence[int]], made: Sequence[tuple[Feed, Trial]]
+    runner: NativeRunner,
+    requests: Sequence[Request],
+    texts: Sequence[Sequence[int]],
+    made: Sequence[tuple[Feed, Trial]],
 ) -> list[Judged]:
     runner.probe(2, network)
     for seq, (request, text) in enumerate(zip(requests, texts, strict=True)):
@@ -174,15 +206,22 @@ def assert_same(one: Judged, other: Judged) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "match", "shaped", "ratio"])
-def test_proposals_are_those_of_the_reference_also_of_nodes_read_before(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
+def test_proposals_are_those_of_the_reference_also_of_nodes_read_before(
+    name: str, both: tuple[NativeRunner, GpuRunner]
+) -> None:
     text = some_tokens(40)
     feeds = [Feed(0, (text[-1], 3, 4), (ROOT, 0, 0)), Feed(0, (5, 6), (1, 3))]
-    asks = [[Ask(0, 0), Ask(0, 2, 3, "top")], [Ask(0, 4, 2), Ask(0, 0, 5, "top", "entropy"), Ask(0, 3, allowed=frozenset((1, 2, 99)))]]
+    asks = [
+        [Ask(0, 0), Ask(0, 2, 3, "top")],
+        [Ask(0, 4, 2), Ask(0, 0, 5, "top", "entropy"), Ask(0, 3, allowed=frozenset((1, 2, 99)))],
+    ]
     answers: list[list[Proposal]] = []
     for runner in both:
         runner.open(0, REQUESTS[name])
         runner.extend(0, text[:-1])
-        answers.append([answer for feed, some in zip(feeds, asks, strict=True) for answer in runner.propose([feed], some)])
+        answers.append(
+            [answer for feed, some in zip(feeds, asks, strict=True) for answer in runner.propose([feed], some)]
+        )
     for one, other in zip(*answers, strict=True):
         assert one.tokens == other.tokens and one.confidence == pytest.approx(other.confidence, abs=1e-6)
     assert set(answers[0][-1].tokens) <= {1, 2, 99}
@@ -192,7 +231,9 @@ class Counting(GpuRunner):
     """Notes how often each call of a kind crossed to the device and back."""
 
     def crossing(self, kind: str, begun: tuple[int, int]) -> None:
-        self.__dict__.setdefault("crossed", []).append((kind, self.transfer.copies - begun[0], self.transfer.reads - begun[1]))
+        self.__dict__.setdefault("crossed", []).append(
+            (kind, self.transfer.copies - begun[0], self.transfer.reads - begun[1])
+        )
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         begun = self.transfer.copies, self.transfer.reads
@@ -224,7 +265,8 @@ def test_a_question_is_one_copy_up_and_one_read(shaping: str, pair: tuple[Path, 
     compare(counting, *pair, SHAPINGS[shaping], runs=1)
     crossed = [one for runner in runners for one in runner.__dict__["crossed"]]
     assert {kind for kind, _, _ in crossed} >= {"propose", "verify"} and len(crossed) > 100
-    # the process executor aside, verdicts come of the same call; between the two halves of one the other model may have been asked
+    # the process executor aside, verdicts come of the same call; between the two halves of one the other model may have
+    # been asked
     assert {(copies, reads) for kind, copies, reads in crossed if kind == "propose"} <= {(1, 1), (0, 1)}
     verified = [(copies, reads) for kind, copies, reads in crossed if kind == "verify"]
     # plain decoding starts its next step with the one before: two copies at first, none at the end
@@ -234,7 +276,9 @@ def test_a_question_is_one_copy_up_and_one_read(shaping: str, pair: tuple[Path, 
 
 @pytest.mark.parametrize("prefix", [5, 40, 230, 250, 256, 300])
 @pytest.mark.parametrize("kind", ["plain", "graphs"])
-def test_a_node_behind_siblings_scores_as_in_plain_decoding(kind: str, prefix: int, both: tuple[NativeRunner, GpuRunner]) -> None:
+def test_a_node_behind_siblings_scores_as_in_plain_decoding(
+    kind: str, prefix: int, both: tuple[NativeRunner, GpuRunner]
+) -> None:
     runner, rng = both[kind == "graphs"], random.Random(prefix)
     text, line = some_tokens(prefix), some_tokens(30, seed=9)
     alone: list[torch.Tensor] = []
@@ -287,7 +331,10 @@ def ringed(decoder: Any) -> GpuRunner:
 def test_answers_are_right_where_buffers_are_used_again(name: str, decoder: Any) -> None:
     """More rows than five steps take, the last ones with larger tables."""
     texts = [some_tokens(4, seed=seq) for seq in range(5)] + [some_tokens(500, seed=seq) for seq in range(5, 16)]
-    feeds = [Feed(seq, tuple(some_tokens(120 if seq < 5 else 6, seed=seq)), tuple(range(ROOT, 119 if seq < 5 else 5))) for seq in range(16)]
+    feeds = [
+        Feed(seq, tuple(some_tokens(120 if seq < 5 else 6, seed=seq)), tuple(range(ROOT, 119 if seq < 5 else 5)))
+        for seq in range(16)
+    ]
     asks = [Ask(seq, len(feed.tokens) - 1, 3) for seq, feed in enumerate(feeds)]
     answers = []
     for runner in (NativeRunner(decoder, 600), ringed(decoder)):
@@ -342,15 +389,15 @@ def test_an_interrupt_loses_no_move(logprobs: int | None, decoder: Any) -> None:
 
 
 def test_another_session_takes_no_signal_away(both: tuple[NativeRunner, GpuRunner]) -> None:
-    request, text = replace(REQUESTS["foretold"], foretold=True), some_tokens(20)
+    request, text = replace(REQUESTS["foretold"], wants_forecast=True), some_tokens(20)
     found = []
     for runner in both:
         runner.probe(2, network)
         for seq in range(2):
-            runner.open(seq, replace(request, foretold=seq == 0))
+            runner.open(seq, replace(request, wants_forecast=seq == 0))
             runner.extend(seq, text[:-1])
         runner.feed([Feed(1, (text[-1],), (ROOT,))])  # read before anybody asked
-        trials = [Trial(seq, Verify(Context(0, tuple(text))), 0, (), foretold=seq == 0) for seq in range(2)]
+        trials = [Trial(seq, Verify(Context(0, tuple(text))), 0, (), wants_forecast=seq == 0) for seq in range(2)]
         found.append([judged.said is not None for judged in runner.verify([Feed(0, (text[-1],), (ROOT,))], trials)()])
     assert found == [[True, False], [True, False]]
 
@@ -377,7 +424,9 @@ def test_a_fork_leaves_what_it_shares_as_it_was(how: str, both: tuple[NativeRunn
 
 
 @pytest.mark.parametrize("kind", ["plain", "graphs"])
-def test_a_call_that_fails_anywhere_leaves_pages_and_places_in_order(kind: str, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_anywhere_leaves_pages_and_places_in_order(
+    kind: str, decoder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = (NativeRunner if kind == "plain" else GpuRunner)(decoder, 600)
     runner.open(0, REQUESTS["greedy"])
     runner.extend(0, some_tokens(250))

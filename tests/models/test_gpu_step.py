@@ -49,7 +49,10 @@ def test_a_packed_row_reads_its_ancestors_in_order_and_then_itself(seed: int) ->
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
             places = expected_places(line, node)
             assert places_seen(step, row) == places
-            assert (int(step.tokens[row]), int(step.positions[row])) == (line.slots.tokens[node], line.slots.position(node))
+            assert (int(step.tokens[row]), int(step.positions[row])) == (
+                line.slots.tokens[node],
+                line.slots.position(node),
+            )
             assert int(step.slots[row]) == places[-1]
             assert int(step.shared[row]) >= shared_end(line.slots.position(node), rows.prefix)
             row += 1
@@ -68,7 +71,8 @@ def test_padding_reads_and_writes_the_spare_place_and_is_in_no_group(seed: int) 
 
 
 def test_what_a_row_shares_depends_on_its_position_alone() -> None:
-    """A tail of 30, whether it lies at its own positions or behind siblings, and a prefix that holds some of it already."""
+    """A tail of 30, whether it lies at its own positions or behind siblings, and a prefix that holds some of it
+    already."""
     for prefix, behind in ((100, 0), (100, 2), (110, 0), (110, 1)):
         tokens, parents, chain = chain_with_siblings(range(131 - prefix), behind)
         pool, slots = Pool(4), Slots(4096)
@@ -105,7 +109,8 @@ def test_sections_lie_where_the_bucket_says_and_at_whole_cache_lines() -> None:
         parts = sorted((getattr(step, name) for name in Views.__slots__), key=torch.Tensor.storage_offset)
         assert all(part.storage_offset() % 32 == 0 for part in parts)
         ends = [
-            part.storage_offset() + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            part.storage_offset()
+            + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
             for part in parts
         ]
         assert all(end < after.storage_offset() for end, after in zip(ends, parts[1:], strict=False))
@@ -117,7 +122,9 @@ def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, places: list[i
     share = len(q) // keys.shape[1]
     found = []
     for head, query in enumerate(q):
-        k, v = (np.array([side[place // PAGE, head // share, place % PAGE] for place in places]) for side in (keys, values))
+        k, v = (
+            np.array([side[place // PAGE, head // share, place % PAGE] for place in places]) for side in (keys, values)
+        )
         weights = np.exp(k @ query / math.sqrt(len(query)))
         found.append(weights @ v / weights.sum())
     return found
@@ -135,15 +142,22 @@ def test_plain_attention_equals_a_loop_over_ancestors(seed: int, dtype: torch.dt
     row = 0
     for line, rows in work:
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
-            expected = attended(q[row].double().numpy(), keys.double().numpy(), values.double().numpy(), expected_places(line, node))
-            assert np.abs(got[row] - expected).max() <= {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+            expected = attended(
+                q[row].double().numpy(), keys.double().numpy(), values.double().numpy(), expected_places(line, node)
+            )
+            assert (
+                np.abs(got[row] - expected).max()
+                <= {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+            )
             row += 1
 
 
 def test_plain_attention_reads_nothing_that_was_never_written() -> None:
     _, work = some_work(3)
     step = packed_views([rows for _, rows in work])
-    written = {place for line, _ in work for node in range(len(line.slots.tokens)) for place in expected_places(line, node)}
+    written = {
+        place for line, _ in work for node in range(len(line.slots.tokens)) for place in expected_places(line, node)
+    }
     keys = torch.full((65, 2, PAGE, 8), torch.nan)
     for place in written | {SPARE}:
         keys[place // PAGE, :, place % PAGE] = 1.0
@@ -216,17 +230,22 @@ def test_hidden_states_are_what_enters_the_last_layers_and_the_last_of_all_norme
 
 @pytest.mark.parametrize("behind", [1, 3])
 @pytest.mark.parametrize("prefix", [0, 20, 60, 300, 760])
-def test_a_row_behind_siblings_has_the_bits_of_a_single_step(prefix: int, behind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_behind_siblings_has_the_bits_of_a_single_step(
+    prefix: int, behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Across a group of positions and a page; with the products' own kernel, whose rows do not depend on each other.
 
-    In plain operations this holds within one bucket of pages: torch sums longer rows, if only by zeros, in another order.
+    In plain operations this holds within one bucket of pages: torch sums longer rows, if only by zeros, in another
+    order.
     """
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
     tokens = some_tokens(prefix + 14)
     stepper = Stepper(decoder_of(tiny("llama"), "cpu", torch.float32), "cpu", torch.float32)
     start, chain_tokens = tokens[:prefix], tokens[prefix:]
     single = stepper.open(start)
-    expected = torch.cat([stepper.score([single.grow([token], [ROOT if at == 0 else at - 1])]) for at, token in enumerate(chain_tokens)])
+    expected = torch.cat(
+        [stepper.score([single.grow([token], [ROOT if at == 0 else at - 1])]) for at, token in enumerate(chain_tokens)]
+    )
     among = stepper.open(start)
     fed, parents, chain = chain_with_siblings(chain_tokens, behind)
     got = []

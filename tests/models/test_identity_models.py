@@ -67,7 +67,9 @@ def executor(load: Load, target: Path, draft: Path) -> Serial:
     return Serial(Verifier(big), Drafter(small))
 
 
-def decode(executor: Serial, method: str, params: SamplingParams, prompt: list[int], number: int, eos: int = 7) -> Session:
+def decode(
+    executor: Serial, method: str, params: SamplingParams, prompt: list[int], number: int, eos: int = 7
+) -> Session:
     request = Request(params, seed=number, prompt_length=len(prompt), eos_ids=(eos,))
     session = Session(number, prompt, request, 200)
     loop = Loop(executor)
@@ -98,9 +100,15 @@ def test_native_runner_gives_autoregressive_tokens_with_every_method(
     kind: str, shaping: str, folder: Callable[[str], tuple[Path, Path]]
 ) -> None:
     sessions = compare(load_native, *folder(kind), SHAPINGS[shaping], runs=2)
-    assert all(sessions[method].stats.drafted for method in METHODS if METHODS[method].needs_draft), "a method drafted nothing"
-    assert sum(session.stats.accepted for session in sessions.values()) > 0, "no draft token was ever accepted: nothing was shown"
-    assert sum(session.stats.rejected for session in sessions.values()) > 0, "no draft token was ever rejected: nothing was shown"
+    assert all(sessions[method].stats.drafted for method in METHODS if METHODS[method].needs_draft), (
+        "a method drafted nothing"
+    )
+    assert sum(session.stats.accepted for session in sessions.values()) > 0, (
+        "no draft token was ever accepted: nothing was shown"
+    )
+    assert sum(session.stats.rejected for session in sessions.values()) > 0, (
+        "no draft token was ever rejected: nothing was shown"
+    )
 
 
 @pytest.mark.parametrize("shaping", ["greedy", "everything"])
@@ -114,16 +122,21 @@ def test_both_runners_say_the_same(folder: Callable[[str], tuple[Path, Path]]) -
     target, draft = folder("qwen3")
     params = SamplingParams(temperature=0.8, max_tokens=30)
     ours, theirs = (
-        decode(executor(load, target, draft), "specbranch", params, some_tokens(9), 1) for load in (load_native, load_transformers)
+        decode(executor(load, target, draft), "specbranch", params, some_tokens(9), 1)
+        for load in (load_native, load_transformers)
     )
     assert ours.tokens == theirs.tokens
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_greedy_answers_equal_those_of_transformers_generate(kind: str, folder: Callable[[str], tuple[Path, Path]]) -> None:
+def test_greedy_answers_equal_those_of_transformers_generate(
+    kind: str, folder: Callable[[str], tuple[Path, Path]]
+) -> None:
     target, draft = folder(kind)
     prompt = some_tokens(20)
-    ours = decode(executor(load_native, target, draft), "autoregressive", SamplingParams(max_tokens=40), prompt, 0, eos=-1).output
+    ours = decode(
+        executor(load_native, target, draft), "autoregressive", SamplingParams(max_tokens=40), prompt, 0, eos=-1
+    ).output
     model = in_double(AutoModelForCausalLM.from_pretrained(target))
     ending = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones(1, len(prompt))}
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=40, **ending)[0, len(prompt) :].tolist()

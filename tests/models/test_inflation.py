@@ -1,4 +1,5 @@
-"""An inflated model is its source in another shape: the same logits and tokens, and nothing in it that could be skipped."""
+"""An inflated model is its source in another shape: the same logits and tokens, and nothing in it that could be
+skipped."""
 
 from __future__ import annotations
 
@@ -49,11 +50,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: saved(tiny(kind), tmp_path_factory.mktemp(kind)) for kind in CONFIGS}
 
 
-def recipe_of(source: Path, heads: int = 14, kv_heads: int = 7, times: int = 2, vocabulary: int = 150, **other: Any) -> Inflation:
+def recipe_of(
+    source: Path, heads: int = 14, kv_heads: int = 7, times: int = 2, vocabulary: int = 150, **other: Any
+) -> Inflation:
     arch, _ = open_model(locate(str(source)))
     sizes = Shape(128, 5, heads, kv_heads, arch.head_dim * times, 112, vocabulary)
     rows = max(vocabulary, arch.vocabulary)
-    told = {"kind": "model", "source": str(source), "source_identity": model_identity(str(source)), "shape": "test", "sizes": sizes}
+    told = {
+        "kind": "model",
+        "source": str(source),
+        "source_identity": model_identity(str(source)),
+        "shape": "test",
+        "sizes": sizes,
+    }
     return Inflation(**{**told, "head_rows": rows, "head_scored": arch.vocabulary, **other})
 
 
@@ -83,7 +92,10 @@ def test_logits_of_every_family_are_the_sources(
     folder = inflated(folders[kind], tmp_path / "inflated", heads=heads, kv_heads=kv_heads, times=times)
     asked: dict[str, Any] = {"context_length": 400, "dtype": "float64", "tail": 64}
     tokens = some_tokens(330)
-    found, expected = scores(load_native(folder, **asked), tokens, 290), scores(load_native(folders[kind], **asked), tokens, 290)
+    found, expected = (
+        scores(load_native(folder, **asked), tokens, 290),
+        scores(load_native(folders[kind], **asked), tokens, 290),
+    )
     assert found.shape[1] == 150 and expected.shape[1] == VOCABULARY
     assert apart(found[:, :VOCABULARY], expected) < 1e-9
 
@@ -114,7 +126,10 @@ def test_tokens_are_the_sources_and_rows_behind_the_vocabulary_are_never_said(
     assert (loud.argmax(-1) >= VOCABULARY).all()
     runners = [GpuRunner(runner.decoder, 256) if on_graphs else runner for runner in (large, small)]
     params = SamplingParams(**SHAPINGS[shaping], max_tokens=40)  # type: ignore[arg-type]
-    said = [decode(Serial(Verifier(runner)), "autoregressive", params, some_tokens(20), 3, eos=-1).output for runner in runners]
+    said = [
+        decode(Serial(Verifier(runner)), "autoregressive", params, some_tokens(20), 3, eos=-1).output
+        for runner in runners
+    ]
     assert said[0] == said[1]
 
 
@@ -135,7 +150,9 @@ def test_only_what_would_write_into_the_stream_is_zero(kind: str, folders: dict[
             assert not matrix.weight[hidden:].any()
             assert bool(matrix.weight[:hidden].any()) == (index < SHAPE["num_hidden_layers"])
         assert layer.gate_up.weight.all() and layer.attention_norm.all() and layer.mlp_norm.all()
-        queries, keys, values = torch.split(layer.qkv.weight, [arch.heads * arch.head_dim, *[arch.kv_heads * arch.head_dim] * 2])
+        queries, keys, values = torch.split(
+            layer.qkv.weight, [arch.heads * arch.head_dim, *[arch.kv_heads * arch.head_dim] * 2]
+        )
         assert values.all() and (keys.all() or (arch.qk_norm and index < SHAPE["num_hidden_layers"]))
         assert queries[:, hidden:].all(), "what reads the padding is random"
     assert weights.head.weight.all() and weights.norm.all()
@@ -162,14 +179,20 @@ def test_the_larger_size_is_counted_before_anything_is_made(
     arch, source = open_model(locate(str(folder)))
     held = read_weights(arch, source, CPU, torch.float32)
     biases = sum(0 if matrix.bias is None else matrix.bias.nbytes for matrix in held.matrices)
-    assert weight_bytes(arch, torch.float32) == held.embedding.nbytes + sum(matrix.weight.nbytes for matrix in held.matrices) + biases
+    assert (
+        weight_bytes(arch, torch.float32)
+        == held.embedding.nbytes + sum(matrix.weight.nbytes for matrix in held.matrices) + biases
+    )
     monkeypatch.setattr(room, "free_bytes", lambda device: 100_000)
     with pytest.raises(ModelError, match="as test does not fit"):
         load_native(folder)
 
 
 def test_tokenizer_facts_are_the_sources(folders: dict[str, Path], tmp_path: Path) -> None:
-    small, large = (open_model(locate(str(path)))[0] for path in (folders["qwen2"], inflated(folders["qwen2"], tmp_path / "inflated")))
+    small, large = (
+        open_model(locate(str(path)))[0]
+        for path in (folders["qwen2"], inflated(folders["qwen2"], tmp_path / "inflated"))
+    )
     for fact in ("vocabulary", "context_length", "eos_ids", "bos_id", "window", "family"):
         assert getattr(small, fact) == getattr(large, fact)
 
@@ -224,7 +247,9 @@ def test_a_damaged_recipe_is_a_sentence(folders: dict[str, Path], tmp_path: Path
         ({"heads": 6, "kv_heads": 3}, "4 key heads of 2 query heads are needed; the shape has 3"),
     ],
 )
-def test_a_shape_that_does_not_hold_the_model_is_refused(sizes: dict[str, int], told: str, folders: dict[str, Path]) -> None:
+def test_a_shape_that_does_not_hold_the_model_is_refused(
+    sizes: dict[str, int], told: str, folders: dict[str, Path]
+) -> None:
     arch, _ = open_model(locate(str(folders["llama"])))
     with pytest.raises(BadParameter, match=told):
         inflated_architecture(arch, replace(shape_of(arch), **sizes), VOCABULARY, "it")

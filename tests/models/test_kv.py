@@ -1,4 +1,5 @@
-"""The pool of cache pages against a list of lists: whatever is done to it, every place holds what was last put there."""
+"""The pool of cache pages against a list of lists: whatever is done to it, every place holds what was last put
+there."""
 
 from __future__ import annotations
 

@@ -17,8 +17,16 @@ from torch.nn import functional as F
 
 from specbranch.errors import BadParameter
 from specbranch.models.cpu import kernels, linear
-from specbranch.models.cpu.kernels import Machine, Stored, load_kernel, outputs_at_a_time, whole_numbers
-from specbranch.models.cpu.linear import MOST_ROWS, STORED_AS, KernelLinear, PlainLinear, choose_linear, small_linear, takes
+from specbranch.models.cpu.kernels import Machine, WeightBits, load_kernel, outputs_at_a_time, whole_numbers
+from specbranch.models.cpu.linear import (
+    MOST_ROWS,
+    STORED_AS,
+    KernelLinear,
+    PlainLinear,
+    choose_linear,
+    small_linear,
+    takes,
+)
 from specbranch.models.cpu.machine_code import _clean_mappings, compile_text
 from specbranch.models.files.matrix import Matrix
 
@@ -42,7 +50,7 @@ def kernel_linear(weight: Tensor, bias: Tensor | None = None, most_rows: int = M
     return KernelLinear(kernel, weight, bias, most_rows)
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None = None, stored: Stored = "int8") -> KernelLinear:
+def int8_linear(weight: Tensor, bias: Tensor | None = None, stored: WeightBits = "int8") -> KernelLinear:
     """Whole numbers with scales, kept as int8 or, the same numbers, as bfloat16."""
     kernel, small = load_kernel(stored), Matrix(weight).stored_as("int8")
     assert kernel is not None
@@ -108,7 +116,9 @@ def test_the_bits_do_not_depend_on_threads_or_on_the_run(make: Callable[[Tensor]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
-def test_int8_weights_agree_with_float64_at_1_to_20_rows(stored: Stored, with_bias: bool, shape: tuple[int, int]) -> None:
+def test_int8_weights_agree_with_float64_at_1_to_20_rows(
+    stored: WeightBits, with_bias: bool, shape: tuple[int, int]
+) -> None:
     bias = numbers(shape[0], seed=1) if with_bias else None
     layer = int8_linear(numbers(*shape), bias, stored)
     for rows in range(1, 21):
@@ -119,7 +129,9 @@ def test_int8_weights_agree_with_float64_at_1_to_20_rows(stored: Stored, with_bi
 @needs_kernel
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
-def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(stored: Stored, shape: tuple[int, int]) -> None:
+def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(
+    stored: WeightBits, shape: tuple[int, int]
+) -> None:
     layer = int8_linear(numbers(*shape), numbers(shape[0], seed=1), stored)
     x = numbers(MOST_ROWS, shape[1], seed=2)
     alone = torch.cat([layer(row[None]) for row in x])
@@ -130,7 +142,7 @@ def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(stored:
 
 @needs_kernel
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
-def test_nothing_is_read_or_written_outside_int8_matrices(stored: Stored) -> None:
+def test_nothing_is_read_or_written_outside_int8_matrices(stored: WeightBits) -> None:
     outs, ins, rows = 7, 13, 3
     x, scale, y = (torch.full((n + 64,), float("nan")) for n in (rows * ins, outs, rows * outs))
     weight = torch.full((outs * ins + 64,), 100, dtype=STORED_AS[stored])
@@ -147,13 +159,15 @@ def test_nothing_is_read_or_written_outside_int8_matrices(stored: Stored) -> Non
 @pytest.mark.parametrize("kind", [*KINDS, None])
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
 def test_small_weights_are_taken_by_the_kernel_unless_another_kind_is_forced(
-    stored: Stored, kind: str | None, monkeypatch: pytest.MonkeyPatch
+    stored: WeightBits, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind:
         monkeypatch.setenv("SPECBRANCH_LINEAR", kind)
     here = kind in ("llvm", None) and load_kernel(stored) is not None
     assert takes(stored, torch.device("cpu"), torch.float32) == here
-    assert not takes(stored, torch.device("cpu"), torch.float64) and not takes(stored, torch.device("cuda"), torch.float32)
+    assert not takes(stored, torch.device("cpu"), torch.float64) and not takes(
+        stored, torch.device("cuda"), torch.float32
+    )
     if here:
         small, x = Matrix(numbers(30, 40)).stored_as(stored), numbers(3, 40, seed=1)
         assert small.scale is not None
@@ -175,9 +189,14 @@ def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> No
 
 @needs_kernel
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
-def test_the_int8_kernel_for_other_vectors_is_right_too(stored: Stored) -> None:
+def test_the_int8_kernel_for_other_vectors_is_right_too(stored: WeightBits) -> None:
     x = numbers(5, 37, seed=1)
-    for machine in (Machine(lanes=16, outs=1), Machine(lanes=8, outs=2), Machine(lanes=8, outs=2, turns=4), Machine(4, 4, turns=2)):
+    for machine in (
+        Machine(lanes=16, outs=1),
+        Machine(lanes=8, outs=2),
+        Machine(lanes=8, outs=2, turns=4),
+        Machine(4, 4, turns=2),
+    ):
         engine = compile_text(kernels.source(machine, stored), optimise=False)
         work = engine.get_function_address("work")
         layer = int8_linear(numbers(23, 37), stored=stored)
@@ -273,7 +292,9 @@ def test_inputs_that_the_kernel_is_not_made_for_go_to_torch_errors_included() ->
 
 
 @needs_kernel
-@pytest.mark.parametrize(("kind", "name"), [("torch", "PlainLinear"), ("onednn", "PackedLinear"), ("llvm", "KernelLinear")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("torch", "PlainLinear"), ("onednn", "PackedLinear"), ("llvm", "KernelLinear")]
+)
 def test_the_environment_forces_a_kind(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "onednn" and not linear.onednn_works():
         pytest.skip("torch offers no oneDNN here")
@@ -350,7 +371,11 @@ def test_the_kernel_for_narrower_vectors_is_right_too() -> None:
 
 @pytest.mark.parametrize(
     ("features", "machine"),
-    [({"fma": True, "avx512f": True}, Machine(16, 4)), ({"fma": True, "avx512f": False}, Machine(8, 2)), ({"avx": True}, None)],
+    [
+        ({"fma": True, "avx512f": True}, Machine(16, 4)),
+        ({"fma": True, "avx512f": False}, Machine(8, 2)),
+        ({"avx": True}, None),
+    ],
 )
 def test_vectors_are_as_wide_as_the_processor_has_them(
     features: dict[str, bool], machine: Machine | None, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
-"""A GPU's runner launches everything on its own stream, here on the CPU with streams that only note who waits for whom."""
+"""A GPU's runner launches everything on its own stream, here on the CPU with streams that only note who waits for
+whom."""
 
 from __future__ import annotations
 
@@ -99,19 +100,27 @@ SHAPED = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.7}, SHAPED], ids=["chosen in a graph", "shaped behind it"])
-def test_every_operation_of_a_round_goes_on_its_own_models_stream(params: dict[str, Any], decoder: Any, streaming: Streaming) -> None:
+def test_every_operation_of_a_round_goes_on_its_own_models_stream(
+    params: dict[str, Any], decoder: Any, streaming: Streaming
+) -> None:
     streams = Stream(), Stream()
     runners = [runner_on(decoder, stream) for stream in streams]
     executor = Streams(Verifier(runners[0]), Drafter(runners[1]))
     with Launches(streaming) as launches:
-        for number, method in enumerate(("autoregressive", "pearl", "specbranch", "specbranch:confidence", "tree", "lookahead")):
+        for number, method in enumerate(
+            ("autoregressive", "pearl", "specbranch", "specbranch:confidence", "tree", "lookahead")
+        ):
             decode(executor, method, SamplingParams(**params, max_tokens=20), number)
             decode(executor, "pearl", SamplingParams(temperature=1.0, max_tokens=20), number, "ratio")
     assert launches.seen > 10000 and not launches.astray
-    assert not any(stream.waits for stream in (*streams, streaming.callers)), "one model waits for the other, or for the caller"
+    assert not any(stream.waits for stream in (*streams, streaming.callers)), (
+        "one model waits for the other, or for the caller"
+    )
 
 
-def test_what_passes_between_a_runner_and_its_caller_makes_them_wait_for_each_other(decoder: Any, streaming: Streaming) -> None:
+def test_what_passes_between_a_runner_and_its_caller_makes_them_wait_for_each_other(
+    decoder: Any, streaming: Streaming
+) -> None:
     own = Stream()
     runner = runner_on(decoder, own)
     handed: dict[str, Callable[[], object]] = {

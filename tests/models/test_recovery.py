@@ -1,4 +1,5 @@
-"""Which code reads a token hangs on its position and the prompt's length alone, so a text that is read again has the same bits."""
+"""Which code reads a token hangs on its position and the prompt's length alone, so a text that is read again has the
+same bits."""
 
 from __future__ import annotations
 

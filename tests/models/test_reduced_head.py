@@ -1,4 +1,5 @@
-"""Rows that score some tokens only: whatever is proposed from them is what the whole vocabulary with −∞ elsewhere would give."""
+"""Rows that score some tokens only: whatever is proposed from them is what the whole vocabulary with −∞ elsewhere
+would give."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def columns() -> Columns:
 
 def spot(rule: Any = "match", seed: int = 7, **params: Any) -> Spot:
     eos = params.pop("eos", ())
-    return Spot(Request(SamplingParams(**params), seed, 4, rule=rule, eos_ids=eos), len(HISTORY), lambda: list(HISTORY), attempt=2)
+    return Spot(
+        Request(SamplingParams(**params), seed, 4, rule=rule, eos_ids=eos),
+        len(HISTORY),
+        lambda: list(HISTORY),
+        attempt=2,
+    )
 
 
 SPOTS = {
@@ -80,12 +86,16 @@ def whole(rows: Sequence[TensorRow]) -> list[TensorRow]:
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 3001])
 @pytest.mark.parametrize("ask", ASKS, ids=str)
 @pytest.mark.parametrize("name", SPOTS)
-def test_proposals_equal_those_over_the_whole_vocabulary(name: str, ask: Ask, vocabulary: int, columns: Columns) -> None:
+def test_proposals_equal_those_over_the_whole_vocabulary(
+    name: str, ask: Ask, vocabulary: int, columns: Columns
+) -> None:
     rows = rows_of(logits(6), columns)
     spots = [spot(seed=seed, **SPOTS[name]) for seed in range(6)]
     reduced = TorchSampler(vocabulary).propose(rows, spots, [ask] * 6)
     assert reduced == TorchSampler(vocabulary).propose(whole(rows), spots, [ask] * 6)
-    assert {token for proposal in reduced for token in proposal.tokens} <= set(columns.ids[columns.ids < vocabulary].tolist())
+    assert {token for proposal in reduced for token in proposal.tokens} <= set(
+        columns.ids[columns.ids < vocabulary].tolist()
+    )
 
 
 def test_proposals_equal_those_over_the_whole_vocabulary_in_mixed_company(columns: Columns) -> None:
@@ -94,7 +104,9 @@ def test_proposals_equal_those_over_the_whole_vocabulary_in_mixed_company(column
     rows = rows_of(logits(len(spots)), columns)
     together = TorchSampler(VOCABULARY).propose(rows, spots, asks)
     assert together == TorchSampler(VOCABULARY).propose(whole(rows), spots, asks)
-    assert together == [TorchSampler(VOCABULARY).propose([r], [s], [a])[0] for r, s, a in zip(rows, spots, asks, strict=True)]
+    assert together == [
+        TorchSampler(VOCABULARY).propose([r], [s], [a])[0] for r, s, a in zip(rows, spots, asks, strict=True)
+    ]
 
 
 def test_equal_logits_are_ranked_by_id_with_and_without_the_others(columns: Columns) -> None:
@@ -186,7 +198,9 @@ IDS = [*range(3, 60, 4), 99, 130]
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_reduced_head_scores_its_tokens_as_the_whole_head_does(fused: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduced_head_scores_its_tokens_as_the_whole_head_does(
+    fused: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if fused and load_kernel() is None:
         pytest.skip("no compiled kernels on this machine")
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm" if fused else "torch")
@@ -199,7 +213,9 @@ def test_a_reduced_head_scores_its_tokens_as_the_whole_head_does(fused: bool, fo
 
 
 @pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
-def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_company(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_company(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -207,5 +223,7 @@ def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_company(folder: 
         tree = fed(reduced)
         reduced.keep(0, (), 0)
         for node in (0, 1, 3):
-            (row,) = reduced.score([Feed(0, ((1, 2, 3, 4)[node],), (ROOT if node == 0 else len(reduced.slots(0).tokens) - 1,))])[0]
+            (row,) = reduced.score(
+                [Feed(0, ((1, 2, 3, 4)[node],), (ROOT if node == 0 else len(reduced.slots(0).tokens) - 1,))]
+            )[0]
             assert torch.equal(row.logits, tree[node].logits)

@@ -40,7 +40,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def large(folder: Path) -> Architecture:
     """The shape of an 8B model."""
     arch = load_native(folder).architecture
-    sizes = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "vocabulary": 128256}
+    sizes = {
+        "hidden": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate": 14336,
+        "vocabulary": 128256,
+    }
     return replace(arch, name="large", tied=False, **sizes)
 
 
@@ -55,7 +63,12 @@ def test_weights_are_counted_as_they_are_loaded(folder: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stored", WEIGHTS)
 def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied: bool, tmp_path: Path) -> None:
-    sizes = {**SHAPE, "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4}  # not all of them fit int4
+    sizes = {
+        **SHAPE,
+        "hidden_size": 128,
+        "intermediate_size": 200,
+        "num_attention_heads": 4,
+    }  # not all of them fit int4
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
     arch, source = open_model(locate(str(saved(model, tmp_path))))
     # In float64, beside which every storage is another; a CPU may hold int8 otherwise than it is stored.
@@ -74,7 +87,12 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
             r"16\.1 GB in bfloat16, its cache 17\.2 GB; 17\.0 GB are .*16\.3 GB too few.*at most 7040",
         ),
         (20.0, torch.float32, 4096, r"32\.1 GB in float32.*--dtype bfloat16"),
-        (10.0, torch.bfloat16, 4096, r"6\.6 GB too few\. Load it with --weights int8 \(of a draft: --draft-weights int8\)\.$"),
+        (
+            10.0,
+            torch.bfloat16,
+            4096,
+            r"6\.6 GB too few\. Load it with --weights int8 \(of a draft: --draft-weights int8\)\.$",
+        ),
         (6.0, torch.bfloat16, 4096, r"GB too few\. Load it with --weights int4 "),
         (12.0, torch.float32, 4096, r"32\.1 GB in float32.*GB too few\. Load it with --weights int8 "),
         (5.0, torch.bfloat16, 4096, r"GB too few\. Free memory there, or choose a smaller model or another device\.$"),
@@ -90,7 +108,11 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
 
 @pytest.mark.parametrize(("gigabytes", "stored", "larger"), [(10.0, "int8", None), (6.0, "int4", "int8")])
 def test_the_storage_that_is_named_does_fit(
-    gigabytes: float, stored: WeightsName, larger: WeightsName | None, large: Architecture, monkeypatch: pytest.MonkeyPatch
+    gigabytes: float,
+    stored: WeightsName,
+    larger: WeightsName | None,
+    large: Architecture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
     assert pool_pages(large, torch.bfloat16, GPU, 4096, 128, stored=stored) >= 17
@@ -98,7 +120,9 @@ def test_the_storage_that_is_named_does_fit(
         pool_pages(large, torch.bfloat16, GPU, 4096, 128, stored=larger)
 
 
-def test_a_longer_context_or_smaller_weights_are_both_offered_where_both_fit(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_context_or_smaller_weights_are_both_offered_where_both_fit(
+    large: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(17e9))
     with pytest.raises(ModelError, match=r"\. Set --context-length to at most 7040, or load it with --weights int8 \("):
         pool_pages(large, torch.bfloat16, GPU, 40000, 128)
@@ -122,7 +146,9 @@ def test_a_pool_is_bounded_by_memory_and_by_sequences(large: Architecture, monke
 def test_weights_alone_must_fit_on_a_cpu(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda device: int(20e9))
     assert pool_pages(large, torch.bfloat16, torch.device("cpu"), 130944, 128) == 131072 // PAGE
-    with pytest.raises(ModelError, match=r"does not fit on cpu: its weights take 32\.1 GB in float32; 20\.0 GB are free"):
+    with pytest.raises(
+        ModelError, match=r"does not fit on cpu: its weights take 32\.1 GB in float32; 20\.0 GB are free"
+    ):
         pool_pages(large, torch.float32, torch.device("cpu"), 4096, 128)
 
 
@@ -142,7 +168,8 @@ def decoded(target: NativeRunner, draft: NativeRunner, prompts: list[list[int]],
     loop = Loop(Serial(Verifier(target), Drafter(draft)))
     config = SpeculativeConfig(method=method, num_speculative_tokens=4)
     sessions = [
-        Session(number, prompt, Request(SamplingParams(max_tokens=60), 0, len(prompt)), 900) for number, prompt in enumerate(prompts)
+        Session(number, prompt, Request(SamplingParams(max_tokens=60), 0, len(prompt)), 900)
+        for number, prompt in enumerate(prompts)
     ]
     for session in sessions:
         loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)))
@@ -157,7 +184,10 @@ def decoded(target: NativeRunner, draft: NativeRunner, prompts: list[list[int]],
 def test_a_full_pool_ends_a_request_with_a_sentence_and_none_of_the_others(method: str, folder: Path) -> None:
     prompts = [some_tokens(150, seed=seed) for seed in range(4)]
     plenty = load_native(folder, context_length=1000)
-    expected = [session.output for session in decoded(plenty, load_native(folder, context_length=1000), prompts, "autoregressive")]
+    expected = [
+        session.output
+        for session in decoded(plenty, load_native(folder, context_length=1000), prompts, "autoregressive")
+    ]
     tight = load_native(folder, context_length=1000, cache_tokens=3 * PAGE)
     sessions = decoded(tight, load_native(folder, context_length=1000), prompts, method)
     failed = [session for session in sessions if session.error is not None]
@@ -169,7 +199,10 @@ def test_a_full_pool_ends_a_request_with_a_sentence_and_none_of_the_others(metho
 def test_a_draft_without_memory_for_a_text_leaves_it_to_the_target(method: str, folder: Path) -> None:
     prompts = [some_tokens(150, seed=seed) for seed in range(4)]
     target = load_native(folder, context_length=1000)
-    expected = [session.output for session in decoded(target, load_native(folder, context_length=1000), prompts, "autoregressive")]
+    expected = [
+        session.output
+        for session in decoded(target, load_native(folder, context_length=1000), prompts, "autoregressive")
+    ]
     drafted = []
     for pages in (100, 2):
         sessions = decoded(target, load_native(folder, context_length=1000, cache_tokens=pages * PAGE), prompts, method)

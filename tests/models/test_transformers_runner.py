@@ -1,4 +1,5 @@
-"""The runner over transformers models: every row against one plain forward of its path, on three architectures; refusals at load."""
+"""The runner over transformers models: every row against one plain forward of its path, on three architectures;
+refusals at load."""
 
 from __future__ import annotations
 
@@ -38,7 +39,13 @@ PROMPT = (11, 12, 13, 14, 15)
 
 
 def _llama() -> PreTrainedModel:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, **sizes))
 
 
@@ -52,8 +59,16 @@ def _neox() -> PreTrainedModel:
 
 
 def _mistral(window: int | None) -> PreTrainedModel:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return MistralForCausalLM(MistralConfig(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, sliding_window=window, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return MistralForCausalLM(
+        MistralConfig(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, sliding_window=window, **sizes)
+    )
 
 
 def _mamba() -> PreTrainedModel:
@@ -98,7 +113,9 @@ def _check(runner: TransformersRunner, rows: dict[int, TensorRow], seq: int = 0)
         assert (row.logits - _plain(runner, altered)).abs().max() > 1e-2, "the row must depend on the first token"
 
 
-def _feed(runner: TransformersRunner, tokens: Sequence[int], parents: Sequence[int], seq: int = 0) -> dict[int, TensorRow]:
+def _feed(
+    runner: TransformersRunner, tokens: Sequence[int], parents: Sequence[int], seq: int = 0
+) -> dict[int, TensorRow]:
     start = len(runner.slots(seq).tokens)
     (rows,) = runner.score([Feed(seq, tuple(tokens), tuple(parents))])
     return dict(enumerate(rows, start))
@@ -123,7 +140,9 @@ def test_rows_after_extend_equal_a_plain_forward(runner: TransformersRunner) -> 
     _check(runner, _feed(runner, (23,), (ROOT,)))
 
 
-def test_a_prompt_read_in_chunks_equals_one_read_at_once(runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_read_in_chunks_equals_one_read_at_once(
+    runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transformers_runner, "CHUNK", 2)
     _check(_opened(runner), _feed(runner, (21,), (ROOT,)))
 
@@ -134,7 +153,11 @@ def test_a_forward_that_is_interrupted_leaves_nothing_half_read(
 ) -> None:
     """The sequence is forgotten, so that whoever tells it again has the right rows."""
     _opened(runner)
-    layer = runner.model.get_decoder().layers[-1] if hasattr(runner.model.get_decoder(), "layers") else runner.model.get_decoder().h[-1]
+    layer = (
+        runner.model.get_decoder().layers[-1]
+        if hasattr(runner.model.get_decoder(), "layers")
+        else runner.model.get_decoder().h[-1]
+    )
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -260,7 +283,10 @@ def test_a_local_folder_is_loaded_with_its_own_context(tmp_path: Path) -> None:
 
 
 def test_the_dtype_asked_for_is_used(tmp_path: Path) -> None:
-    assert load_transformers(_saved(_llama(), tmp_path), dtype=torch.bfloat16, context_length=32).model.dtype == torch.bfloat16
+    assert (
+        load_transformers(_saved(_llama(), tmp_path), dtype=torch.bfloat16, context_length=32).model.dtype
+        == torch.bfloat16
+    )
 
 
 def test_a_recurrent_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from specbranch.errors import ModelError
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
-from specbranch.models.files.tensor_file import CALM, PIECE, Entry, TensorFile, open_folder
+from specbranch.models.files.tensor_file import CALM, PIECE, StoredTensor, TensorFile, open_folder
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
 from specbranch.models.native import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
@@ -102,7 +102,9 @@ def test_llama3_scaling_comes_from_the_tensor_gguf_keeps_it_in(tmp_path: Path) -
     from specbranch.models.rope import frequencies
 
     scaled = Architecture.from_config(CONFIGS["llama-llama3"]().to_dict()).rope
-    factors = (frequencies(Architecture.from_config(CONFIGS["llama"]().to_dict()).rope, 8) / frequencies(scaled, 8)).numpy()
+    factors = (
+        frequencies(Architecture.from_config(CONFIGS["llama"]().to_dict()).rope, 8) / frequencies(scaled, 8)
+    ).numpy()
     original = gguf.GGUFWriter.write_header_to_file
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -131,7 +133,8 @@ HALVES = {  # where the blocks of each kind keep their numbers in half precision
 
 
 def random_blocks(kind: str, blocks: int) -> np.ndarray:
-    """Blocks of random bytes with finite scales, negative and subnormal ones too: every pattern of bits that a file may hold."""
+    """Blocks of random bytes with finite scales, negative and subnormal ones too: every pattern of bits that a file
+    may hold."""
     rng, size = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     held = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
     for place in HALVES[kind]:
@@ -169,16 +172,20 @@ def test_any_bytes_are_unpacked_as_the_gguf_package_does(kind: str, blocks: int)
 @pytest.mark.parametrize("kind", HALVES)
 def test_blocks_are_unpacked_on_the_device_they_are_on(kind: str) -> None:
     encoding = gguf_encoding(gguf.GGMLQuantizationType[kind].value)
-    found = encoding.decode(torch.empty(3 * encoding.size, dtype=torch.uint8, device="meta"))  # nothing can be read from there
+    found = encoding.decode(
+        torch.empty(3 * encoding.size, dtype=torch.uint8, device="meta")
+    )  # nothing can be read from there
     assert (found.device.type, found.dtype, found.numel()) == ("meta", torch.float32, 3 * encoding.block)
 
 
-def written(path: Path, kind: str, packed: np.ndarray, decode: Callable[[torch.Tensor], torch.Tensor] | None = None) -> TensorFile:
+def written(
+    path: Path, kind: str, packed: np.ndarray, decode: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> TensorFile:
     """A file with one tensor w."""
     encoding = gguf_encoding(gguf.GGMLQuantizationType[kind].value)
     path.write_bytes(b"head" + packed.tobytes())
     numbers = packed.size // encoding.size * encoding.block
-    return TensorFile(path, {"w": Entry((numbers,), 4, replace(encoding, decode=decode or encoding.decode))})
+    return TensorFile(path, {"w": StoredTensor((numbers,), 4, replace(encoding, decode=decode or encoding.decode))})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -192,7 +199,9 @@ def test_a_tensor_of_several_pieces_is_read_whole(kind: str, dtype: torch.dtype,
     assert torch.equal(into, widened(packed, stored).to(dtype))
 
 
-def test_a_device_is_sent_stored_bytes_in_pieces_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_sent_stored_bytes_in_pieces_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[torch.Tensor] = []
 
     def decode(raw: torch.Tensor) -> torch.Tensor:
@@ -202,7 +211,9 @@ def test_a_device_is_sent_stored_bytes_in_pieces_of_bounded_size(tmp_path: Path,
     monkeypatch.setattr("specbranch.models.files.tensor_file.PIECE", 1024)
     file = written(tmp_path / "weights", "Q4_K", random_blocks("Q4_K", 10), decode)
     file.read("w", torch.empty(2560, dtype=torch.bfloat16, device="meta"))
-    assert [(raw.device.type, raw.dtype, raw.numel()) for raw in sent] == [("meta", torch.uint8, 144 * n) for n in (4, 4, 2)]
+    assert [(raw.device.type, raw.dtype, raw.numel()) for raw in sent] == [
+        ("meta", torch.uint8, 144 * n) for n in (4, 4, 2)
+    ]
     assert PIECE % 256 == 0 and PIECE * 8 < 100e6
 
 
@@ -279,7 +290,9 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.q_norm.weight"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model\.safetensors has no tensor 'model\.layers\.1\.self_attn\.q_norm\.weight'"):
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors has no tensor 'model\.layers\.1\.self_attn\.q_norm\.weight'"
+    ):
         load_native(folder)
 
 

@@ -34,7 +34,10 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "llama-llama3": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
     "llama-linear-biases": lambda: LlamaConfig(
-        **SHAPE, attention_bias=True, mlp_bias=True, rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+        **SHAPE,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
     ),
     "llama-yarn": lambda: LlamaConfig(**SHAPE, rope_parameters=YARN),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=None, head_dim=16),

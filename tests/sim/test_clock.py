@@ -40,8 +40,9 @@ def test_serial_drafting_adds_its_steps_to_the_targets_forward() -> None:
     config = SpeculativeConfig(method="speculative", num_speculative_tokens=2)
     session, events = traced(config, SLOPES, case)
     spans = [(e.who, e.start, e.end) for e in events]
-    # Prefill side by side: the draft reads the prompt's two tokens in two steps of 2, the last one for its row; they slow the target's 11
-    # by 0.5 each. Then two draft steps of 2 (the target's token, the first drafted one), and a forward over three rows.
+    # Prefill side by side: the draft reads the prompt's two tokens in two steps of 2, the last one for its row; they
+    # slow the target's 11 by 0.5 each. Then two draft steps of 2 (the target's token, the first drafted one), and a
+    # forward over three rows.
     assert spans == [("draft", 0.0, 4.0), ("target", 0.0, 12.0), ("draft", 12.25, 16.25), ("target", 16.5, 28.5)]
     assert session.stats.finished == 28.75
     assert session.stats.emitted == 4
@@ -54,9 +55,12 @@ def test_a_long_prompt_is_charged_to_both_models() -> None:
     assert [(e.who, e.end - e.start, e.rows) for e in events[:2]] == [("draft", 20.0, 40), ("target", 40.0, 40)]
 
 
-@pytest.mark.parametrize(("step", "slow_down", "tokens"), [(1.0, 0.0, 10), (2.5, 0.0, 4), (3.0, 0.0, 4), (1.0, 0.5, 20), (20.0, 0.0, 1)])
+@pytest.mark.parametrize(
+    ("step", "slow_down", "tokens"), [(1.0, 0.0, 10), (2.5, 0.0, 4), (3.0, 0.0, 4), (1.0, 0.5, 20), (20.0, 0.0, 1)]
+)
 def test_until_target_lengths_follow_the_profile(step: float, slow_down: float, tokens: int) -> None:
-    """The draft reads the last token, then goes on until it has used up the target's 10 seconds, stretched by each overlapped step."""
+    """The draft reads the last token, then goes on until it has used up the target's 10 seconds, stretched by each
+    overlapped step."""
     profile = CostProfile(target=((1, 10.0),), draft=((1, step),), slow_down=slow_down)
     config = SpeculativeConfig(method="pearl", num_speculative_tokens=30, until_target=True)
     session, events = traced(config, profile, Case((1, 2), 0.7, 0, Ending("long", max_tokens=200)))
@@ -132,14 +136,20 @@ def test_a_draft_step_beside_the_target_may_be_slower_itself() -> None:
 
 
 def test_a_longer_context_is_charged_by_its_slope_and_a_shorter_one_never_below_half() -> None:
-    far = CostProfile(target=((1, 4.0), (3, 6.0)), draft=((1, 1.0),), context=10, target_per_context=((1, 0.5), (3, 1.5)))
+    far = CostProfile(
+        target=((1, 4.0), (3, 6.0)), draft=((1, 1.0),), context=10, target_per_context=((1, 0.5), (3, 1.5))
+    )
     assert [far.target_seconds(2, context) for context in (None, 10, 20, 0)] == [5.0, 5.0, 15.0, 2.5]
     assert far.draft_seconds(1, 1000) == 1.0
 
 
 def test_the_clock_knows_how_much_text_there_is() -> None:
-    profile = CostProfile(target=((1, 1.0), (2, 1.0)), draft=((1, 1.0), (2, 1.0)), context=2, target_per_context=((1, 1.0),))
-    _, events = traced(SpeculativeConfig(method="autoregressive"), profile, Case((1, 2), 0.0, 0, Ending("four", max_tokens=4)))
+    profile = CostProfile(
+        target=((1, 1.0), (2, 1.0)), draft=((1, 1.0), (2, 1.0)), context=2, target_per_context=((1, 1.0),)
+    )
+    _, events = traced(
+        SpeculativeConfig(method="autoregressive"), profile, Case((1, 2), 0.0, 0, Ending("four", max_tokens=4))
+    )
     assert [e.end - e.start for e in events] == [0.5, 1.0, 2.0, 3.0]  # the first reads the prompt, after nothing
 
 
@@ -165,7 +175,10 @@ def test_a_profile_survives_a_file(tmp_path: Path) -> None:
         ("{", "cannot be read"),
         ("[1, 2]", "is incomplete; expected a JSON object with at least 'target' and 'draft'"),
         ('{"target": [[1, 2]]}', "is incomplete"),
-        ('{"target": [[1, 2]], "draft": [[1, 2]], "slowdown": 1}', "Unknown cost profile key 'slowdown'. Did you mean 'slow_down'?"),
+        (
+            '{"target": [[1, 2]], "draft": [[1, 2]], "slowdown": 1}',
+            "Unknown cost profile key 'slowdown'. Did you mean 'slow_down'?",
+        ),
         ('{"target": 5, "draft": [[1, 2]]}', "target is 5; expected (rows, seconds > 0) pairs by rising rows"),
         ('{"target": [], "draft": [[1, 2]]}', "target is []; expected"),
         ('{"target": [[1, 2]], "draft": [[2, 1], [1, 2]]}', "by rising rows"),
@@ -175,7 +188,10 @@ def test_a_profile_survives_a_file(tmp_path: Path) -> None:
         ('{"target": [[1, 1]], "draft": [[1, 1]], "host": -1}', "host is -1; expected seconds ≥ 0"),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "overlap": "no"}', "overlap is 'no'; expected true or false"),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "context": -1}', "context is -1; expected a number of tokens"),
-        ('{"target": [[1, 1]], "draft": [[1, 1]], "target_per_context": [[1, -1]]}', "target_per_context is [[1, -1]]; expected"),
+        (
+            '{"target": [[1, 1]], "draft": [[1, 1]], "target_per_context": [[1, -1]]}',
+            "target_per_context is [[1, -1]]; expected",
+        ),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "provenance": 5}', "provenance is 5; expected an object"),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "slow_down": "much"}', "slow_down is 'much'; expected seconds ≥ 0"),
     ],
@@ -197,4 +213,9 @@ def test_a_profile_file_is_plain_json(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     SLOPES.save(path)
     values: dict[str, Any] = json.loads(path.read_text())
-    assert values == {"target": [[1.0, 10.0], [8.0, 17.0]], "draft": [[1.0, 2.0], [4.0, 5.0]], "slow_down": 0.5, "host": 0.25}
+    assert values == {
+        "target": [[1.0, 10.0], [8.0, 17.0]],
+        "draft": [[1.0, 2.0], [4.0, 5.0]],
+        "slow_down": 0.5,
+        "host": 0.25,
+    }

@@ -59,7 +59,10 @@ def test_a_profile_of_another_pair_is_refused_by_whichever_model_differs() -> No
         ("t", "x", "whose draft differs"),
         ("x", "x", "target and draft differ "),
     ):
-        with pytest.raises(BadParameter, match=f"measured with mine, {'whose ' * (not said.startswith('whose'))}{said}.*--force-profile"):
+        with pytest.raises(
+            BadParameter,
+            match=f"measured with mine, {'whose ' * (not said.startswith('whose'))}{said}.*--force-profile",
+        ):
             mine.check_pair(target, draft)
 
 

@@ -18,7 +18,8 @@ SENTENCES = [
 ]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"
-    "    {% if message['role'] not in ['user', 'system', 'assistant'] %}{{ raise_exception('Unknown role ' + message.role) }}{% endif %}\n"
+    "    {% if message['role'] not in ['user', 'system', 'assistant'] %}{{ raise_exception('Unknown role ' + "
+    "message.role) }}{% endif %}\n"
     "[{{ message['role'] }}] {{ message['content'] | trim }}{{ eos_token }}\n"
     "{% endfor %}\n"
     "{% if tools %}{{ tools | tojson }}{% endif %}\n"
@@ -33,7 +34,9 @@ def byte_level(size: int = 420) -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet))
+    made.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
     made.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     return made
 
@@ -42,11 +45,15 @@ def byte_fallback(size: int = 500) -> Tokenizer:
     """The Llama-2 kind: spaces are ▁, one is put before the text, and what has no token is written byte by byte."""
     made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     words = [sentence.replace(" ", "▁") for sentence in SENTENCES if sentence.isascii()]
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     made.train_from_iterator(words, trainers.BpeTrainer(vocab_size=size, special_tokens=tokens))
-    plain = json.loads(made.to_str())  # the byte tokens are ordinary ones: the trainer knows no other way to reserve them
+    plain = json.loads(
+        made.to_str()
+    )  # the byte tokens are ordinary ones: the trainer knows no other way to reserve them
     plain["added_tokens"] = [token for token in plain["added_tokens"] if token["content"] in SPECIAL]
     made = Tokenizer.from_str(json.dumps(plain))
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -58,7 +65,9 @@ def metaspace(size: int = 300) -> Tokenizer:
     made = Tokenizer(models.Unigram())
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
-    made.train_from_iterator(SENTENCES, trainers.UnigramTrainer(vocab_size=size, special_tokens=SPECIAL, unk_token="<unk>"))
+    made.train_from_iterator(
+        SENTENCES, trainers.UnigramTrainer(vocab_size=size, special_tokens=SPECIAL, unk_token="<unk>")
+    )
     return made
 
 

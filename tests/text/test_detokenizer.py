@@ -12,7 +12,15 @@ from small_tokenizers import SENTENCES
 from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.tokenizer import Tokenizer
 
-TEXTS = [*SENTENCES, "👨‍👩‍👧‍👦 family, 🇧🇷 flag, 汉字 and ᏣᎳᎩ", "  two spaces  first", "\n\nlines\n", " ", "", "ends in �"]
+TEXTS = [
+    *SENTENCES,
+    "👨‍👩‍👧‍👦 family, 🇧🇷 flag, 汉字 and ᏣᎳᎩ",
+    "  two spaces  first",
+    "\n\nlines\n",
+    " ",
+    "",
+    "ends in �",
+]
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> list[str]:
@@ -30,13 +38,19 @@ def test_texts_come_out_whole(tokenizer: Tokenizer, text: str) -> None:
 def test_random_tokens_give_the_text_of_the_whole_list(tokenizer: Tokenizer, skip_special: bool) -> None:
     draw = random.Random(7)
     for _ in range(400):
-        ids = [draw.randrange(tokenizer.vocabulary_size + 3) for _ in range(draw.randrange(1, 40))]  # some ids have no token
+        ids = [
+            draw.randrange(tokenizer.vocabulary_size + 3) for _ in range(draw.randrange(1, 40))
+        ]  # some ids have no token
         assert "".join(pieces(tokenizer, ids, skip_special)) == tokenizer.decode(ids, skip_special), ids
 
 
 def test_random_bytes_and_special_tokens_give_the_text_of_the_whole_list(tokenizer: Tokenizer) -> None:
     draw = random.Random(8)
-    single = [i for i, token in tokenizer.vocabulary().items() if len(token) == 1 or i in tokenizer.byte_ids] + [0, 1, 2]
+    single = [i for i, token in tokenizer.vocabulary().items() if len(token) == 1 or i in tokenizer.byte_ids] + [
+        0,
+        1,
+        2,
+    ]
     for _ in range(300):
         ids = draw.choices(single, k=draw.randrange(1, 120))
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids), ids
@@ -99,8 +113,12 @@ def test_pending_reads_as_if_nothing_followed(byte_fallback_tokenizer: Tokenizer
     assert detokenizer.feed([by_name["a"]]) == "\na" and detokenizer.pending == ""
 
 
-@pytest.mark.parametrize("pattern", [(0xE4, 0xB8), (0xF0, 0x9F, 0x98), (0xF0, 0x9F, 0x98, 0xFF, 0xE4), (0xC3,), (0xBF,)])
-def test_a_long_stretch_of_unfinished_characters_is_cut_between_them(byte_level_tokenizer: Tokenizer, pattern: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "pattern", [(0xE4, 0xB8), (0xF0, 0x9F, 0x98), (0xF0, 0x9F, 0x98, 0xFF, 0xE4), (0xC3,), (0xBF,)]
+)
+def test_a_long_stretch_of_unfinished_characters_is_cut_between_them(
+    byte_level_tokenizer: Tokenizer, pattern: tuple[int, ...]
+) -> None:
     spelled = byte_level_tokenizer.vocabulary()
     single = {byte_of(token): token_id for token_id, token in spelled.items() if len(token) == 1}
     ids = [single[byte] for byte in pattern] * 60

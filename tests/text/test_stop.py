@@ -12,8 +12,11 @@ from specbranch.text.stop import StopStrings
 from specbranch.text.tokenizer import Tokenizer
 
 
-def watch(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -> tuple[StopStrings, int | None, list[str]]:
-    """Feed tokens up to the stop; returns the watcher, the index of the stopping token and what was shown step by step."""
+def watch(
+    tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+) -> tuple[StopStrings, int | None, list[str]]:
+    """Feed tokens up to the stop; returns the watcher, the index of the stopping token and what was shown step by
+    step."""
     watcher = StopStrings(stops, Detokenizer(tokenizer), min_tokens)
     shown: list[str] = []
     for at, token in enumerate(ids):
@@ -24,7 +27,9 @@ def watch(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_to
     return watcher, None, [*shown, watcher.finish()]
 
 
-def first_stop(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -> tuple[int | None, str]:
+def first_stop(
+    tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_tokens: int = 0
+) -> tuple[int | None, str]:
     """The definition, by brute force: the first token after which the text so far contains a stop string."""
     for at in range(max(0, min_tokens - 1), len(ids)):
         text = tokenizer.decode(ids[: at + 1])
@@ -109,7 +114,9 @@ def test_random_texts_stop_where_the_definition_says(tokenizer: Tokenizer, seed:
         ids = [draw.randrange(3, tokenizer.vocabulary_size) for _ in range(25)]
         whole = tokenizer.decode(ids)
         starts = [draw.randrange(len(whole)) for _ in range(3)]
-        stops = [stop for stop in (whole[s : s + draw.randrange(1, 6)] for s in starts) if "\ufffd" not in stop] or ["none"]
+        stops = [stop for stop in (whole[s : s + draw.randrange(1, 6)] for s in starts) if "\ufffd" not in stop] or [
+            "none"
+        ]
         watcher, at, shown = watch(tokenizer, ids, stops)
         expected = first_stop(tokenizer, ids, stops)
         assert (at, watcher.text) == expected, (ids, stops)

@@ -31,7 +31,11 @@ TEXTS = [
 ]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
-    [{"role": "system", "content": "  Be brief. "}, {"role": "user", "content": "1 < 2 & 3?"}, {"role": "assistant", "content": "Yes."}],
+    [
+        {"role": "system", "content": "  Be brief. "},
+        {"role": "user", "content": "1 < 2 & 3?"},
+        {"role": "assistant", "content": "Yes."},
+    ],
     [{"role": "user", "content": "小模型 🙂"}],
 ]
 
@@ -88,9 +92,18 @@ def test_a_template_that_writes_bos_gives_one_bos(tmp_path: Path) -> None:
 
 
 def test_tokens_that_only_the_configuration_lists_are_known(tmp_path: Path) -> None:
-    extra = {"content": "<think>", "special": False, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    extra = {
+        "content": "<think>",
+        "special": False,
+        "normalized": False,
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+    }
     made = byte_level()
-    folder = save(made, tmp_path, added_tokens_decoder={str(made.get_vocab_size()): extra}, additional_special_tokens=["<pause>"])
+    folder = save(
+        made, tmp_path, added_tokens_decoder={str(made.get_vocab_size()): extra}, additional_special_tokens=["<pause>"]
+    )
     ours, theirs = Tokenizer.from_folder(folder), reference(folder)
     for text in ("<think>so</think>", "a <pause> b"):
         ids = ours.encode(text)
@@ -136,14 +149,19 @@ def test_where_both_files_name_a_token_the_same_one_holds_as_in_transformers(tmp
 
 def test_template_file_goes_before_the_one_in_the_configuration(tmp_path: Path) -> None:
     folder = save(byte_level(), tmp_path)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}", encoding="utf-8"
+    )
     found = Tokenizer.from_folder(folder)
     assert found.decode(found.chat(CHATS[0])) == "<Hello>"
     assert found.chat(CHATS[0]) == reference(folder).apply_chat_template(CHATS[0], return_dict=False)
 
 
 def test_of_several_named_templates_the_default_is_used(tmp_path: Path) -> None:
-    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain {{ messages[0]['content'] }}"}]
+    several = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "plain {{ messages[0]['content'] }}"},
+    ]
     found = Tokenizer.from_folder(save(byte_level(), tmp_path, chat_template=several))
     assert found.decode(found.chat(CHATS[0])) == "plain Hello"
 
@@ -168,7 +186,9 @@ def test_without_a_template_plain_text_is_used_and_said_once(tmp_path: Path, rec
         ([{"role": "user"}], "no 'content'"),
     ],
 )
-def test_bad_messages_get_a_sentence(byte_level_tokenizer: Tokenizer, messages: list[dict[str, str]], said: str) -> None:
+def test_bad_messages_get_a_sentence(
+    byte_level_tokenizer: Tokenizer, messages: list[dict[str, str]], said: str
+) -> None:
     with pytest.raises(BadParameter, match=said):
         byte_level_tokenizer.chat(messages)
 
@@ -213,14 +233,19 @@ def test_a_folder_without_tokenizer_json_is_converted_once(tmp_path: Path, caplo
     assert "converting" in caplog.text and first.eos_ids == (2, 7)
     (kept,) = cache.iterdir()
     stamp = (kept / "tokenizer.json").stat().st_mtime_ns
-    assert Tokenizer.from_folder(folder, cache).encode(SENTENCES[1]) == first.encode(SENTENCES[1]) == made.encode(SENTENCES[1]).ids
+    assert (
+        Tokenizer.from_folder(folder, cache).encode(SENTENCES[1])
+        == first.encode(SENTENCES[1])
+        == made.encode(SENTENCES[1]).ids
+    )
     assert (kept / "tokenizer.json").stat().st_mtime_ns == stamp
 
 
 def test_loading_a_folder_imports_neither_torch_nor_transformers(folder: Path) -> None:
     code = (
         "import sys; from specbranch.text.tokenizer import Tokenizer; t = Tokenizer.from_folder(sys.argv[1]);"
-        "t.chat([{'role': 'user', 'content': 'x'}]); print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+        "t.chat([{'role': 'user', 'content': 'x'}]); print([m for m in ('torch', 'transformers', 'numpy') if m in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -312,7 +337,9 @@ def test_default_model_tokenizes_as_transformers_does_from_its_gguf(tmp_path: Pa
         assert ours.encode(text) == theirs.encode(text), text
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
     assert ours.chat(CHATS[1]) == theirs.apply_chat_template(CHATS[1], add_generation_prompt=True, return_dict=False)
-    assert "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n" in ours.decode(ours.chat(CHATS[0]), skip_special=False)
+    assert "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n" in ours.decode(
+        ours.chat(CHATS[0]), skip_special=False
+    )
     assert ours.eos_ids == (theirs.eos_token_id,) and ours.vocabulary_size == len(theirs)
     (kept,) = tmp_path.iterdir()
     os.utime(kept / "tokenizer.json", (0, 0))

@@ -47,7 +47,9 @@ def test_the_error_names_the_first_five_and_counts_all(tmp_path: Path) -> None:
     said = str(caught.value)
     assert f"8 of {target.vocabulary_size} shared token ids differ" in said and "and 3 more" in said
     for token_id in range(10, 15):
-        assert f"{token_id} is {target.token(token_id)!r} to the target and {draft.token(token_id)!r} to the draft" in said
+        assert (
+            f"{token_id} is {target.token(token_id)!r} to the target and {draft.token(token_id)!r} to the draft" in said
+        )
     assert "15 is" not in said
     assert isinstance(caught.value, ModelError)
 

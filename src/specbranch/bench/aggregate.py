@@ -1,7 +1,9 @@
-"""From prompt-runs to rows: pooled counters, paired speedups with their noise, and whether every run gave the same tokens.
+"""From prompt-runs to rows: pooled counters, paired speedups with their noise, and whether every run gave the same
+tokens.
 
-Owns the statistics over runs; what a single request did, and every rate, is defined in core.stats alone, which is asked for the summary of
-the counters added up. Invariant: a speedup holds a method against autoregressive decoding of the same prompts in the same repeats only.
+Owns the statistics over runs; what a single request did, and every rate, is defined in core.stats alone, which is asked
+for the summary of the counters added up. Invariant: a speedup holds a method against autoregressive decoding of the
+same prompts in the same repeats only.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from itertools import pairwise, zip_longest
 from statistics import median, quantiles
 from typing import Any
 
-from specbranch.bench.prompt_runs import Measurement
-from specbranch.bench.results import WALL, Row
-from specbranch.suites.suite import prompt_set
+from specbranch.bench.prompt_runs import PromptRun
+from specbranch.bench.results import WALL, ResultRow
 from specbranch.core.stats import Stats
+from specbranch.suites.suite import prompt_set
 
 DRAWS, SEED = 1000, 20260301  # of the bootstrap: fixed, so that equal runs give equal intervals
 
@@ -33,15 +35,16 @@ class Timing:
 
 Slot = tuple[str, int]  # prompt, repeat
 COUNTED = (  # counters of a request that add up under the names they are told by
-    *("target_forwards", "drafted", "accepted", "unused", "rejections", "rounds_beside", "rounds_begun"),
+    *("target_forwards", "drafted", "accepted", "unused", "rejections", "rounds_overlapped", "rounds_begun"),
     *("branch_points", "branch_points_reached", "branch_hits"),
 )
 
 
-def rows_of(measurements: Iterable[Measurement]) -> tuple[Row, ...]:
-    """Return a row for each method and setting on each suite, pair, temperature and clock, in the order they first appear."""
-    cells: dict[tuple[Any, ...], list[Measurement]] = defaultdict(list)
-    baselines: dict[tuple[Any, ...], dict[Slot, Measurement]] = defaultdict(dict)
+def rows_of(measurements: Iterable[PromptRun]) -> tuple[ResultRow, ...]:
+    """Return a row for each method and setting on each suite, pair, temperature and clock, in the order they first
+    appear."""
+    cells: dict[tuple[Any, ...], list[PromptRun]] = defaultdict(list)
+    baselines: dict[tuple[Any, ...], dict[Slot, PromptRun]] = defaultdict(dict)
     for one in measurements:
         cells[one.key[:6]].append(one)
         if one.is_baseline:
@@ -61,18 +64,24 @@ def pooled(turns: Iterable[Mapping[str, Any]]) -> Stats:
 def accepted_lengths(stats: Stats) -> tuple[int, ...]:
     """Return how many verifications of a chain accepted 0, 1, 2 … of its tokens.
 
-    accepted_at[n] counts the chains of which more than n tokens were accepted, so neighbours differ by those that ended there.
+    accepted_at[n] counts the chains of which more than n tokens were accepted, so neighbours differ by those that ended
+    there.
     """
     more = [*stats.tested_at[:1], *stats.accepted_at, 0]
     return tuple(longer - longest for longer, longest in pairwise(more)) if stats.tested_at else ()
 
 
-def interval(mine: Sequence[Timing], base: Sequence[Timing], draws: int = DRAWS, seed: int = SEED) -> tuple[float, float] | None:
-    """Return the 95 % interval of the speedup when prompts are drawn anew, each with its own pair of timings; None for fewer than two."""
+def interval(
+    mine: Sequence[Timing], base: Sequence[Timing], draws: int = DRAWS, seed: int = SEED
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of the speedup when prompts are drawn anew, each with its own pair of timings; None
+    for fewer than two."""
     if len(mine) < 2:
         return None
     generator, places = random.Random(seed), range(len(mine))
-    columns = [[getattr(timing, name) for timing in timings] for timings in (mine, base) for name in ("decoded", "seconds")]
+    columns = [
+        [getattr(timing, name) for timing in timings] for timings in (mine, base) for name in ("decoded", "seconds")
+    ]
     found = []
     for _ in range(draws):
         drawn = generator.choices(places, k=len(mine))
@@ -90,14 +99,14 @@ def half_width(values: Sequence[float], clock: str) -> float | None:
     return (high - low) / 2 / middle
 
 
-def _scene(one: Measurement) -> tuple[Any, ...]:
+def _scene(one: PromptRun) -> tuple[Any, ...]:
     """What runs must share to be held against one another."""
     return one.pair, one.suite, one.clock, one.temperature
 
 
-def _row(runs: list[Measurement], base: dict[Slot, Measurement]) -> Row:
+def _row(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> ResultRow:
     first = runs[0]
-    return Row(
+    return ResultRow(
         pair=first.pair,
         suite=first.suite,
         method=first.method,
@@ -117,32 +126,36 @@ def _row(runs: list[Measurement], base: dict[Slot, Measurement]) -> Row:
     )
 
 
-def _counted(runs: list[Measurement]) -> dict[str, Any]:
+def _counted(runs: list[PromptRun]) -> dict[str, Any]:
     """What depends on counters alone, and the shares of decode time."""
     turns = [turn for run in runs for turn in run.turns]
     stats, emitted = pooled(turns), sum(turn["tokens"] for turn in turns)
     told = stats.summary()
     drafted = stats.drafted > 0
-    clocked = all("both_busy_seconds" in turn for turn in turns)  # not told from outside, nor by runs of earlier versions
+    clocked = all(
+        "both_busy_seconds" in turn for turn in turns
+    )  # not told from outside, nor by runs of earlier versions
     return {
         "tokens_per_forward": told["tokens_per_forward"],
         "rollback_rate": told["rollback_rate"] if drafted else None,
         "run_between_rejections": told["run_between_rejections"],
-        "rollback": {reason: count / emitted for reason, count in told["rollback"].items()} if drafted and emitted else {},
+        "rollback": {reason: count / emitted for reason, count in told["rollback"].items()}
+        if drafted and emitted
+        else {},
         "accepted_lengths": accepted_lengths(stats),
         "acceptance_by_position": tuple(told["acceptance_by_position"]),
         "tested_by_position": tuple(stats.tested_at),
         "branch_hit_rate": told["branch_hit_rate"],
         "draft_idle": _share(told["draft_idle_seconds"], stats.decode_seconds),
         "target_idle": _share(told["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
-        "draft_beside": _share(stats.both_busy, stats.draft_busy) if clocked else None,
+        "draft_overlapped": _share(stats.both_busy, stats.draft_busy) if clocked else None,
         "host_share": _share(stats.host_seconds, stats.decode_seconds) if clocked else None,
-        "begun_with_tree": _share(stats.rounds_begun, stats.target_forwards) if stats.rounds_beside else None,
-        "begun_of_beside": _share(stats.rounds_begun, stats.rounds_beside),
+        "begun_with_tree": _share(stats.rounds_begun, stats.target_forwards) if stats.rounds_overlapped else None,
+        "begun_of_overlapped": _share(stats.rounds_begun, stats.rounds_overlapped),
     }
 
 
-def _timed(runs: list[Measurement]) -> dict[str, Any]:
+def _timed(runs: list[PromptRun]) -> dict[str, Any]:
     turns = [turn for run in runs for turn in run.turns]
     whole = sum(turn["ttft_seconds"] + turn["decode_seconds"] for turn in turns)
     slots = {(run.prompt, run.repeat): _timing(run) for run in runs}
@@ -157,7 +170,7 @@ def _timed(runs: list[Measurement]) -> dict[str, Any]:
     }
 
 
-def _paired(runs: list[Measurement], base: dict[Slot, Measurement]) -> dict[str, Any]:
+def _paired(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, Any]:
     """The speedup over the prompts and repeats that both finished, its interval and its spread."""
     slots = {(run.prompt, run.repeat): _timing(run) for run in runs if (run.prompt, run.repeat) in base}
     others = {slot: _timing(base[slot]) for slot in slots}
@@ -166,17 +179,22 @@ def _paired(runs: list[Measurement], base: dict[Slot, Measurement]) -> dict[str,
         return {"speedup": None}
     mine, theirs = _typical(slots), _typical({slot: others[slot] for slot in slots})
     low, high = interval(list(mine.values()), [theirs[prompt] for prompt in mine]) or (None, None)
-    spread = half_width(_by_repeat(slots, lambda chosen: _ratio([slots[s] for s in chosen], [others[s] for s in chosen])), runs[0].clock)
+    spread = half_width(
+        _by_repeat(slots, lambda chosen: _ratio([slots[s] for s in chosen], [others[s] for s in chosen])), runs[0].clock
+    )
     speedup = _ratio(list(mine.values()), list(theirs.values()))
     return {"speedup": speedup, "speedup_low": low, "speedup_high": high, "speedup_spread": spread}
 
 
-def _checked(runs: list[Measurement], base: dict[Slot, Measurement]) -> dict[str, Any]:
-    """Whether all runs gave the tokens of autoregressive decoding, and how many did not; not asked where the rule only keeps the law."""
+def _checked(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, Any]:
+    """Whether all runs gave the tokens of autoregressive decoding, and how many did not; not asked where the rule
+    only keeps the law."""
     pairs = [(run, base[run.prompt, run.repeat]) for run in runs if (run.prompt, run.repeat) in base]
     if runs[0].rule != "match" or not pairs:
         return {"lossless": None}
-    texts = {other.prompt: other.output for other in reversed(base.values())}  # of the first repeat: the baseline must agree with itself
+    texts = {
+        other.prompt: other.output for other in reversed(base.values())
+    }  # of the first repeat: the baseline must agree with itself
     differing = sum(run.output != other.output or run.output != texts[run.prompt] for run, other in pairs)
     return {"lossless": differing == 0, "differing": differing}
 
@@ -197,22 +215,25 @@ def _add(total: Stats, turn: Mapping[str, Any]) -> None:
         setattr(total, f"{name}_busy", getattr(total, f"{name}_busy") + (decode - idle if idle is not None else 0.0))
     total.both_busy += turn.get("both_busy_seconds", 0.0)
     tested = turn.get("tested_by_position", ())
-    good = [round((rate or 0.0) * count) for rate, count in zip(turn.get("acceptance_by_position", ()), tested, strict=False)]
+    good = [
+        round((rate or 0.0) * count)
+        for rate, count in zip(turn.get("acceptance_by_position", ()), tested, strict=False)
+    ]
     total.tested_at = [a + b for a, b in zip_longest(total.tested_at, tested, fillvalue=0)]
     total.accepted_at = [a + b for a, b in zip_longest(total.accepted_at, good, fillvalue=0)]
 
 
-def _tokens(run: Measurement) -> int:
+def _tokens(run: PromptRun) -> int:
     return sum(turn["tokens"] for turn in run.turns)
 
 
-def _timing(run: Measurement) -> Timing:
+def _timing(run: PromptRun) -> Timing:
     stats = pooled(run.turns)
     return Timing(stats.emitted - 1, stats.decode_seconds)
 
 
-def _by_prompt(runs: list[Measurement]) -> dict[str, list[Measurement]]:
-    found: dict[str, list[Measurement]] = defaultdict(list)
+def _by_prompt(runs: list[PromptRun]) -> dict[str, list[PromptRun]]:
+    found: dict[str, list[PromptRun]] = defaultdict(list)
     for run in runs:
         found[run.prompt].append(run)
     return found
@@ -223,7 +244,10 @@ def _typical(slots: Mapping[Slot, Timing]) -> dict[str, Timing]:
     found: dict[str, list[Timing]] = defaultdict(list)
     for (prompt, _), timing in slots.items():
         found[prompt].append(timing)
-    return {prompt: Timing(median(t.decoded for t in same), median(t.seconds for t in same)) for prompt, same in found.items()}
+    return {
+        prompt: Timing(median(t.decoded for t in same), median(t.seconds for t in same))
+        for prompt, same in found.items()
+    }
 
 
 def _by_repeat(slots: Mapping[Slot, Timing], value: Callable[[list[Slot]], float | None]) -> list[float]:
@@ -242,7 +266,8 @@ def _rate(timings: Sequence[Timing]) -> float | None:
 
 
 def _ratio(mine: Sequence[Timing], base: Sequence[Timing]) -> float:
-    """How much faster: decoded tokens a second of one over the other. Callers pass timings of something decoded only."""
+    """How much faster: decoded tokens a second of one over the other. Callers pass timings of something decoded
+    only."""
     return (_rate(mine) or math.nan) / (_rate(base) or math.nan)
 
 

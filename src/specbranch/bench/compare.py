@@ -1,11 +1,11 @@
 """What changed between two results, and whether by more than their noise.
 
-Owns the comparison of rows and its words. Invariant: no verdict is given about rows made from different prompts, models or texts; such rows
-are named, with the reason.
+Owns the comparison of rows and its words. Invariant: no verdict is given about rows made from different prompts, models
+or texts; such rows are named, with the reason.
 
-A change counts as real if it exceeds the root of the sum of both squared spreads times a factor that depends on the repeats: a spread is
-itself uncertain, the more so the fewer they are. Where a spread is unknown, the 95 % intervals decide: they must not overlap. On a modelled
-clock both spreads are 0, and any change is real.
+A change counts as real if it exceeds the root of the sum of both squared spreads times a factor that depends on the
+repeats: a spread is itself uncertain, the more so the fewer they are. Where a spread is unknown, the 95 % intervals
+decide: they must not overlap. On a modelled clock both spreads are 0, and any change is real.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specbranch.bench.results import BASELINE, Results, Row, setting_text
+from specbranch.bench.results import BASELINE, ResultRow, Results, setting_text
 
-Verdict = Literal["faster", "slower", "same", "unclear", "not comparable"]
+ChangeKind = Literal["faster", "slower", "same", "unclear", "not comparable"]
 EXACT = 1e-9  # relative: below this, two figures of a modelled clock are the same sum in another order
-# Repeats to factor: what 95 % of all pairs of runs of the same thing stay below, found by simulating repeats with independent normal noise.
+# Repeats to factor: what 95 % of all pairs of runs of the same thing stay below, found by simulating repeats with
+# independent normal noise.
 FACTORS = {2: 9.2, 3: 4.0, 4: 2.8, 5: 2.8, 6: 2.1, 7: 1.9, 8: 1.7, 10: 1.4, 12: 1.2, 15: 1.1, 20: 0.9, 30: 0.75}
 
 
@@ -32,16 +33,16 @@ class Delta:
     after: float | None
     change: float | None
     noise: float | None
-    verdict: Verdict
+    verdict: ChangeKind
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A row that is in both results."""
 
-    before: Row
-    after: Row
-    verdict: Verdict  # on the speedup; for autoregressive decoding, whose speedup is always 1, on tokens per second
+    before: ResultRow
+    after: ResultRow
+    verdict: ChangeKind  # on the speedup; for autoregressive decoding, whose speedup is always 1, on tokens per second
     speedup: Delta
     tokens_per_second: Delta
     remarks: tuple[str, ...] = ()  # why it cannot be compared, or what else changed
@@ -57,8 +58,8 @@ class Comparison:
     """Two results beside one another."""
 
     changes: tuple[Change, ...]
-    only_before: tuple[Row, ...]
-    only_after: tuple[Row, ...]
+    only_before: tuple[ResultRow, ...]
+    only_after: tuple[ResultRow, ...]
     warnings: tuple[str, ...]  # what differs between the two runs as a whole
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,8 +78,13 @@ class Comparison:
         told += [f"only in the first: {row_name(row)}" for row in self.only_before]
         told += [f"only in the second: {row_name(row)}" for row in self.only_after]
         counts = Counter(change.verdict for change in self.changes)
-        total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("faster", "slower", "same", "unclear", "not comparable"))
-        return [*told, f"{len(self.changes)} rows in both: {total}." if self.changes else "The two have no row in common."]
+        total = ", ".join(
+            f"{counts[verdict]} {verdict}" for verdict in ("faster", "slower", "same", "unclear", "not comparable")
+        )
+        return [
+            *told,
+            f"{len(self.changes)} rows in both: {total}." if self.changes else "The two have no row in common.",
+        ]
 
 
 def compare(before: Results, after: Results) -> Comparison:
@@ -89,23 +95,27 @@ def compare(before: Results, after: Results) -> Comparison:
 
 
 def noise(spread: float | None, other: float | None, repeats: int) -> float | None:
-    """Return the relative change that two runs of the same thing stay below 95 times in 100; None where a spread is unknown."""
+    """Return the relative change that two runs of the same thing stay below 95 times in 100; None where a spread is
+    unknown."""
     if spread is None or other is None:
         return None
     factor = FACTORS[max((known for known in FACTORS if known <= repeats), default=2)]
     return max(factor * math.hypot(spread, other), EXACT)
 
 
-def row_name(row: Row) -> str:
+def row_name(row: ResultRow) -> str:
     """Name a row in a few words."""
     return f"{row.pair} · {row.suite} · {row.method} · temperature {row.temperature:g} · {row.clock}"
 
 
-Pairs = list[tuple[Row, Row]]
+Pairs = list[tuple[ResultRow, ResultRow]]
 
 
-def _matched(before: tuple[Row, ...], after: tuple[Row, ...]) -> tuple[Pairs, tuple[Row, ...], tuple[Row, ...]]:
-    """Match rows of equal settings first; what is left over, where a method came in one setting on either side, across settings."""
+def _matched(
+    before: tuple[ResultRow, ...], after: tuple[ResultRow, ...]
+) -> tuple[Pairs, tuple[ResultRow, ...], tuple[ResultRow, ...]]:
+    """Match rows of equal settings first; what is left over, where a method came in one setting on either side,
+    across settings."""
     exact = {row.key: row for row in after}
     pairs = [(row, exact[row.key]) for row in before if row.key in exact]
     taken = {row.key for row, _ in pairs}
@@ -115,12 +125,15 @@ def _matched(before: tuple[Row, ...], after: tuple[Row, ...]) -> tuple[Pairs, tu
     return pairs, tuple(r for r in old if r.key[:5] not in loose), tuple(r for r in new if r.key[:5] not in loose)
 
 
-def _alone(old: list[Row], new: list[Row]) -> list[tuple[Any, list[Row], list[Row]]]:
-    groups = [(key, [r for r in old if r.key[:5] == key], [r for r in new if r.key[:5] == key]) for key in {r.key[:5]: None for r in old}]
+def _alone(old: list[ResultRow], new: list[ResultRow]) -> list[tuple[Any, list[ResultRow], list[ResultRow]]]:
+    groups = [
+        (key, [r for r in old if r.key[:5] == key], [r for r in new if r.key[:5] == key])
+        for key in {r.key[:5]: None for r in old}
+    ]
     return [group for group in groups if len(group[1]) == len(group[2]) == 1]
 
 
-def _obstacles(old: Row, new: Row, before: Results, after: Results) -> tuple[str, ...]:
+def _obstacles(old: ResultRow, new: ResultRow, before: Results, after: Results) -> tuple[str, ...]:
     """Why no verdict can be given on a row, if so."""
     found = []
     if old.prompt_set != new.prompt_set:
@@ -129,16 +142,21 @@ def _obstacles(old: Row, new: Row, before: Results, after: Results) -> tuple[str
     if mine is not None and theirs is not None and mine != theirs:
         found.append(f"{old.pair} stands for different models ({_differences(mine, theirs)})")
     if before.provenance.workload != after.provenance.workload:
-        found.append(f"answers were asked for differently ({_differences(before.provenance.workload, after.provenance.workload)})")
+        found.append(
+            "answers were asked for differently "
+            f"({_differences(before.provenance.workload, after.provenance.workload)})"
+        )
     if old.rule != new.rule:
         found.append(f"accepted by different rules ({old.rule} and {new.rule})")
     return tuple(found)
 
 
-def _change(old: Row, new: Row, obstacles: tuple[str, ...]) -> Change:
+def _change(old: ResultRow, new: ResultRow, obstacles: tuple[str, ...]) -> Change:
     intervals = (old.speedup_low, old.speedup_high), (new.speedup_low, new.speedup_high)
     repeats = min(old.repeats, new.repeats)
-    speedup = _delta(old.speedup, new.speedup, noise(old.speedup_spread, new.speedup_spread, repeats), _apart(*intervals))
+    speedup = _delta(
+        old.speedup, new.speedup, noise(old.speedup_spread, new.speedup_spread, repeats), _apart(*intervals)
+    )
     rate = _delta(old.tokens_per_second, new.tokens_per_second, noise(old.spread, new.spread, repeats), None)
     verdict = rate.verdict if new.method == BASELINE else speedup.verdict
     return Change(old, new, "not comparable" if obstacles else verdict, speedup, rate, obstacles + _remarks(old, new))
@@ -155,7 +173,7 @@ def _delta(old: float | None, new: float | None, noise: float | None, apart: boo
     return Delta(old, new, change, None, _direction(change) if apart else "same")
 
 
-def _direction(change: float) -> Verdict:
+def _direction(change: float) -> ChangeKind:
     return "faster" if change > 0 else "slower"
 
 
@@ -167,7 +185,7 @@ def _apart(first: tuple[float | None, float | None], second: tuple[float | None,
     return high < other_low or other_high < low
 
 
-def _remarks(old: Row, new: Row) -> tuple[str, ...]:
+def _remarks(old: ResultRow, new: ResultRow) -> tuple[str, ...]:
     found = []
     if old.lossless != new.lossless:
         words = {True: "lossless", False: "NOT lossless", None: "not checked"}
@@ -217,7 +235,7 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _names(row: Row) -> dict[str, Any]:
+def _names(row: ResultRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in ("pair", "suite", "method", "temperature", "clock", "setting")}
 
 

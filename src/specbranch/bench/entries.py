@@ -1,6 +1,7 @@
 """What `bench run` runs with one pair: the pair in its shapes, and its prompts, behind as much text as was asked for.
 
-Owns the way from options to a `Subject` and its groups of prompts. Invariant: what cannot be run is refused here, before a model is loaded.
+Owns the way from options to a `Subject` and its groups of prompts. Invariant: what cannot be run is refused here,
+before a model is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BenchPair:
     """A pair and what it is run on."""
 
     subject: Subject
@@ -63,7 +64,7 @@ def for_pair(pair: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     return {**wanted, **wanted["of_pair"].get(pair.get("pair"), {})}
 
 
-def make_entry(subject: Subject, wanted: dict[str, Any], suites: Sequence[Suite]) -> Entry:
+def make_entry(subject: Subject, wanted: dict[str, Any], suites: Sequence[Suite]) -> BenchPair:
     """Put together what is run with a pair."""
     from specbranch.bench.tuning import PROMPTS, tuning_suites
 
@@ -71,9 +72,12 @@ def make_entry(subject: Subject, wanted: dict[str, Any], suites: Sequence[Suite]
     tuning = tuning_suites(wanted["tuning_prompts"] or PROMPTS)
     contexts = _contexts(subject, wanted)
     if not contexts:
-        return Entry(subject, (Group(found, tuning),), wanted["outside_limit"])
-    groups = tuple(Group(*(_behind(part, context, subject, wanted["max_tokens"]) for part in (found, tuning))) for context in contexts)
-    return Entry(subject, groups, wanted["outside_limit"], max(contexts) if max(contexts) > USUAL_CONTEXT else None)
+        return BenchPair(subject, (Group(found, tuning),), wanted["outside_limit"])
+    groups = tuple(
+        Group(*(_behind(part, context, subject, wanted["max_tokens"]) for part in (found, tuning)))
+        for context in contexts
+    )
+    return BenchPair(subject, groups, wanted["outside_limit"], max(contexts) if max(contexts) > USUAL_CONTEXT else None)
 
 
 def _running(wanted: dict[str, Any]) -> Running:
@@ -86,24 +90,33 @@ def _running(wanted: dict[str, Any]) -> Running:
     if weights is not None and weights not in WEIGHTS:
         raise unknown("storage of weights", weights, WEIGHTS)
     if wanted["clock"] and executor != "serial":
-        raise BadParameter(f"--executor {executor} runs by the wall clock only, and --clock was given. Leave one of them out.")
+        raise BadParameter(
+            f"--executor {executor} runs by the wall clock only, and --clock was given. Leave one of them out."
+        )
     asked = [device for device in (wanted["device"], wanted["draft_device"]) if device is not None]
     if asked:
         from specbranch.assembly import chosen_device
 
         for device in asked:
             chosen_device(device)
-    return Running(executor=executor, device=wanted["device"], draft_device=wanted["draft_device"], draft_weights=weights)
+    return Running(
+        executor=executor, device=wanted["device"], draft_device=wanted["draft_device"], draft_weights=weights
+    )
 
 
 def _shapes(pair: dict[str, Any], wanted: dict[str, Any]) -> dict[str, str | None]:
     """Return the shapes of target and draft: those given, else the preset's for this pair."""
     shapes = {role: wanted[f"{role}_shape"] for role in ROLES}
-    lacking = [f"--{role}-shape" for role in ROLES if shapes[role] is None and (role == "target" or pair.get("draft") or "pair" in pair)]
+    lacking = [
+        f"--{role}-shape"
+        for role in ROLES
+        if shapes[role] is None and (role == "target" or pair.get("draft") or "pair" in pair)
+    ]
     if wanted["of_pair"] and lacking:
         raise BadParameter(
             f"Preset {wanted['preset']} has shapes for the pairs {', '.join(wanted['of_pair'])}, not for "
-            f"{pair.get('pair') or pair.get('target') or pair.get('draft')}. Add {' and '.join(lacking)} (own: as it is), or take --preset "
+            f"{pair.get('pair') or pair.get('target') or pair.get('draft')}. Add {' and '.join(lacking)} (own: as it "
+            "is), or take --preset "
             "gpu-real, where models are as they are."
         )
     return shapes
@@ -139,7 +152,11 @@ def _behind(suites: Sequence[Suite], context: int, subject: Subject, answer: int
         return len(tokenizer.encode(words))
 
     def count_turns(turns: Sequence[str]) -> int:
-        messages = [{"role": role, "content": words if role == "user" else ""} for words in turns for role in ("user", "assistant")]
+        messages = [
+            {"role": role, "content": words if role == "user" else ""}
+            for words in turns
+            for role in ("user", "assistant")
+        ]
         return len(tokenizer.chat(messages[:-1]))
 
     return tuple(behind(suite, context, answer, count, count_turns) for suite in suites)

@@ -1,7 +1,8 @@
-"""A pair at the bench: its target answers each prompt once, and both models are asked only what they were never asked before.
+"""A pair at the bench: its target answers each prompt once, and both models are asked only what they were never asked
+before.
 
-Owns the loaded pair and the folder of what it said. Invariant: every method is given the same prompts, those of plain decoding: where a
-conversation goes on, the answers before are the target's own.
+Owns the loaded pair and the folder of what it said. Invariant: every method is given the same prompts, those of plain
+decoding: where a conversation goes on, the answers before are the target's own.
 """
 
 from __future__ import annotations
@@ -16,13 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from specbranch.assembly import identity
-from specbranch.replay.signals import Forecasts
-from specbranch.replay.pricing import Books
-from specbranch.replay.decode import Draft, Player, Target
-from specbranch.replay.record import Record, Records, Task
-from specbranch.replay.runners import Memory
 from specbranch.bench.subjects import Running, pair_title, told_of
-from specbranch.suites.suite import Prompt
 from specbranch.config import SamplingParams
 from specbranch.engine import LLM
 from specbranch.errors import ModelError
@@ -30,6 +25,12 @@ from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
 from specbranch.models.files.store import cache_folder
 from specbranch.pairs import chosen_models, predictor_folder
+from specbranch.replay.decode import RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.replay.pricing import ReplayedMethods
+from specbranch.replay.record import Record, Records, Task
+from specbranch.replay.runners import ProposalStore
+from specbranch.replay.signals import RecordedSignals
+from specbranch.suites.suite import Prompt
 
 log = logging.getLogger("specbranch")
 
@@ -71,8 +72,9 @@ class Lab:
         running: Running | None = None,
         context_length: int | None = None,
     ) -> None:
-        """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own. Unless `keep_experience` is true, nothing that was
-        learned before takes part. `title`: what results call the pair; `running`: where and how it runs."""
+        """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own. Unless `keep_experience` is true,
+        nothing that was learned before takes part. `title`: what results call the pair; `running`: where and how it
+        runs."""
         target, draft = chosen_models(pair, target, draft)
         running = running or Running()
         self.pair = title or pair_title(pair, target, draft)
@@ -97,11 +99,11 @@ class Lab:
         self.draft = self._remembering(draft, place)
         self.forecasts = self._foretelling(predictor, draft, place)
         known = self.identity["target_identity"]
-        self.target = Target(known, Memory(place / "targets" / f"{known}.sqlite"), self.llm.target_runner)
-        self.books = Books(self.draft, self.forecasts, self.target)
+        self.target = ReplayTarget(known, ProposalStore(place / "targets" / f"{known}.sqlite"), self.llm.target_runner)
+        self.books = ReplayedMethods(self.draft, self.forecasts, self.target)
 
     @property
-    def _memories(self) -> list[Memory]:
+    def _memories(self) -> list[ProposalStore]:
         return [model.memory for model in (self.draft, self.target) if model is not None]
 
     @property
@@ -133,9 +135,9 @@ class Lab:
         return len(self.llm.tokenizer.chat(asked)) + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
 
     @contextmanager
-    def player(self, record: Record) -> Iterator[Player]:
+    def player(self, record: Record) -> Iterator[RecordDecoder]:
         """Play one record; the models' caches are freed at the end."""
-        player = Player(record, self.draft, self.forecasts, self.target)
+        player = RecordDecoder(record, self.draft, self.forecasts, self.target)
         try:
             player.read_ahead()
             yield player
@@ -154,26 +156,31 @@ class Lab:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self.close()
 
-    def _remembering(self, name: str | None, place: Path) -> Draft | None:
+    def _remembering(self, name: str | None, place: Path) -> ReplayDraft | None:
         worker = self.llm.drafter
         if name is None or worker is None:
             return None
         known = self.identity["draft_identity"]
-        memory = Memory(place / "drafts" / f"{known}.sqlite")
-        return Draft(f"{known} {self.identity['target_identity']}", memory, worker.runner)
+        memory = ProposalStore(place / "drafts" / f"{known}.sqlite")
+        return ReplayDraft(f"{known} {self.identity['target_identity']}", memory, worker.runner)
 
-    def _foretelling(self, given: str | None, draft: str | None, place: Path) -> Forecasts | None:
-        """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as everywhere."""
+    def _foretelling(self, given: str | None, draft: str | None, place: Path) -> RecordedSignals | None:
+        """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as
+        everywhere."""
         folder = Path(given) if given is not None else predictor_folder(draft)
         if folder is None or draft is None:
             return None
         try:
             predictor = Predictor.load(folder)
             predictor.check_pair(self.identity["target_identity"], self.identity.get("draft_identity"))
-            return Forecasts(predictor, self.llm.target_runner, place / "forecasts", self.identity["target_identity"])
+            return RecordedSignals(
+                predictor, self.llm.target_runner, place / "forecasts", self.identity["target_identity"]
+            )
         except ModelError as error:
             log.warning("%s %s", error, ON)
             return None

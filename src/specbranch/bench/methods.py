@@ -48,7 +48,10 @@ class Setting:
             return {}
         values = asdict(self.config)
         name = Name.of(self.method)
-        names = (*SHOWN.get(name.like, ("num_speculative_tokens", "stop_below", "max_branches", "without")), *name.values)
+        names = (
+            *SHOWN.get(name.like, ("num_speculative_tokens", "stop_below", "max_branches", "without")),
+            *name.values,
+        )
         return {name: values[name] for name in names if values[name] not in (None, ()) and _matters(name, self.config)}
 
     @property
@@ -59,12 +62,15 @@ class Setting:
     @property
     def needs_draft(self) -> bool:
         """Whether it cannot run without a draft model."""
-        return self.method == "hf-assisted" or (_base(self.method) in METHODS and METHODS[_base(self.method)].needs_draft)
+        return self.method == "hf-assisted" or (
+            _base(self.method) in METHODS and METHODS[_base(self.method)].needs_draft
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A method's name taken apart: METHOD, METHOD:POLICY, with -PART for what is left out and @SETTING=VALUE for what is set."""
+    """A method's name taken apart: METHOD, METHOD:POLICY, with -PART for what is left out and @SETTING=VALUE for
+    what is set."""
 
     method: str
     policy: str | None
@@ -105,7 +111,8 @@ def _value(name: str, setting: str) -> tuple[str, Any]:
 
 
 def default_setting(method: str, overrides: Mapping[str, Any] | None = None) -> Setting:
-    """Return a method with its usual settings; METHOD:POLICY names another policy than its own, see Name for variants."""
+    """Return a method with its usual settings; METHOD:POLICY names another policy than its own, see Name for
+    variants."""
     if method in OUTSIDE:
         return Setting(method, None)
     return Setting(method, Name.of(method).applied(overrides or {}))
@@ -117,19 +124,23 @@ def variant(method: str, of: Setting) -> Setting:
 
 
 def given_setting(values: Mapping[str, Any]) -> Setting:
-    """Return settings given by hand under the name that tells them from the method's own: a planned method by another policy is another."""
+    """Return settings given by hand under the name that tells them from the method's own: a planned method by
+    another policy is another."""
     method, policy = str(values["method"]), values.get("policy")
     planned = method in METHODS and METHODS[method].policy == "planner"
     return default_setting(f"{method}:{policy}" if planned and policy not in (None, "planner") else method, values)
 
 
 def chosen_methods(names: Iterable[str], has_draft: bool) -> tuple[str, ...]:
-    """Return the methods asked for, each once, plain decoding first: without it there is nothing to hold the others against."""
+    """Return the methods asked for, each once, plain decoding first: without it there is nothing to hold the others
+    against."""
     asked = tuple(dict.fromkeys((BASELINE, *names)))
     for name in asked:
         setting = default_setting(name)
         if setting.needs_draft and not has_draft:
-            raise BadParameter(f"Method {name!r} needs a draft model, and none was given. Name a --pair, or leave it out of --methods.")
+            raise BadParameter(
+                f"Method {name!r} needs a draft model, and none was given. Name a --pair, or leave it out of --methods."
+            )
     return asked
 
 
@@ -139,6 +150,7 @@ def _base(method: str) -> str:
 
 
 def _matters(name: str, config: SpeculativeConfig) -> bool:
-    """Whether a value has any effect: the threshold has none where nothing stops by confidence, nor branches where there are none."""
+    """Whether a value has any effect: the threshold has none where nothing stops by confidence, nor branches where
+    there are none."""
     branching = config.method == "specbranch" and "branches" not in config.without
     return {"stop_below": config.policy in ("confidence", "paper", "last"), "max_branches": branching}.get(name, True)

@@ -1,15 +1,16 @@
 """Transformers' own ways of decoding, with the same weights: `generate`, assisted generation and prompt lookup.
 
-Owns the models transformers runs and the clock around it. They are loaded when first asked for, on our target's device and in its
-precision, and run in this process, so with as many threads; every other choice is transformers' own (20 drafted tokens a round, ended where
-the assistant is less than 0.4 sure) or, for prompt lookup, its documentation's (10 tokens). Greedy at temperature 0; above it transformers
-draws by its own noise, so that no text can be held against ours. Invariant: nothing of a model's own generation settings is used, and what
-is timed begins with the prompt as token ids and ends with the last token.
+Owns the models transformers runs and the clock around it. They are loaded when first asked for, on our target's device
+and in its precision, and run in this process, so with as many threads; every other choice is transformers' own (20
+drafted tokens a round, ended where the assistant is less than 0.4 sure) or, for prompt lookup, its documentation's (10
+tokens). Greedy at temperature 0; above it transformers draws by its own noise, so that no text can be held against
+ours. Invariant: nothing of a model's own generation settings is used, and what is timed begins with the prompt as token
+ids and ends with the last token.
 
-An assistant made by `specbranch distill` is our target's class with the draft's layers and last norm, and the target's own embedding and
-head. A reduced head scores only its own tokens, all others being −∞, as in our engine; its weights, if stored in int8, are spread out to
-the target's precision, because transformers has no kernel for them. Inflated models, and
-what drafts beside them, are run on our own weights, where they lie (`models.mirror`).
+An assistant made by `specbranch distill` is our target's class with the draft's layers and last norm, and the target's
+own embedding and head. A reduced head scores only its own tokens, all others being −∞, as in our engine; its weights,
+if stored in int8, are spread out to the target's precision, because transformers has no kernel for them. Inflated
+models, and what drafts beside them, are run on our own weights, where they lie (`models.mirror`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from specbranch.assembly import ModelChoice, fetched
 from specbranch.bench.methods import OUTSIDE
-from specbranch.replay.record import Record
 from specbranch.distill.draft_name import is_draft_folder
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import ACCELERATE
 from specbranch.models.files.inflation import is_inflation
 from specbranch.pairs import draft_path
+from specbranch.replay.record import Record
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,9 @@ class Transformers:
         with _counted(model) as watch, _in_silence(), torch.random.fork_rng(_gpu(prompt)), torch.inference_mode():
             torch.manual_seed(record.task.seed & 0xFFFFFFFF)
             watch.start()
-            ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, streamer=watch, **options)
+            ids = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, streamer=watch, **options
+            )
         tokens = tuple(ids[0, prompt.shape[1] :].tolist())
         return tokens, watch.told(len(tokens))
 
@@ -86,7 +89,10 @@ class Transformers:
         """Our draft, likewise."""
         name = self._models[1]
         if name is None:
-            raise BadParameter("Method 'hf-assisted' needs a draft model, and none was given. Name a --pair, or leave it out of --methods.")
+            raise BadParameter(
+                "Method 'hf-assisted' needs a draft model, and none was given. Name a --pair, or leave it out of "
+                "--methods."
+            )
         path = draft_path(name)
         if is_inflation(path) or is_inflation(self._models[0]):
             found = self._mirrored(self._drafting)
@@ -95,7 +101,8 @@ class Transformers:
         sizes = [model.config.get_text_config().vocab_size for model in (self.target, found)]
         if sizes[0] != sizes[1]:
             raise BadParameter(
-                f"transformers' assisted generation wants one vocabulary, but the target has {sizes[0]} tokens and the draft {sizes[1]}. "
+                f"transformers' assisted generation wants one vocabulary, but the target has {sizes[0]} tokens and "
+                f"the draft {sizes[1]}. "
                 "Leave 'hf-assisted' out of --methods."
             )
         return found
@@ -108,13 +115,18 @@ class Transformers:
         return {"lookup": LOOKED_UP} if method == "hf-lookup" else {}
 
     def _settings(self, record: Record, looked_up: int | None) -> GenerationConfig:
-        """Ask for what the record's task asks for; whatever transformers would add by default besides is switched off."""
+        """Ask for what the record's task asks for; whatever transformers would add by default besides is switched
+        off."""
         from transformers import GenerationConfig
 
         params = record.task.params
         eos = [] if params.ignore_eos else [*record.task.eos_ids, *params.stop_token_ids]
         room = self._llm.context_length - len(record.task.prompt)
-        drawing = {"temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p} if params.temperature else {}
+        drawing = (
+            {"temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p}
+            if params.temperature
+            else {}
+        )
         return GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=min(params.max_tokens, room),
             min_new_tokens=params.min_tokens or None,
@@ -137,7 +149,9 @@ class Transformers:
         """The draft's runner, if it is in this process."""
         worker = self._llm.drafter
         if worker is None:
-            raise BadParameter("The draft is in a process of its own, where transformers cannot share it. Leave 'hf-assisted' out.")
+            raise BadParameter(
+                "The draft is in a process of its own, where transformers cannot share it. Leave 'hf-assisted' out."
+            )
         return worker.runner
 
     def _mirrored(self, runner: Any) -> PreTrainedModel:
@@ -179,9 +193,14 @@ def assistant_of(target: PreTrainedModel, draft: DraftFile) -> PreTrainedModel:
     family: Any = type(target)
     model = family(config).to(device=target.device, dtype=target.dtype)
     own = {name: draft.tensor(name) for name in model.state_dict() if name in draft}
-    missing = set(model.load_state_dict(own, strict=False).missing_keys) - {"model.embed_tokens.weight", "lm_head.weight"}
+    missing = set(model.load_state_dict(own, strict=False).missing_keys) - {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
     if missing:
-        raise BadParameter(f"The draft in {draft.folder} lacks {', '.join(sorted(missing))}, so transformers cannot run it.")
+        raise BadParameter(
+            f"The draft in {draft.folder} lacks {', '.join(sorted(missing))}, so transformers cannot run it."
+        )
     model.set_input_embeddings(target.get_input_embeddings())
     model.set_output_embeddings(_head(target, draft))
     return model.eval()  # type: ignore[no-any-return]
@@ -204,7 +223,9 @@ def _head(target: PreTrainedModel, draft: DraftFile) -> torch.nn.Module:
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return columns.spread(super().forward(hidden))
 
-    reduced = Reduced(head.in_features, len(columns.ids), bias=False, device=head.weight.device, dtype=head.weight.dtype)
+    reduced = Reduced(
+        head.in_features, len(columns.ids), bias=False, device=head.weight.device, dtype=head.weight.dtype
+    )
     reduced.weight.data.copy_(head.weight.data[columns.ids])
     return reduced
 
@@ -217,8 +238,9 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-class _Watch:
-    """A streamer that only looks at the clock: transformers gives it the prompt, then tokens as they come, one or several at a time."""
+class _TokenClock:
+    """A streamer that only looks at the clock: transformers gives it the prompt, then tokens as they come, one or
+    several at a time."""
 
     def __init__(self) -> None:
         self.forwards = 0
@@ -241,8 +263,8 @@ class _Watch:
     def told(self, tokens: int) -> dict[str, Any]:
         """Return what the bench reads of a turn.
 
-        Where a first round brings several tokens, as drafting beside the reading of the prompt does, all but one count as decoded without
-        taking time: that is in transformers' favour, by less than a round.
+        Where a first round brings several tokens, as drafting beside the reading of the prompt does, all but one count
+        as decoded without taking time: that is in transformers' favour, by less than a round.
         """
         begun, _, first, *_ = self._times
         decode, forwards = self._times[-1] - first, self.forwards - self._before_first
@@ -258,7 +280,8 @@ class _Watch:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Keep transformers from warning of what it does itself: its assistant is asked in a way that it calls deprecated."""
+    """Keep transformers from warning of what it does itself: its assistant is asked in a way that it calls
+    deprecated."""
     import logging as levels
 
     from transformers.utils import logging
@@ -272,9 +295,9 @@ def _in_silence() -> Iterator[None]:
 
 
 @contextmanager
-def _counted(model: PreTrainedModel) -> Iterator[_Watch]:
+def _counted(model: PreTrainedModel) -> Iterator[_TokenClock]:
     """Count the model's forwards meanwhile."""
-    watch = _Watch()
+    watch = _TokenClock()
 
     def count(*_: object) -> None:
         watch.forwards += 1

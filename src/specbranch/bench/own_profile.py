@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specbranch.assembly import ModelChoice
-from specbranch.measure.pair import QUICK, Progress, measure, silent
 from specbranch.bench.subjects import Running
+from specbranch.measure.pair import QUICK, StepsDone, measure, silent
 from specbranch.measure.workers import load_workers
 from specbranch.sim.profile import CostProfile
 
@@ -15,9 +15,10 @@ FARTHER = replace(BRIEFLY, far=True)  # also at a longer context
 
 
 def machine_profile(
-    target: str, draft: str, pair: str, running: Running | None = None, progress: Progress = silent, far: bool = False
+    target: str, draft: str, pair: str, running: Running | None = None, progress: StepsDone = silent, far: bool = False
 ) -> CostProfile:
-    """Load both models by their names and measure them, in some seconds; `specbranch profile` takes its time and is exacter."""
+    """Load both models by their names and measure them, in some seconds; `specbranch profile` takes its time and is
+    exacter."""
     how = running or Running()
     big = ModelChoice(target, device=how.device)
     small = ModelChoice(draft, device=how.draft_device or how.device, shorten=True, weights=how.draft_weights)

@@ -1,6 +1,8 @@
-"""The timeline of one answer at the bench, as a picture: what both models did, when, on the clock that results are measured by.
+"""The timeline of one answer at the bench, as a picture: what both models did, when, on the clock that results are
+measured by.
 
-Owns the files `timeline-PAIR-METHOD.svg` and, for ui.perfetto.dev, `.json`. Invariant: drawn last, as a trace that is kept costs time.
+Owns the files `timeline-PAIR-METHOD.svg` and, for ui.perfetto.dev, `.json`. Invariant: drawn last, as a trace that is
+kept costs time.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from specbranch.files import write_whole
 from specbranch.bench.lab import Lab
 from specbranch.bench.methods import Setting
+from specbranch.files import write_whole
 from specbranch.replay.record import Record
 from specbranch.traces.rounds import Times, read_rounds, times
 from specbranch.traces.timeline_svg import draw_svg, subtitle
@@ -31,11 +33,16 @@ def draw_timeline(lab: Lab, setting: Setting, record: Record, folder: Path) -> T
     inside = f"; {spent.together / draft:.0%} of the draft's work inside the target's" if draft else ""
     head = f"{lab.pair}, {setting.method}"
     stem = folder / f"{STEM}{lab.pair}-{setting.method.replace(':', '-')}"
-    write_whole(stem.with_name(f"{stem.name}.svg"), draw_svg(rounds, head, subtitle(rounds, len(output.token_ids), False) + inside))
+    write_whole(
+        stem.with_name(f"{stem.name}.svg"),
+        draw_svg(rounds, head, subtitle(rounds, len(output.token_ids), False) + inside),
+    )
     trace.write_chrome(stem.with_name(f"{stem.name}.json"))
     return spent
 
 
 def pictures(folder: Path) -> dict[str, str]:
     """Return the pictures of a folder by their names, those of earlier commands included."""
-    return {file.stem.removeprefix(STEM): file.read_text(encoding="utf-8") for file in sorted(folder.glob(f"{STEM}*.svg"))}
+    return {
+        file.stem.removeprefix(STEM): file.read_text(encoding="utf-8") for file in sorted(folder.glob(f"{STEM}*.svg"))
+    }

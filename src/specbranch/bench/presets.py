@@ -7,19 +7,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbranch.suites.suite import ALL_SHIPPED
 from specbranch.config import PARTS
 from specbranch.core.methods import METHODS
 from specbranch.pairs import PAIRS
 from specbranch.sim.shipped import shipped_profiles
+from specbranch.suites.suite import ALL_SHIPPED
 
 SUITES = ("humaneval", "gsm8k", "mt_bench", "cnn_dm")
-QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)  # replayed; lookahead has the target decode anew
-MODELLED = (*(name for name in QUICKLY if name != "specbranch"), "specbranch:confidence", "specbranch:paper", "specbranch")
+QUICKLY = tuple(
+    name for name, method in METHODS.items() if not method.guesses
+)  # replayed; lookahead has the target decode anew
+MODELLED = (
+    *(name for name in QUICKLY if name != "specbranch"),
+    "specbranch:confidence",
+    "specbranch:paper",
+    "specbranch",
+)
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"methods": "autoregressive,speculative,specbranch", "suites": (ALL_SHIPPED,), "limit": 2, "max_tokens": 64, "tune": False},
-    "wall": {"methods": "autoregressive,speculative,specbranch,auto,hf-generate", "suites": SUITES, "limit": 4, "repeats": 2},
-    "modelled": {"methods": ",".join(MODELLED), "pair": tuple(PAIRS), "suites": SUITES, "limit": 32, "clock": shipped_profiles()},
+    "quick": {
+        "methods": "autoregressive,speculative,specbranch",
+        "suites": (ALL_SHIPPED,),
+        "limit": 2,
+        "max_tokens": 64,
+        "tune": False,
+    },
+    "wall": {
+        "methods": "autoregressive,speculative,specbranch,auto,hf-generate",
+        "suites": SUITES,
+        "limit": 4,
+        "repeats": 2,
+    },
+    "modelled": {
+        "methods": ",".join(MODELLED),
+        "pair": tuple(PAIRS),
+        "suites": SUITES,
+        "limit": 32,
+        "clock": shipped_profiles(),
+    },
 }
 PLANNER_PARTS, PAPER_PARTS = PARTS["planner"], PARTS["paper"]
 THRESHOLDS, WIDTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 3, 6, 9, 12)  # ε and k_max of the paper's tables
@@ -39,13 +63,23 @@ PRESETS["ablation"] = {
     "clock": ("c10",),
 }
 
-# By the wall clock of one GPU: a method takes some 10 seconds for eight prompts a suite behind 7B or 8B, and for two behind 33B.
+# By the wall clock of one GPU: a method takes some 10 seconds for eight prompts a suite behind 7B or 8B, and for two
+# behind 33B.
 OF_PAIR: dict[str, dict[str, Any]] = {  # whose costs a pair has there
     "smollm2-weak": {"draft_shape": "68m", "target_shape": "7b"},
     "smollm2-default": {"draft_shape": "1b", "target_shape": "8b"},
     "smollm2-strong": {"draft_shape": "1.3b", "target_shape": "33b", "limit": 2, "outside_limit": 1},
 }
-GPU_BASELINES = ("autoregressive", "speculative", "adaptive", "pearl", "tree", "lookup", "lookahead", "specbranch:confidence")
+GPU_BASELINES = (
+    "autoregressive",
+    "speculative",
+    "adaptive",
+    "pearl",
+    "tree",
+    "lookup",
+    "lookahead",
+    "specbranch:confidence",
+)
 GPU_OURS = ("specbranch", "specbranch-overlap", "specbranch-trees", "specbranch-lookup", "auto")
 GPU_BRIEF = ("autoregressive", "speculative", "pearl", "tree", "specbranch", "specbranch-overlap")
 GPU_OUTSIDE = ("hf-generate", "hf-assisted")
@@ -97,12 +131,20 @@ DEFAULTS: dict[str, Any] = {
 }
 TOLD = [  # in the help
     ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
-    ("wall", "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public suite"),
+    (
+        "wall",
+        "this machine's clock: plain, tuned serial, specbranch, auto and transformers on 4 prompts of each public "
+        "suite",
+    ),
     ("modelled", "all methods, pairs and shipped profiles on 32 prompts of each public suite, from records"),
-    ("ablation", "specbranch and the paper's policy with each part left out, and over ε and k_max, on 8 prompts of each suite"),
+    (
+        "ablation",
+        "specbranch and the paper's policy with each part left out, and over ε and k_max, on 8 prompts of each suite",
+    ),
     (
         "gpu-core",
-        "one GPU's clock: the pair in the shapes of 68m & 7b (smollm2-weak), 1b & 8b (smollm2-default) or 1.3b & 33b (smollm2-strong), all "
+        "one GPU's clock: the pair in the shapes of 68m & 7b (smollm2-weak), 1b & 8b (smollm2-default) or 1.3b & 33b "
+        "(smollm2-strong), all "
         "methods and transformers' on 8 prompts of each public suite (33b: 2) behind text up to 1,024 tokens",
     ),
     ("gpu-temperature", "the same at temperature 1, without transformers"),

@@ -1,7 +1,8 @@
 """One prompt answered once by one method, and the file in which such runs are kept as soon as they are done.
 
-Owns `Measurement` and its line of JSON. Invariant: a run that was appended is there after a kill; a last line that was cut off is dropped
-when the file is opened again, and any other damage is an error that names the line; one process writes at a time.
+Owns `PromptRun` and its line of JSON. Invariant: a run that was appended is there after a kill; a last line that was
+cut off is dropped when the file is opened again, and any other damage is an error that names the line; one process
+writes at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ RunKey = tuple[str, str, str, str, float, str, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """A prompt-run. `turns` holds what `told` says of each turn; a method from outside gives at least tokens, ttft_ and decode_seconds."""
+class PromptRun:
+    """A prompt-run. `turns` holds what `told` says of each turn; a method from outside gives at least tokens, ttft_
+    and decode_seconds."""
 
     pair: str
     suite: str
@@ -66,7 +68,8 @@ class Measurement:
 
 
 def told(stats: Stats) -> dict[str, Any]:
-    """Return what a request did, for `turns`: its summary, and how often each position was tested, to add rates up by."""
+    """Return what a request did, for `turns`: its summary, and how often each position was tested, to add rates up
+    by."""
     return {**stats.summary(), "tested_by_position": list(stats.tested_at)}
 
 
@@ -82,14 +85,18 @@ class RunStore:
         """Open or make the file; one that was made for another plan is refused."""
         self.path = path
         self.plan = json.loads(json.dumps(plan))  # as it will be read back
-        self.measurements: list[Measurement] = []
+        self.measurements: list[PromptRun] = []
         self._lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
         try:
             self._file = self._open()
         except Timeout:
-            raise BadParameter(f"Another bench is writing to {path.parent}. Wait for its end, or name another folder with --out.") from None
+            raise BadParameter(
+                f"Another bench is writing to {path.parent}. Wait for its end, or name another folder with --out."
+            ) from None
         except OSError as error:
-            raise BadParameter(f"The runs cannot be kept in {path} ({error}). Name another folder with --out.") from error
+            raise BadParameter(
+                f"The runs cannot be kept in {path} ({error}). Name another folder with --out."
+            ) from error
         if self._file.tell() == 0:
             self._write({"format": FORMAT, "version": VERSION, "plan": self.plan})
 
@@ -98,19 +105,21 @@ class RunStore:
         """The runs that need not be repeated."""
         return {one.key for one in self.measurements}
 
-    def refuse_another(self, like: Measurement) -> None:
+    def refuse_another(self, like: PromptRun) -> None:
         """Raise if runs of the same pair or clock are held that were made with other models, or charged otherwise."""
         for held in self.measurements:
             if held.pair == like.pair and held.models != like.models:
                 raise BadParameter(
-                    f"{self.path.parent} holds runs of other models under the name {like.pair}. Name a new folder with --out."
+                    f"{self.path.parent} holds runs of other models under the name {like.pair}. Name a new folder "
+                    "with --out."
                 )
             if held.clock == like.clock and held.charges != like.charges:
                 raise BadParameter(
-                    f"{self.path.parent} holds runs by another cost profile named {like.clock}. Name a new folder with --out, or rename it."
+                    f"{self.path.parent} holds runs by another cost profile named {like.clock}. Name a new folder "
+                    "with --out, or rename it."
                 )
 
-    def append(self, measurement: Measurement) -> None:
+    def append(self, measurement: PromptRun) -> None:
         """Keep a finished run, at once."""
         self._write(asdict(measurement))
         self.measurements.append(measurement)
@@ -155,9 +164,14 @@ class RunStore:
         held: dict[str, dict[str, None]] = {}  # the digests of each suite, in the order they were run
         for one in self.measurements:
             held.setdefault(one.suite, {})[one.digest] = None
-        other = [name for name, digests in held.items() if not _goes_on({name: list(digests)}, self.plan.get("suites", {}))]
+        other = [
+            name for name, digests in held.items() if not _goes_on({name: list(digests)}, self.plan.get("suites", {}))
+        ]
         if other:
-            raise BadParameter(f"{self.path.parent} holds runs of other prompts under the name {other[0]}. Name a new folder with --out.")
+            raise BadParameter(
+                f"{self.path.parent} holds runs of other prompts under the name {other[0]}. Name a new folder with "
+                "--out."
+            )
 
 
 def _without_torn_end(path: Path) -> list[bytes]:
@@ -178,7 +192,9 @@ def _object(line: bytes, number: int, path: Path) -> dict[str, Any]:
         problem = "no object"
     except ValueError as error:
         problem = str(error)
-    raise BadParameter(f"{path}, line {number} is damaged ({problem}). Remove that line, or begin afresh in another folder.")
+    raise BadParameter(
+        f"{path}, line {number} is damaged ({problem}). Remove that line, or begin afresh in another folder."
+    )
 
 
 def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
@@ -186,20 +202,27 @@ def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path
         raise BadParameter(f"{path} is no file of bench runs. Give another folder with --out.")
     if header.get("version") != VERSION:
         raise BadParameter(
-            f"{path} has version {header.get('version')!r}; this specbranch goes on with version {VERSION}. Use a new --out."
+            f"{path} has version {header.get('version')!r}; this specbranch goes on with version {VERSION}. Use a new "
+            "--out."
         )
     before = header.get("plan", {})
     other = [name for name in sorted(before.keys() | plan.keys()) if not _goes_on(before.get(name), plan.get(name))]
     if other:
         told = "; ".join(f"{name} was {_short(before.get(name))}, now {_short(plan.get(name))}" for name in other)
-        raise BadParameter(f"{path} was begun with other settings ({told}). Use the same to go on with it, or a new --out to begin afresh.")
+        raise BadParameter(
+            f"{path} was begun with other settings ({told}). Use the same to go on with it, or a new --out to begin "
+            "afresh."
+        )
 
 
 def _goes_on(before: Any, now: Any) -> bool:
-    """Whether what is asked for goes on with what was: the same, or of suites others, and more or fewer of the same prompts."""
+    """Whether what is asked for goes on with what was: the same, or of suites others, and more or fewer of the same
+    prompts."""
     if not isinstance(before, dict) or not isinstance(now, dict):
         return bool(before == now)
-    return all(one == other for name in before.keys() & now.keys() for one, other in zip(before[name], now[name], strict=False))
+    return all(
+        one == other for name in before.keys() & now.keys() for one, other in zip(before[name], now[name], strict=False)
+    )
 
 
 def _short(value: Any) -> str:
@@ -209,8 +232,10 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
-def _measurement(line: bytes, number: int, path: Path) -> Measurement:
+def _measurement(line: bytes, number: int, path: Path) -> PromptRun:
     try:
-        return Measurement.from_dict(_object(line, number, path))
+        return PromptRun.from_dict(_object(line, number, path))
     except (KeyError, TypeError, ValueError) as error:
-        raise BadParameter(f"{path}, line {number} is no run ({error}). Remove that line, or begin afresh in another folder.") from None
+        raise BadParameter(
+            f"{path}, line {number} is no run ({error}). Remove that line, or begin afresh in another folder."
+        ) from None

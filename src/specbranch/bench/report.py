@@ -1,7 +1,7 @@
 """Results as one HTML file: what was found, drawn and in figures, and where it came from.
 
-Owns the page. Invariant: the file stands alone (no scripts, nothing fetched), every picture says in words what it shows, and each figure is
-labelled as measured or modelled.
+Owns the page. Invariant: the file stands alone (no scripts, nothing fetched), every picture says in words what it
+shows, and each figure is labelled as measured or modelled.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specbranch.files import write_whole
-from specbranch.charts import Bars, Line, bar_chart, line_chart
-from specbranch.bench.results import BASELINE, Results, Row, clock_label, setting_text
+from specbranch.bench.results import BASELINE, ResultRow, Results, clock_label, setting_text
 from specbranch.bench.table import losslessness, rate_text
+from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
+from specbranch.files import write_whole
 
 Scene = tuple[str, str, float]  # pair, clock, temperature: what can stand in one chart
 IDLE = {"draft idle": "draft_idle", "target idle": "target_idle"}
@@ -49,7 +49,7 @@ def report_html(results: Results, title: str = "SpecBranch bench", pictures: Map
     return f'<!DOCTYPE html>\n<html lang="en">\n{page}\n</html>\n'
 
 
-def _scene(row: Row) -> Scene:
+def _scene(row: ResultRow) -> Scene:
     return (row.pair, row.clock, row.temperature)
 
 
@@ -58,24 +58,46 @@ def _header(results: Results, title: str) -> str:
     kind = "bad" if bad else "good" if any(row.lossless for row in results.rows) else "plain"
     told = results.provenance
     machine = told.hardware.get("gpus", [told.hardware.get("processor", "")])
-    facts = [f"{len(results.rows)} rows", ", ".join(dict.fromkeys(row.pair for row in results.rows)), ", ".join(machine), told.made]
-    clocks = "".join(f'<p class="clock">Times: {escape(clock_label(clock))}</p>' for clock in dict.fromkeys(r.clock for r in results.rows))
+    facts = [
+        f"{len(results.rows)} rows",
+        ", ".join(dict.fromkeys(row.pair for row in results.rows)),
+        ", ".join(machine),
+        told.made,
+    ]
+    clocks = "".join(
+        f'<p class="clock">Times: {escape(clock_label(clock))}</p>'
+        for clock in dict.fromkeys(r.clock for r in results.rows)
+    )
     return (
         f"<header><h1>{escape(title)}</h1><p>{escape(' · '.join(fact for fact in facts if fact))}</p>{clocks}"
         f'<p class="verdict {kind}">{escape(losslessness(results.rows))}</p></header>\n'
     )
 
 
-def _scene_section(scene: Scene, rows: list[Row]) -> str:
+def _scene_section(scene: Scene, rows: list[ResultRow]) -> str:
     pair, clock, temperature = scene
     kind = "measured" if rows[0].measured else "modelled"
     names = _labels(rows)
     charts = [
-        _figure(_by_suite("Speedup by task and method", rows, names, _speedup, f"times AR, {kind}"), _best(rows, names)),
-        _figure(_by_suite("Tokens per second", rows, names, _rate, f"tokens/s, {kind}"), "Decoding only; the first token is apart."),
-        _figure(_rollback(rows, names), "Drafted tokens thrown away for each token of the answer, by reason, over all suites."),
-        _figure(_lengths(rows, names), "How many tokens of a drafted chain the target accepted at once, as shares of all chains checked."),
-        _figure(_positions(rows, names), "The chance that a drafted token is accepted, given that those before it in its chain were."),
+        _figure(
+            _by_suite("Speedup by task and method", rows, names, _speedup, f"times AR, {kind}"), _best(rows, names)
+        ),
+        _figure(
+            _by_suite("Tokens per second", rows, names, _rate, f"tokens/s, {kind}"),
+            "Decoding only; the first token is apart.",
+        ),
+        _figure(
+            _rollback(rows, names),
+            "Drafted tokens thrown away for each token of the answer, by reason, over all suites.",
+        ),
+        _figure(
+            _lengths(rows, names),
+            "How many tokens of a drafted chain the target accepted at once, as shares of all chains checked.",
+        ),
+        _figure(
+            _positions(rows, names),
+            "The chance that a drafted token is accepted, given that those before it in its chain were.",
+        ),
         _figure(_idle(rows, names), "The share of decode time in which a model had nothing to do, over all suites."),
     ]
     heading = f"{pair}, temperature {temperature:g}: {clock_label(clock)}"
@@ -92,25 +114,25 @@ def _figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>\n"
 
 
-def _labels(rows: list[Row]) -> dict[tuple[str, str], str]:
+def _labels(rows: list[ResultRow]) -> dict[tuple[str, str], str]:
     """Name each (method, setting): by its method, unless that came in several settings."""
     kinds = list(dict.fromkeys(_kind(row) for row in rows))
     methods = [method for method, _ in kinds]
     return {kind: kind[0] if methods.count(kind[0]) == 1 or not kind[1] else f"{kind[0]} ({kind[1]})" for kind in kinds}
 
 
-def _kind(row: Row) -> tuple[str, str]:
+def _kind(row: ResultRow) -> tuple[str, str]:
     return (row.method, setting_text(row.setting))
 
 
 Figure = tuple[float | None, float | None]  # a value and the half-width drawn around it
 
 
-def _speedup(row: Row) -> Figure:
+def _speedup(row: ResultRow) -> Figure:
     return row.speedup, _times(row.speedup, row.speedup_spread)
 
 
-def _rate(row: Row) -> Figure:
+def _rate(row: ResultRow) -> Figure:
     return row.tokens_per_second, _times(row.tokens_per_second, row.spread)
 
 
@@ -118,34 +140,43 @@ def _times(value: float | None, share: float | None) -> float | None:
     return value * share if value is not None and share is not None else None
 
 
-def _by_suite(title: str, rows: list[Row], names: Mapping[tuple[str, str], str], figure: Callable[[Row], Figure], label: str) -> str:
+def _by_suite(
+    title: str,
+    rows: list[ResultRow],
+    names: Mapping[tuple[str, str], str],
+    figure: Callable[[ResultRow], Figure],
+    label: str,
+) -> str:
     """Draw a group of bars for each suite, a bar for each method."""
     suites = list(dict.fromkeys(row.suite for row in rows))
     bars = []
     for kind, name in names.items():
         found = {row.suite: figure(row) for row in rows if _kind(row) == kind}
         values, spreads = zip(*(found.get(suite, (None, None)) for suite in suites), strict=True)
-        bars.append(Bars(name, values, spreads))
+        bars.append(BarSeries(name, values, spreads))
     return bar_chart(title, suites, bars, "", label)
 
 
-def _rollback(rows: list[Row], names: Mapping[tuple[str, str], str]) -> str:
-    shown = {name: [row for row in rows if _kind(row) == kind and row.rollback and row.tokens] for kind, name in names.items()}
+def _rollback(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
+    shown = {
+        name: [row for row in rows if _kind(row) == kind and row.rollback and row.tokens]
+        for kind, name in names.items()
+    }
     shown = {name: found for name, found in shown.items() if found}
-    bars = [Bars(words, [_mean(found, reason) for found in shown.values()]) for reason, words in SPLIT.items()]
+    bars = [BarSeries(words, [_mean(found, reason) for found in shown.values()]) for reason, words in SPLIT.items()]
     return bar_chart("Where drafted tokens were lost", list(shown), bars, "", "per emitted token", stacked=True)
 
 
-def _mean(rows: list[Row], reason: str) -> float:
+def _mean(rows: list[ResultRow], reason: str) -> float:
     """Average over suites, each weighing as much as its tokens."""
     return sum(row.rollback.get(reason, 0.0) * row.tokens for row in rows) / sum(row.tokens for row in rows)
 
 
-def _lengths(rows: list[Row], names: Mapping[tuple[str, str], str]) -> str:
+def _lengths(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
     counts = {name: _added(row.accepted_lengths for row in rows if _kind(row) == kind) for kind, name in names.items()}
     longest = max(map(len, counts.values()), default=0)
     # a method without chains keeps its place but not its name, so that every method has the same colour in every chart
-    bars = [Bars(name if sum(found) else "", _shares(found, longest)) for name, found in counts.items()]
+    bars = [BarSeries(name if sum(found) else "", _shares(found, longest)) for name, found in counts.items()]
     while bars and not bars[-1].name:
         bars.pop()
     groups = [str(length) for length in range(longest)]
@@ -156,7 +187,7 @@ def _shares(counts: Sequence[float], length: int) -> list[float | None]:
     return [count / sum(counts) if sum(counts) else None for count in counts] + [None] * (length - len(counts))
 
 
-def _positions(rows: list[Row], names: Mapping[tuple[str, str], str]) -> str:
+def _positions(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
     lines = []
     for hue, (kind, name) in enumerate(names.items()):
         mine = [row for row in rows if _kind(row) == kind]
@@ -164,23 +195,23 @@ def _positions(rows: list[Row], names: Mapping[tuple[str, str], str]) -> str:
         good = _added([(rate or 0.0) * count for rate, count in _rates(row)] for row in mine)
         if tested:
             points = [(at, a / t if t else None) for at, (a, t) in enumerate(zip(good, tested, strict=True), 1)]
-            lines.append(Line(name, points, marks=True, colour=hue))
+            lines.append(ChartLine(name, points, marks=True, colour=hue))
     return line_chart("Acceptance by position", lines, "position in the chain", "accepted", y_from_zero=True)
 
 
-def _idle(rows: list[Row], names: Mapping[tuple[str, str], str]) -> str:
+def _idle(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
     shown = {name: [row for row in rows if _kind(row) == kind] for kind, name in names.items()}
-    bars = [Bars(what, [_weighted(found, field) for found in shown.values()]) for what, field in IDLE.items()]
+    bars = [BarSeries(what, [_weighted(found, field) for found in shown.values()]) for what, field in IDLE.items()]
     return bar_chart("Waiting", list(shown), bars, "", "share of decode time")
 
 
-def _weighted(rows: list[Row], field: str) -> float | None:
+def _weighted(rows: list[ResultRow], field: str) -> float | None:
     """Average a figure over suites, each weighing as much as its tokens; None where nobody has it."""
     found = [(getattr(row, field), row.tokens) for row in rows if getattr(row, field) is not None and row.tokens]
     return sum(value * weight for value, weight in found) / sum(weight for _, weight in found) if found else None
 
 
-def _rates(row: Row) -> zip[tuple[float | None, int]]:
+def _rates(row: ResultRow) -> zip[tuple[float | None, int]]:
     return zip(row.acceptance_by_position, row.tested_by_position, strict=True)
 
 
@@ -188,7 +219,7 @@ def _added(columns: Any) -> list[float]:
     return [sum(values) for values in zip_longest(*columns, fillvalue=0)]
 
 
-def _best(rows: list[Row], names: Mapping[tuple[str, str], str]) -> str:
+def _best(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
     """Say in words what the chart of speedups shows."""
     told = []
     for suite in dict.fromkeys(row.suite for row in rows):
@@ -202,7 +233,7 @@ def _best(rows: list[Row], names: Mapping[tuple[str, str], str]) -> str:
     )
 
 
-COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("pair", lambda row: row.pair),
     ("suite", lambda row: row.suite),
     ("method", lambda row: row.method),
@@ -218,10 +249,10 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("branch hits", lambda row: _number(row.branch_hit_rate, ".0%")),
     ("draft idle", lambda row: _number(row.draft_idle, ".0%")),
     ("target idle", lambda row: _number(row.target_idle, ".0%")),
-    ("beside", lambda row: _number(row.draft_beside, ".0%")),
+    ("beside", lambda row: _number(row.draft_overlapped, ".0%")),
     ("host", lambda row: _number(row.host_share, ".1%")),
     ("begun", lambda row: _number(row.begun_with_tree, ".0%")),
-    ("begun of beside", lambda row: _number(row.begun_of_beside, ".0%")),
+    ("begun of beside", lambda row: _number(row.begun_of_overlapped, ".0%")),
     ("first token", lambda row: _number(row.ttft_seconds, ".3f", " s")),
     ("end-to-end tokens/s", lambda row: rate_text(row.end_to_end_tokens_per_second)),
     ("peak memory", lambda row: _number(None if row.peak_memory is None else row.peak_memory / 2**20, ".0f", " MiB")),
@@ -232,7 +263,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 NAMES, LEFT = ("pair", "suite", "method", "setting", "clock"), ' class="name"'
 
 
-def _table_section(rows: Sequence[Row]) -> str:
+def _table_section(rows: Sequence[ResultRow]) -> str:
     columns = [(head, cell) for head, cell in COLUMNS if any(cell(row) not in ("", "–") for row in rows)]
     head = "".join(f'<th scope="col"{LEFT if name in NAMES else ""}>{escape(name)}</th>' for name, _ in columns)
     lines = "".join(f"<tr>{''.join(_cell(name, cell(row), row) for name, cell in columns)}</tr>\n" for row in rows)
@@ -241,7 +272,7 @@ def _table_section(rows: Sequence[Row]) -> str:
     return f'<section><h2>All figures</h2><div class="wide" role="region" aria-label="All figures" tabindex="0">{table}</div></section>\n'
 
 
-def _cell(name: str, words: str, row: Row) -> str:
+def _cell(name: str, words: str, row: ResultRow) -> str:
     if name == "method":
         return f'<th scope="row">{escape(words)}</th>'
     kind = "name" if name in NAMES else "bad" if name == "lossless" and row.lossless is False else ""
@@ -302,7 +333,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
 
 
-def _interval(row: Row) -> str:
+def _interval(row: ResultRow) -> str:
     if row.speedup_low is None or row.speedup_high is None or row.method == BASELINE:
         return "–"
     return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"

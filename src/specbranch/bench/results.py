@@ -1,7 +1,8 @@
 """Rows of results, their files (JSON of a stated version, CSV), and what each figure in a row means.
 
-Owns the shape of a result; how figures come about is for `aggregate`, where they came from for `provenance`. Invariant: what `Results.save`
-writes, `Results.load` reads back equal, and a file of another version is refused rather than misread.
+Owns the shape of a result; how figures come about is for `aggregate`, where they came from for `provenance`. Invariant:
+what `Results.save` writes, `Results.load` reads back equal, and a file of another version is refused rather than
+misread.
 
 tokens_per_second   decoding only, end of sequence respected: decoded tokens over decode seconds, both summed over prompts, each prompt's
                     seconds being their median over repeats. The first token and both prefills are apart, in ttft_seconds.
@@ -16,10 +17,10 @@ devices             that the method takes: two where draft and target are on dif
 accepted_lengths    how many verifications of a chain accepted 0, 1, 2 … of its tokens.
 lossless            whether every run gave the same tokens as autoregressive decoding; None under the ratio rule, or without such a run.
 draft_idle, target_idle   the share of decode time in which the model had nothing to do: how long it waits.
-draft_beside        the share of the draft's working time that lies inside the target's: what overlap hides. 0 where they take turns.
+draft_overlapped        the share of the draft's working time that lies inside the target's: what overlap hides. 0 where they take turns.
 host_share          the share of decode time in which neither model worked: the host's between and inside rounds.
 begun_with_tree     the share of rounds (target forwards) that began with something the draft had read before, while the target worked; None
-                    where nothing is drafted beside it. begun_of_beside: the same as a share of the rounds in which a draft worked beside.
+                    where nothing is drafted beside it. begun_of_overlapped: the same as a share of the rounds in which a draft worked beside.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from specbranch.errors import BadParameter, unknown
 from specbranch.files import write_whole
 from specbranch.provenance import Provenance
-from specbranch.errors import BadParameter, unknown
 
 FORMAT, VERSION = "specbranch-bench", 1
 BASELINE = "autoregressive"
 WALL = "wall"
 LISTS = ("accepted_lengths", "acceptance_by_position", "tested_by_position")
 
-Key = tuple[str, str, str, str, float, str]  # pair, suite, clock, method, temperature, setting
+RowKey = tuple[str, str, str, str, float, str]  # pair, suite, clock, method, temperature, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """What one method did on one suite with one pair at one temperature by one clock."""
 
     pair: str
@@ -71,24 +72,26 @@ class Row:
     speedup_high: float | None = None
     end_to_end_tokens_per_second: float | None = None  # prefill included
     ttft_seconds: float | None = None
-    rollback: Mapping[str, float] = field(default_factory=dict)  # rejected, tree_siblings, losing_branches, dropped_by_length
+    rollback: Mapping[str, float] = field(
+        default_factory=dict
+    )  # rejected, tree_siblings, losing_branches, dropped_by_length
     accepted_lengths: tuple[int, ...] = ()
     acceptance_by_position: tuple[float | None, ...] = ()
     tested_by_position: tuple[int, ...] = ()  # how often each was put to the test
     branch_hit_rate: float | None = None
     draft_idle: float | None = None
     target_idle: float | None = None
-    draft_beside: float | None = None
+    draft_overlapped: float | None = None
     host_share: float | None = None
     begun_with_tree: float | None = None
-    begun_of_beside: float | None = None
+    begun_of_overlapped: float | None = None
     peak_memory: int | None = None  # bytes
     run_between_rejections: float | None = None
     devices: int = 1
     tokens_per_second_per_device: float | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RowKey:
         """What tells a row from all others of a run."""
         return (self.pair, self.suite, self.clock, self.method, self.temperature, setting_text(self.setting))
 
@@ -119,7 +122,7 @@ class Row:
 class Results:
     """The rows of a run and where they came from."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ResultRow, ...]
     provenance: Provenance
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +147,7 @@ class Results:
         """Read a JSON file; one of another kind or version is refused."""
         values = _read(path)
         try:
-            rows = tuple(Row.from_dict(row) for row in values["rows"])
+            rows = tuple(ResultRow.from_dict(row) for row in values["rows"])
             return cls(rows, Provenance.from_dict(values["provenance"]))
         except KeyError as error:
             raise BadParameter(f"{path} lacks {error}; it is no whole results file. Run the bench again.") from None
@@ -152,11 +155,13 @@ class Results:
             raise BadParameter(f"{path}: {error}") from None
 
 
-def rows_csv(rows: Sequence[Row]) -> str:
+def rows_csv(rows: Sequence[ResultRow]) -> str:
     """Return rows as CSV with a header; empty cells where there is no figure."""
     flat = [_flat(row) for row in rows]
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n")
+    writer = csv.DictWriter(
+        out, fieldnames=list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(flat)
     return out.getvalue()
@@ -169,17 +174,22 @@ def setting_text(setting: Mapping[str, Any]) -> str:
 
 def clock_label(clock: str) -> str:
     """Say whether a clock's seconds were measured or modelled."""
-    return "measured (wall clock)" if clock == WALL else f"modelled (cost profile {clock}): real tokens, time charged by the profile"
+    return (
+        "measured (wall clock)"
+        if clock == WALL
+        else f"modelled (cost profile {clock}): real tokens, time charged by the profile"
+    )
 
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: ResultRow) -> dict[str, Any]:
     values = row.to_dict()
     split = {
-        f"rollback_{name}": values["rollback"].get(name) for name in ("rejected", "tree_siblings", "losing_branches", "dropped_by_length")
+        f"rollback_{name}": values["rollback"].get(name)
+        for name in ("rejected", "tree_siblings", "losing_branches", "dropped_by_length")
     }
     lists = {name: json.dumps(values[name]) for name in LISTS}
     values.pop("rollback")
@@ -190,12 +200,15 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadParameter(f"The results in {path} cannot be read ({error}); expected a file written by 'specbranch bench run'.") from error
+        raise BadParameter(
+            f"The results in {path} cannot be read ({error}); expected a file written by 'specbranch bench run'."
+        ) from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise BadParameter(f"{path} holds no bench results; expected a JSON file written by 'specbranch bench run'.")
     if values.get("version") != VERSION:
         raise BadParameter(
-            f"{path} has version {values.get('version')!r} of the results format; this specbranch reads version {VERSION}. "
+            f"{path} has version {values.get('version')!r} of the results format; this specbranch reads version "
+            f"{VERSION}. "
             "Run the bench again, or read it with the specbranch that wrote it."
         )
     return values

@@ -1,8 +1,10 @@
-"""Benches carried out: every method on the same prompts, by the wall clock or from records by a profile, one measurement at a time.
+"""Benches carried out: every method on the same prompts, by the wall clock or from records by a profile, one
+measurement at a time.
 
-Owns the order of the runs. Invariants: what is in the store is not written again, and a replay that was interrupted ends with the rows of
-one that was not; by the wall clock methods take turns on each prompt, so that whatever the machine does besides is shared by all, and the
-first run of each is dropped; a replay that strays from its record stops it all.
+Owns the order of the runs. Invariants: what is in the store is not written again, and a replay that was interrupted
+ends with the rows of one that was not; by the wall clock methods take turns on each prompt, so that whatever the
+machine does besides is shared by all, and the first run of each is dropped; a replay that strays from its record stops
+it all.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from specbranch.bench.lab import Lab, Workload
-from specbranch.replay.pricing import has_book
-from specbranch.bench.prompt_runs import Measurement, RunStore, output_digest, told
 from specbranch.bench.methods import Setting
-from specbranch.replay.record import Record
+from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest, told
 from specbranch.bench.results import BASELINE, WALL
-from specbranch.suites.suite import Prompt, Suite
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.core.stats import Stats
+from specbranch.replay.pricing import has_fixed_decisions
+from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
+from specbranch.suites.suite import Prompt, Suite
 
 Known = Mapping[SpeculativeConfig | None, Experience]  # what each way to decode has learned
-Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+StepsDone = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PairRuns:
     """What to run with one pair: settings may differ by clock, as baselines are tuned for each."""
 
     suites: tuple[Suite, ...]
@@ -55,7 +57,7 @@ class Outside(Protocol):
         ...
 
 
-def record_all(lab: Lab, job: Job, progress: Progress) -> None:
+def record_all(lab: Lab, job: PairRuns, progress: StepsDone) -> None:
     """Have the target answer whatever it has not answered before."""
     asked = [(prompt, workload) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
     for done, (prompt, workload) in enumerate(asked):
@@ -64,17 +66,24 @@ def record_all(lab: Lab, job: Job, progress: Progress) -> None:
     progress("Recording the target", len(asked), len(asked))
 
 
-def replay(lab: Lab, job: Job, clock: Clock, store: RunStore, progress: Progress) -> None:
+def replay(lab: Lab, job: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
     """Run every setting from the records, charged by a profile.
 
-    A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that are done are played
-    again, to learn from, which is quick: the draft's words are remembered.
+    A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that
+    are done are played again, to learn from, which is quick: the draft's words are remembered.
     """
-    asked = [(workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
+    asked = [
+        (workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts
+    ]
     store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], clock))
     done = store.done
-    known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings}  # for all prompts, as in an LLM
-    runs = [[(_blank(lab, suite, prompt, w, setting, clock), setting) for setting in job.settings] for w, suite, prompt in asked]
+    known = {
+        setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings
+    }  # for all prompts, as in an LLM
+    runs = [
+        [(_blank(lab, suite, prompt, w, setting, clock), setting) for setting in job.settings]
+        for w, suite, prompt in asked
+    ]
     learning = {setting for line in runs for blank, setting in line if blank.key not in done and _plans(setting)}
     for number, ((workload, _, prompt), line) in enumerate(zip(asked, runs, strict=True)):
         progress(f"Replaying {lab.pair} by {clock.name}", number, len(asked))
@@ -91,8 +100,8 @@ def _plans(setting: Setting) -> bool:
 
 
 def _replayed(
-    lab: Lab, records: Sequence[Record], wanted: list[tuple[Measurement, Setting]], clock: Clock, known: Known
-) -> Iterator[Measurement]:
+    lab: Lab, records: Sequence[Record], wanted: list[tuple[PromptRun, Setting]], clock: Clock, known: Known
+) -> Iterator[PromptRun]:
     turns: list[list[dict[str, Any]]] = [[] for _ in wanted]
     for record in records:
         for lines, (_, setting) in zip(turns, wanted, strict=True):
@@ -105,17 +114,22 @@ def _replayed(
 
 def _replay(lab: Lab, record: Record, config: SpeculativeConfig, profile: CostProfile, known: Experience) -> Stats:
     """Play a record, or charge what was played of it for another clock."""
-    if has_book(config):
+    if has_fixed_decisions(config):
         return lab.books.of(record, config).charged(profile)
     with lab.player(record) as player:
         return player.play(config, profile, experience=known)
 
 
-def measure(lab: Lab, job: Job, store: RunStore, progress: Progress, outside: Outside | None = None) -> None:
-    """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to prompt."""
-    asked = [(w, suite, at, prompt) for w in job.workloads for suite in job.suites for at, prompt in enumerate(suite.prompts)]
+def measure(lab: Lab, job: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
+    """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to
+    prompt."""
+    asked = [
+        (w, suite, at, prompt) for w in job.workloads for suite in job.suites for at, prompt in enumerate(suite.prompts)
+    ]
     rounds = [(repeat, *one) for repeat in range(job.repeats) for one in asked]
-    store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], Clock()))
+    store.refuse_another(
+        _blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], Clock())
+    )
     done, warm = store.done, set[str]()
     for number, (repeat, workload, suite, at, prompt) in enumerate(rounds):
         progress(f"Measuring {lab.pair}", number, len(rounds))
@@ -141,7 +155,9 @@ def _answered(
     return [tokens for tokens, _ in answers], [line for _, line in answers]
 
 
-def _answer(lab: Lab, setting: Setting, record: Record, outside: Outside | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _answer(
+    lab: Lab, setting: Setting, record: Record, outside: Outside | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     if setting.config is None:
         assert outside is not None
         return outside.answer(setting.method, record)
@@ -152,12 +168,15 @@ def _answer(lab: Lab, setting: Setting, record: Record, outside: Outside | None)
     return tuple(output.token_ids), output.stats
 
 
-def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: Setting, clock: Clock) -> Measurement:
+def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: Setting, clock: Clock) -> PromptRun:
     """A run that was not made yet."""
     rule = "match" if setting.config is None else setting.config.rule
-    rounds_otherwise = lab.llm.dtype not in ("float32", "float64")  # transformers in half precision: near-ties fall otherwise
+    rounds_otherwise = lab.llm.dtype not in (
+        "float32",
+        "float64",
+    )  # transformers in half precision: near-ties fall otherwise
     outside_the_rule = setting.config is None and (workload.temperature > 0 or rounds_otherwise)
-    return Measurement(
+    return PromptRun(
         pair=lab.pair,
         suite=suite.name,
         method=setting.method,
@@ -185,17 +204,19 @@ def _predictor(lab: Lab, setting: Setting) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class ReplayCheck:
     """How a sample of live runs compares with its replay."""
 
     runs: int
     same_text: int
-    counted: int  # runs whose counts can be the same: what the planner decides depends on the clock, and these are not run by it
+    # runs whose counts can be the same: what the planner decides depends on the clock, and these are not run by it
+    counted: int
     same_counts: int  # of them: drafted, accepted and target forwards alike
 
 
-def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
-    """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two drafts nearly tie."""
+def check_replay(lab: Lab, job: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
+    """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two
+    drafts nearly tie."""
     import itertools
 
     workload = job.workloads[0]
@@ -203,7 +224,9 @@ def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
     settings = [setting for setting in possible if setting.needs_draft] or possible[:1]
     prompts = [suite.prompts[0] for suite in job.suites]
     text = counted = counts = runs = 0
-    for prompt, setting in itertools.islice(zip(itertools.cycle(prompts), itertools.cycle(settings), strict=False), most):
+    for prompt, setting in itertools.islice(
+        zip(itertools.cycle(prompts), itertools.cycle(settings), strict=False), most
+    ):
         record = lab.records(prompt, workload)[0]
         assert setting.config is not None and clock.profile is not None
         with lab.player(record) as player:
@@ -211,7 +234,7 @@ def check_replay(lab: Lab, job: Job, clock: Clock, most: int = 8) -> Agreement:
         tokens, live = _answer(lab, setting, record, None)
         runs += 1
         text += tokens == record.tokens
-        if has_book(setting.config):
+        if has_fixed_decisions(setting.config):
             counted += 1
             counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
-    return Agreement(runs, text, counted, counts)
+    return ReplayCheck(runs, text, counted, counts)

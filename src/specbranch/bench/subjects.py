@@ -1,7 +1,7 @@
 """The pairs a bench runs: which models, in whose shapes, where and how they run, and what results call them.
 
-Owns the way from what was asked for to a pair that can be loaded; shapes become recipes in a folder beside the results. Invariant: pairs
-that run otherwise have another title, so that their rows stand beside each other in one folder.
+Owns the way from what was asked for to a pair that can be loaded; shapes become recipes in a folder beside the results.
+Invariant: pairs that run otherwise have another title, so that their rows stand beside each other in one folder.
 """
 
 from __future__ import annotations
@@ -62,19 +62,31 @@ class Subject:
 
 
 def make_subject(
-    pair: str | None, target: str | None, draft: str | None, shapes: Mapping[str, str | None], running: Running, folder: Path
+    pair: str | None,
+    target: str | None,
+    draft: str | None,
+    shapes: Mapping[str, str | None],
+    running: Running,
+    folder: Path,
 ) -> Subject:
     """Say what is run; `shapes` of target and draft, if they are to have another, become recipes in the folder."""
     big, small = chosen_models(pair, target, draft)
     plain = pair_title(pair, big, small)
     wanted = {role: ShapeChoice.parse(text) for role, text in shapes.items() if text not in (None, OWN)}
     if "draft" in wanted and small is None:
-        raise BadParameter(f"--draft-shape is {shapes['draft']}, but {big} was given without a draft. Give one with --draft, or a --pair.")
-    title = "-".join((plain, *(wanted[role].short if role in wanted else OWN for role in ("draft", "target") if wanted)))
+        raise BadParameter(
+            f"--draft-shape is {shapes['draft']}, but {big} was given without a draft. Give one with --draft, or a "
+            "--pair."
+        )
+    title = "-".join(
+        (plain, *(wanted[role].short if role in wanted else OWN for role in ("draft", "target") if wanted))
+    )
     title += running.suffix
     names = {"target": big, "draft": small}
     for role, shape in wanted.items():
-        names[role] = _inflated(str(names[role]), big, shape, folder / f"{title}-{role}", f"--{role}-shape {shapes[role]}")
+        names[role] = _inflated(
+            str(names[role]), big, shape, folder / f"{title}-{role}", f"--{role}-shape {shapes[role]}"
+        )
     assert names["target"] is not None
     return Subject(title=title, target=names["target"], draft=names["draft"], source=(big, small), running=running)
 
@@ -85,7 +97,8 @@ def pair_title(pair: str | None, target: str, draft: str | None) -> str:
 
 
 def told_of(role: str, name: str) -> dict[str, Any]:
-    """What results tell of a model: its name, and of an inflated one its shape and which head each step is charged with."""
+    """What results tell of a model: its name, and of an inflated one its shape and which head each step is charged
+    with."""
     if not is_inflation(name):
         return {role: name}
     recipe = read_inflation(name)
@@ -103,7 +116,9 @@ def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: 
         found = sized(model, source, shape, beside)
     except BadParameter as error:  # which names the options of `inflate`
         told = re.sub(
-            r"--([a-z-]+)(?: (\d+))?", lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""), str(error)
+            r"--([a-z-]+)(?: (\d+))?",
+            lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""),
+            str(error),
         )
         raise BadParameter(f"{asked}: {told}") from None
     write_inflation(folder, found.recipe)

@@ -1,7 +1,7 @@
 """Results as a table on a terminal: one block a suite, one line a method, as many columns as there is room for.
 
-Owns the words and columns of the table. Invariant: no line is wider than the width given, at 40 columns too; where nobody looks (no
-terminal) it is plain text with all columns and no colours.
+Owns the words and columns of the table. Invariant: no line is wider than the width given, at 40 columns too; where
+nobody looks (no terminal) it is plain text with all columns and no colours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from specbranch.bench.results import BASELINE, Results, Row, clock_label, setting_text
+from specbranch.bench.results import BASELINE, ResultRow, Results, clock_label, setting_text
 
 GAP = 2
 NARROWEST = 20
@@ -26,7 +26,7 @@ class Column:
     """A column and how badly it is wanted: the higher, the sooner it is left out."""
 
     head: str
-    cell: Callable[[Row], str]
+    cell: Callable[[ResultRow], str]
     rank: int
     left: bool = False
 
@@ -41,7 +41,7 @@ COLUMNS = (
     Column("rollback", lambda row: _number(row.rollback_rate, ".0%"), 4),
     Column("hits", lambda row: _number(row.branch_hit_rate, ".0%"), 7),
     Column("begun", lambda row: _number(row.begun_with_tree, ".0%"), 11),
-    Column("beside", lambda row: _number(row.draft_beside, ".0%"), 12),
+    Column("beside", lambda row: _number(row.draft_overlapped, ".0%"), 12),
     Column("target idle", lambda row: _number(row.target_idle, ".0%"), 13),
     Column("draft idle", lambda row: _number(row.draft_idle, ".0%"), 14),
     Column("host", lambda row: _number(row.host_share, ".1%"), 15),
@@ -51,20 +51,24 @@ COLUMNS = (
 )
 
 
-def show(results: Results, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
+def show(
+    results: Results, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None
+) -> None:
     """Print the table; width and colours are those of the terminal unless told."""
-    console = Console(file=file, width=width, force_terminal=colour, no_color=colour is False, highlight=False, soft_wrap=True)
+    console = Console(
+        file=file, width=width, force_terminal=colour, no_color=colour is False, highlight=False, soft_wrap=True
+    )
     room = width if width is not None else console.width if console.is_terminal else None
     for text in table_lines(results.rows, room):
         console.print(text if console.is_terminal and not console.no_color else text.plain)
 
 
-def table_text(rows: Sequence[Row], width: int | None = None) -> str:
+def table_text(rows: Sequence[ResultRow], width: int | None = None) -> str:
     """Return the table as plain text; without a width, with every column."""
     return "\n".join(line.plain for line in table_lines(rows, width))
 
 
-def table_lines(rows: Sequence[Row], width: int | None = None) -> list[Text]:
+def table_lines(rows: Sequence[ResultRow], width: int | None = None) -> list[Text]:
     """Return the lines of the table, blocks apart by a blank one, and what was found about losslessness below."""
     room = None if width is None else max(width, NARROWEST)
     lines: list[Text] = []
@@ -73,11 +77,13 @@ def table_lines(rows: Sequence[Row], width: int | None = None) -> list[Text]:
     return lines + _wrapped(losslessness(rows), room)
 
 
-def losslessness(rows: Sequence[Row]) -> str:
+def losslessness(rows: Sequence[ResultRow]) -> str:
     """Say in words whether every run gave the text of autoregressive decoding."""
     checked, bad = [row for row in rows if row.lossless is not None], [row for row in rows if row.lossless is False]
     if bad:
-        named = "; ".join(f"{row.method} on {row.suite} ({row.differing} of {row.prompts * row.repeats} runs)" for row in bad)
+        named = "; ".join(
+            f"{row.method} on {row.suite} ({row.differing} of {row.prompts * row.repeats} runs)" for row in bad
+        )
         return f"NOT LOSSLESS: other text than autoregressive decoding from {named}."
     if not checked:
         return "Losslessness was not checked: no row had autoregressive decoding beside it under the match rule."
@@ -92,28 +98,32 @@ def rate_text(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
-Block = tuple[str, str, float, str]
+TableBlock = tuple[str, str, float, str]
 
 
-def _block(row: Row) -> Block:
+def _block(row: ResultRow) -> TableBlock:
     return (row.pair, row.clock, row.temperature, row.suite)
 
 
-def _heading(key: Block, room: int | None) -> list[Text]:
+def _heading(key: TableBlock, room: int | None) -> list[Text]:
     pair, clock, temperature, suite = key
-    return _wrapped(f"{pair} · {suite} · temperature {temperature:g} · {clock_label(clock).partition(':')[0]}", room, "bold")
+    return _wrapped(
+        f"{pair} · {suite} · temperature {temperature:g} · {clock_label(clock).partition(':')[0]}", room, "bold"
+    )
 
 
-def _block_lines(rows: list[Row], room: int | None) -> list[Text]:
+def _block_lines(rows: list[ResultRow], room: int | None) -> list[Text]:
     columns = _fitting(rows, room)
     widths = {column.head: _width(column, rows) for column in columns}
-    if room is not None and sum(widths.values()) + GAP * (len(columns) - 1) > room:  # even the least is too much: the name gives way
+    if (
+        room is not None and sum(widths.values()) + GAP * (len(columns) - 1) > room
+    ):  # even the least is too much: the name gives way
         widths[columns[0].head] -= sum(widths.values()) + GAP * (len(columns) - 1) - room
     head = Text((" " * GAP).join(_fit(column.head, column, widths) for column in columns).rstrip(), style="dim")
     return [head, *(_line(row, columns, widths) for row in rows)]
 
 
-def _fitting(rows: list[Row], room: int | None) -> list[Column]:
+def _fitting(rows: list[ResultRow], room: int | None) -> list[Column]:
     """Leave out empty columns, and then the least wanted ones until the rest fits."""
     columns = [column for column in COLUMNS if any(column.cell(row) not in ("", "–") for row in rows)]
     while room is not None and len(columns) > 2 and sum(_width(c, rows) + GAP for c in columns) - GAP > room:
@@ -121,11 +131,11 @@ def _fitting(rows: list[Row], room: int | None) -> list[Column]:
     return columns
 
 
-def _width(column: Column, rows: Sequence[Row]) -> int:
+def _width(column: Column, rows: Sequence[ResultRow]) -> int:
     return max(cell_len(column.head), *(cell_len(column.cell(row)) for row in rows))
 
 
-def _line(row: Row, columns: Sequence[Column], widths: dict[str, int]) -> Text:
+def _line(row: ResultRow, columns: Sequence[Column], widths: dict[str, int]) -> Text:
     parts = [Text(_fit(column.cell(row), column, widths), style=_style(column, row)) for column in columns]
     line = Text(" " * GAP).join(parts)
     line.rstrip()
@@ -139,12 +149,16 @@ def _fit(cell: str, column: Column, widths: dict[str, int]) -> str:
     return cell + " " * (width - long) if column.left else " " * (width - long) + cell
 
 
-def _style(column: Column, row: Row) -> str:
+def _style(column: Column, row: ResultRow) -> str:
     if column.head == "lossless":
         return {True: "green", False: "bold red", None: ""}[row.lossless]
     if column.head == "speedup" and row.speedup is not None and row.method != BASELINE:
         return (
-            "green" if row.speedup > 1.0 + (row.speedup_spread or 0.0) else "red" if row.speedup < 1.0 - (row.speedup_spread or 0.0) else ""
+            "green"
+            if row.speedup > 1.0 + (row.speedup_spread or 0.0)
+            else "red"
+            if row.speedup < 1.0 - (row.speedup_spread or 0.0)
+            else ""
         )
     return ""
 
@@ -158,11 +172,11 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
 
 
-def _interval(row: Row) -> str:
+def _interval(row: ResultRow) -> str:
     if row.speedup_low is None or row.speedup_high is None or row.method == BASELINE:
         return "–"
     return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"
 
 
-def _same(row: Row) -> str:
+def _same(row: ResultRow) -> str:
     return {True: "yes", False: "NO", None: "–"}[row.lossless]

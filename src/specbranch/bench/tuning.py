@@ -1,12 +1,12 @@
 """The best setting of each method for a pair and a clock, found on prompts other than those a bench reports.
 
-Owns the search and what it found. The prompts are the last few of each shipped suite, so that a bench on the first few of those has others,
-too. Each setting is looked at on a part of the prompts, and played on all of them if it does about as well there as the best before it. A
-length alone is tried out value by value, until longer ones only get worse. Several knobs are searched by optuna's TPE with a fixed seed,
-beginning with the method's usual setting and a number of settings drawn at random, the same for every clock, so that these are played once
-for all. What counts is the sum of charged decode seconds over all prompts.
-Invariants: the same question gives the same answer; a finished search is kept under everything it depends on, and an interrupted one leaves
-its trials in `Tuner.tried`.
+Owns the search and what it found. The prompts are the last few of each shipped suite, so that a bench on the first few
+of those has others, too. Each setting is looked at on a part of the prompts, and played on all of them if it does about
+as well there as the best before it. A length alone is tried out value by value, until longer ones only get worse.
+Several knobs are searched by optuna's TPE with a fixed seed, beginning with the method's usual setting and a number of
+settings drawn at random, the same for every clock, so that these are played once for all. What counts is the sum of
+charged decode seconds over all prompts. Invariants: the same question gives the same answer; a finished search is kept
+under everything it depends on, and an interrupted one leaves its trials in `Tuner.tried`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import __version__
-from specbranch.files import write_whole
 from specbranch.bench.lab import Lab, Workload
-from specbranch.replay.pricing import has_book
 from specbranch.bench.methods import OUTSIDE, Name, Setting, default_setting, variant
-from specbranch.replay.record import Record
 from specbranch.bench.results import BASELINE
-from specbranch.bench.run import Clock, Progress
-from specbranch.suites.suite import SHIPPED, Suite, load_suite
+from specbranch.bench.run import Clock, StepsDone
 from specbranch.config import MOST_NODES, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
 from specbranch.extras import OPTUNA
+from specbranch.files import write_whole
+from specbranch.replay.pricing import has_fixed_decisions
+from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
+from specbranch.suites.suite import SHIPPED, Suite, load_suite
 
 VERSION = 3  # of the search: what was found by another is looked for again
 PROMPTS = 4  # of each shipped suite
@@ -72,7 +72,7 @@ SPACES: dict[str, Knobs] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TunedSeconds:
     """A setting and the decode seconds that all tuning prompts together would take with it."""
 
     config: SpeculativeConfig
@@ -84,12 +84,12 @@ class Search:
     """What was tried of one method."""
 
     method: str
-    trials: tuple[Trial, ...]  # those played on all prompts
+    trials: tuple[TunedSeconds, ...]  # those played on all prompts
     decoded: int  # tokens, after the first of each answer
     looked_at: int  # settings, on a part of the prompts or on all
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> TunedSeconds:
         """The quickest, of equals the first that was tried."""
         return min(self.trials, key=lambda trial: trial.seconds)
 
@@ -118,7 +118,8 @@ class Goal:
         """What seconds are charged by."""
         if self.clock.profile is None:
             raise BadParameter(
-                "Methods are tuned from records, by a profile, and none was given. Measure this machine with `specbranch profile`, and "
+                "Methods are tuned from records, by a profile, and none was given. Measure this machine with "
+                "`specbranch profile`, and "
                 "give the file with --profile."
             )
         return self.clock.profile
@@ -129,11 +130,12 @@ def tuned(
     method: str,
     clock: Clock,
     workload: Workload,
-    progress: Progress | None = None,
+    progress: StepsDone | None = None,
     suites: tuple[Suite, ...] = (),
     trials: int = TRIALS,
 ) -> Setting:
-    """Return a method at its best for a pair, a clock and a temperature; one that has nothing to set, or sets itself, as it is."""
+    """Return a method at its best for a pair, a clock and a temperature; one that has nothing to set, or sets
+    itself, as it is."""
     if not can_be_tuned(method):
         return default_setting(method)
     goal = Goal(clock, workload, suites or tuning_suites(), trials)
@@ -164,9 +166,9 @@ def candidates(has_draft: bool) -> tuple[str, ...]:
 class Tuner:
     """Searches with one pair for one goal."""
 
-    def __init__(self, lab: Lab, goal: Goal, progress: Progress | None = None) -> None:
+    def __init__(self, lab: Lab, goal: Goal, progress: StepsDone | None = None) -> None:
         self.lab, self.goal = lab, goal
-        self.tried: dict[str, list[Trial]] = {}  # by method, as it goes
+        self.tried: dict[str, list[TunedSeconds]] = {}  # by method, as it goes
         self.looked_at: dict[str, int] = {}
         self.decoded = 0
         self._progress = progress or (lambda what, done, of: None)
@@ -181,7 +183,7 @@ class Tuner:
             return held
         self.tried[method], self.looked_at[method] = [], 0
         for config in self._optimised(method) if has_several_values(method) else self._ascending(method):
-            self.tried[method].append(Trial(config, self._seconds(config, self._records)))
+            self.tried[method].append(TunedSeconds(config, self._seconds(config, self._records)))
         found = self.found(method)
         assert found is not None
         self._keep(found)
@@ -238,7 +240,7 @@ class Tuner:
         return self._records[:: max(len(self._records) // PART, 1)]
 
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        if has_book(config):
+        if has_fixed_decisions(config):
             return sum(self.lab.books.of(record, config).seconds(self.goal.profile) for record in records)
         return self._planned_seconds(config, records)
 
@@ -264,7 +266,8 @@ class Tuner:
         self.decoded = sum(len(record.tokens) - 1 for record in self._records)
         if self.decoded < 1:
             raise BadParameter(
-                "No tuning prompt fits the target's context and gets an answer of more than one token, so there is nothing to tune on. "
+                "No tuning prompt fits the target's context and gets an answer of more than one token, so there is "
+                "nothing to tune on. "
                 "Give other prompts, or fewer --max-tokens."
             )
 
@@ -277,7 +280,17 @@ class Tuner:
         models = [value for name, value in sorted(self.lab.identity.items()) if name.endswith("identity")]
         prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
         space = {name: list(values) for name, values in SPACES[method].items()}
-        question = [VERSION, __version__, models, goal.profile.digest, method, space, asdict(goal.workload), prompts, goal.trials]
+        question = [
+            VERSION,
+            __version__,
+            models,
+            goal.profile.digest,
+            method,
+            space,
+            asdict(goal.workload),
+            prompts,
+            goal.trials,
+        ]
         if method == "specbranch:paper" and self.lab.forecasts is not None:
             question.append(self.lab.forecasts.predictor.digest)
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
@@ -286,15 +299,25 @@ class Tuner:
         """Return what an earlier search found; a file that cannot be read counts as none."""
         with suppress(OSError, ValueError, KeyError, TypeError, BadParameter):
             held = json.loads(self._file(method).read_text(encoding="utf-8"))
-            trials = tuple(Trial(_config(method, one["config"]), float(one["seconds"])) for one in held["trials"])
+            trials = tuple(
+                TunedSeconds(_config(method, one["config"]), float(one["seconds"])) for one in held["trials"]
+            )
             return Search(method, trials, self.decoded, int(held["looked_at"])) if trials else None
         return None
 
     def _keep(self, found: Search) -> None:
         goal, lab = self.goal, self.lab
-        about = {"method": found.method, "pair": lab.pair, "clock": goal.clock.name, "temperature": goal.workload.temperature}
+        about = {
+            "method": found.method,
+            "pair": lab.pair,
+            "clock": goal.clock.name,
+            "temperature": goal.workload.temperature,
+        }
         trials = [{"config": chosen(trial.config), "seconds": trial.seconds} for trial in found.trials]
-        write_whole(self._file(found.method), json.dumps({**about, "looked_at": found.looked_at, "trials": trials}, indent=1) + "\n")
+        write_whole(
+            self._file(found.method),
+            json.dumps({**about, "looked_at": found.looked_at, "trials": trials}, indent=1) + "\n",
+        )
 
 
 def chosen(config: SpeculativeConfig) -> dict[str, Any]:
@@ -313,7 +336,8 @@ def _config(method: str, values: Mapping[str, int | float]) -> SpeculativeConfig
         made["ngram_min"] = min(values["ngram_min"], values["ngram_max"])
     if "lookahead_ngram" in values:  # what does not fit a cache's tail is tried with shorter n-grams
         made["lookahead_ngram"] = min(
-            values["lookahead_ngram"], MOST_NODES // int(values["lookahead_window"] + values["lookahead_candidates"]) + 1
+            values["lookahead_ngram"],
+            MOST_NODES // int(values["lookahead_window"] + values["lookahead_candidates"]) + 1,
         )
     config = default_setting(method, made).config
     assert config is not None
@@ -323,4 +347,7 @@ def _config(method: str, values: Mapping[str, int | float]) -> SpeculativeConfig
 def _places(method: str) -> dict[str, int]:
     """Return where the method's usual setting lies in its space."""
     usual = default_setting(method).config
-    return {name: min(range(len(values)), key=lambda at: abs(values[at] - getattr(usual, name))) for name, values in SPACES[method].items()}
+    return {
+        name: min(range(len(values)), key=lambda at: abs(values[at] - getattr(usual, name)))
+        for name, values in SPACES[method].items()
+    }

@@ -26,15 +26,23 @@ if TYPE_CHECKING:
     help="Costs to map the strategies for: a shipped profile or a FILE.json; may be given several times [all that ship].",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write the charts (SVG) and analysis.json here."
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write the charts (SVG) and analysis.json here.",
 )
-@click.option("--tokens", type=click.IntRange(min=100), default=1000, metavar="N", help="Tokens of each measured point [1000].")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: farthest_off, latency (predicted, charged …), map.")
+@click.option(
+    "--tokens", type=click.IntRange(min=100), default=1000, metavar="N", help="Tokens of each measured point [1000]."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object: farthest_off, latency (predicted, charged …), map."
+)
 def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: bool) -> None:
     """Show the trade-off between parallelism and rollback: latency against draft length, and which strategy pays where.
 
-    Latency comes from the paper's theorem, from our model of the mechanism, and from the real methods on toy models with known agreement,
-    timed by the virtual clock. The map tunes six strategies for each cost profile. Needs no model; about a minute.
+    Latency comes from the paper's theorem, from our model of the mechanism, and from the real methods on toy models
+    with known agreement, timed by the virtual clock. The map tunes six strategies for each cost profile. Needs no
+    model; about a minute.
     """
     from specbranch.study.study import record, run_study, tables
 
@@ -63,5 +71,7 @@ def _write(study: Study, folder: Path) -> None:
             (folder / f"{name}.svg").write_text(drawing, encoding="utf-8")
         (folder / "analysis.json").write_text(json.dumps(record(study), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise BadParameter(f"Cannot write to {folder} ({error}). Name a folder that can be written with --out.") from error
+        raise BadParameter(
+            f"Cannot write to {folder} ({error}). Name a folder that can be written with --out."
+        ) from error
     click.echo(f"Charts and analysis.json are in {folder}", err=True)

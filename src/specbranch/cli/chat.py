@@ -1,6 +1,7 @@
 """`specbranch chat`: a conversation on the terminal.
 
-Owns what of the conversation the model still sees. Invariant: a question that is refused or cut short leaves it as it was.
+Owns what of the conversation the model still sees. Invariant: a question that is refused or cut short leaves it as it
+was.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import DRAFT, PAIR, SAMPLING, SPECULATION, TABLES, TARGET, load_llm, sampling_params, text, with_options
+from specbranch.cli.options import (
+    DRAFT,
+    PAIR,
+    SAMPLING,
+    SPECULATION,
+    TABLES,
+    TARGET,
+    load_llm,
+    sampling_params,
+    text,
+    with_options,
+)
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
@@ -19,7 +31,7 @@ from specbranch.errors import BadParameter
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
-Message = dict[str, str]
+Turn = dict[str, str]
 _option = options_of("Conversation")
 
 
@@ -28,10 +40,11 @@ class Conversation:
 
     def __init__(self, system: str | None) -> None:
         self._opening = [_message("system", system)] if system else []
-        self._turns: list[tuple[Message, Message]] = []
+        self._turns: list[tuple[Turn, Turn]] = []
 
-    def asking(self, question: str, fits: Callable[[list[Message]], bool]) -> tuple[list[Message], int]:
-        """Return the messages that end with a question, and how many of the oldest turns are left out so that they fit."""
+    def asking(self, question: str, fits: Callable[[list[Turn]], bool]) -> tuple[list[Turn], int]:
+        """Return the messages that end with a question, and how many of the oldest turns are left out so that they
+        fit."""
         for left_out in range(len(self._turns) + 1):
             said = [message for turn in self._turns[left_out:] for message in turn]
             messages = [*self._opening, *said, _message("user", question)]
@@ -77,13 +90,13 @@ def _turn(llm: LLM, conversation: Conversation, question: str, params: SamplingP
     click.echo(summary(output), err=True)
 
 
-def _fits(llm: LLM, params: SamplingParams) -> Callable[[list[Message]], bool]:
+def _fits(llm: LLM, params: SamplingParams) -> Callable[[list[Turn]], bool]:
     """Whether messages leave room for an answer: all that it may have, but no more than a quarter of the context."""
     room = min(params.max_tokens, max(llm.context_length // 4, 1))
     return lambda messages: len(llm.tokenizer.chat(messages)) + room <= llm.context_length
 
 
-def _message(role: str, content: str) -> Message:
+def _message(role: str, content: str) -> Turn:
     return {"role": role, "content": content}
 
 

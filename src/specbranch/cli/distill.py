@@ -1,6 +1,7 @@
 """`specbranch distill`: a draft for a target, made from nothing but the target.
 
-Owns the order of the work and the folder of a run: DIR/training holds what is needed to go on, DIR itself the finished draft.
+Owns the order of the work and the folder of a run: DIR/training holds what is needed to go on, DIR itself the finished
+draft.
 """
 
 from __future__ import annotations
@@ -18,27 +19,45 @@ import click
 
 from specbranch import __version__
 from specbranch.cli.sections import SectionedCommand, options_of
-from specbranch.cli.writing import Bars, commit, hardware, joined, load_target, material_files, material_in, or_usual, title_and_licence
+from specbranch.cli.writing import (
+    TrainingBars,
+    commit,
+    hardware,
+    joined,
+    load_target,
+    material_files,
+    material_in,
+    or_usual,
+    title_and_licence,
+)
 from specbranch.errors import BadParameter, ModelError
 
 if TYPE_CHECKING:
     from specbranch.distill.material import Material
     from specbranch.distill.train import Trained, TrainSettings
-    from specbranch.distill.writer import Target
+    from specbranch.distill.writer import WritingTarget
     from specbranch.distill.writer_settings import WriterSettings
     from specbranch.models.files.architecture import Architecture
 
 log = logging.getLogger("specbranch")
 
-SLICE_SECONDS, SLICE_TOKENS = 120.0, 20_000_000  # writing is kept in pieces of this size, so that a kill costs at most one
+SLICE_SECONDS, SLICE_TOKENS = (
+    120.0,
+    20_000_000,
+)  # writing is kept in pieces of this size, so that a kill costs at most one
 SLICES = 1000  # most of them: more would take the seeds of the next run's
 SEEDS = 2**53  # so many of them leave room for the slices'
-HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on, and how many at least, up to a quarter
+HELD_OUT, HELD_OUT_LEAST = (
+    0.02,
+    32,
+)  # share of the conversations that is not trained on, and how many at least, up to a quarter
 _model, _writing, _training = (options_of(title) for title in ("Target and draft", "Writing", "Training"))
 
 
 @click.command(cls=SectionedCommand)
-@_model("--target", required=True, metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id, or a known name.")
+@_model(
+    "--target", required=True, metavar="MODEL", help="Target model: a folder, a .gguf file, a Hub id, or a known name."
+)
 @_model(
     "--layers",
     type=int,
@@ -46,34 +65,64 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     metavar="N",
     help="Layers of the draft; it starts from as many of the target's, at equal distances.",
 )
-@_model("--start", metavar="I,J,…", help="Start from these of the target's layers instead, numbered from 0; as many as --layers.")
+@_model(
+    "--start",
+    metavar="I,J,…",
+    help="Start from these of the target's layers instead, numbered from 0; as many as --layers.",
+)
 @_model("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the draft.")
-@_model("--head-tokens", type=int, metavar="K", help="Let the draft propose only the K tokens the target writes most often [all].")
-@_model("--storage", type=click.Choice(["bfloat16", "int8"]), default="bfloat16", help="How its weights are stored [bfloat16].")
+@_model(
+    "--head-tokens",
+    type=int,
+    metavar="K",
+    help="Let the draft propose only the K tokens the target writes most often [all].",
+)
+@_model(
+    "--storage",
+    type=click.Choice(["bfloat16", "int8"]),
+    default="bfloat16",
+    help="How its weights are stored [bfloat16].",
+)
 @_model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
 @_writing("--seconds-writing", type=float, metavar="S", help="How long the target writes [120].")
 @_writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens.")
-@_writing("--data", type=click.Path(path_type=Path), metavar="FILE", help="Prompts for the target to answer too, as for generate --file.")
+@_writing(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Prompts for the target to answer too, as for generate --file.",
+)
 @_writing(
     "--material",
     type=click.Path(path_type=Path),
     metavar="PATH",
     help="Train on what an earlier run wrote (a file, or a folder of them); nothing is written.",
 )
-@_writing("--only-write", is_flag=True, help="Stop when the material is written; train on it later with --resume or --material.")
+@_writing(
+    "--only-write",
+    is_flag=True,
+    help="Stop when the material is written; train on it later with --resume or --material.",
+)
 @_writing("--writing-rows", type=int, metavar="N", help="Conversations written at once [1024 on a GPU, else 16].")
 @_writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640].")
-@_training("--seconds-training", type=float, metavar="S", help="How long the draft is trained, 20 steps at the least [300].")
+@_training(
+    "--seconds-training", type=float, metavar="S", help="How long the draft is trained, 20 steps at the least [300]."
+)
 @_training("--steps", type=int, metavar="N", help="Train for N steps instead.")
 @_training("--learning-rate", type=float, default=6e-4, metavar="X", help="Highest learning rate [0.0006].")
-@_training("--rows", type=int, metavar="N", help="Rows of a step; halved at a time if memory is short [64 on a GPU, else 8].")
-@_training("--length", type=int, default=1024, metavar="N", help="Tokens of a row, packed with whole conversations [1024].")
+@_training(
+    "--rows", type=int, metavar="N", help="Rows of a step; halved at a time if memory is short [64 on a GPU, else 8]."
+)
+@_training(
+    "--length", type=int, default=1024, metavar="N", help="Tokens of a row, packed with whole conversations [1024]."
+)
 @_training("--checkpoint-seconds", type=float, default=60.0, metavar="S", help="Time between two checkpoints [60].")
 @click.option("--resume", is_flag=True, help="Go on with the run in DIR, wherever it was stopped.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing and training [0].")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: top1, top3, divergence, steps, tokens …")
 def distill(as_json: bool, **given: Any) -> None:
-    """Make a draft for a target. No data set is needed: the target invents questions and answers them, and the draft learns from that.
+    """Make a draft for a target. No data set is needed: the target invents questions and answers them, and the draft
+    learns from that.
 
     \b
     specbranch distill --target smollm2-135m --layers 4 --out my-draft
@@ -84,15 +133,25 @@ def distill(as_json: bool, **given: Any) -> None:
     """
     from specbranch.distill.train import train
 
-    run = _Run.prepared(given)
-    with Bars() as bars:
+    run = _DistillRun.prepared(given)
+    with TrainingBars() as bars:
         material = run.material(bars)
         if given["only_write"]:
             click.echo(_written(run.folder, material, as_json))
             return
         learned, held_out = material.split(_share_held_out(len(material)), run.training.seed)
         arch, weights, resume = run.target.arch, run.target.weights, given["resume"]
-        done = train(arch, weights, learned, held_out, run.training, run.folder, resume=resume, report=bars.trained, heard=bars.heard)
+        done = train(
+            arch,
+            weights,
+            learned,
+            held_out,
+            run.training,
+            run.folder,
+            resume=resume,
+            report=bars.trained,
+            heard=bars.heard,
+        )
     record = run.save(done, material, given["storage"])
     click.echo(json.dumps(record) if as_json else _summary(record))
 
@@ -144,19 +203,25 @@ class _Claim:
     def _check(self, resume: bool) -> None:
         if self.held.get("target_fingerprint") != self.fingerprint:
             whose = self.held.get("target")
-            raise BadParameter(f"{self.out} holds a run for {whose}, not for this target. Name another folder with --out.")
+            raise BadParameter(
+                f"{self.out} holds a run for {whose}, not for this target. Name another folder with --out."
+            )
         if not resume:
-            raise BadParameter(f"{self.out} holds a run already. Go on with it by --resume, or name another folder with --out.")
+            raise BadParameter(
+                f"{self.out} holds a run already. Go on with it by --resume, or name another folder with --out."
+            )
         theirs, ours = self.held.get("writing"), self._writing()
         if theirs is None or self.given_material is not None:
             return
         if other := [name for name, value in ours.items() if theirs.get(name) != value]:
             told = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
-            raise BadParameter(f"{self.out} was begun with other settings: {told}. Resume with the same, or name another folder.")
+            raise BadParameter(
+                f"{self.out} was begun with other settings: {told}. Resume with the same, or name another folder."
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _DistillRun:
     """Everything that was decided before the first token is written."""
 
     out: Path
@@ -164,7 +229,7 @@ class _Run:
     licence: str | None
     fingerprint: str
     source: str
-    target: Target
+    target: WritingTarget
     writing: WriterSettings
     training: TrainSettings
     given_material: Path | None
@@ -180,11 +245,15 @@ class _Run:
         from specbranch.models.native import open_model
 
         if given["only_write"] and given["material"] is not None:
-            raise BadParameter("--only-write and --material were given; expected one of them, as with --material nothing is written.")
+            raise BadParameter(
+                "--only-write and --material were given; expected one of them, as with --material nothing is written."
+            )
         device, out = chosen_device(ModelChoice(given["target"], device=given["device"]).device), given["out"]
         source = pulled(given["target"])
         if is_inflation(source):
-            raise BadParameter(f"{source} is inflated. Distill from its source: the draft runs beside both, and can be inflated, too.")
+            raise BadParameter(
+                f"{source} is inflated. Distill from its source: the draft runs beside both, and can be inflated, too."
+            )
         arch, file = open_model(locate(source))
         writing, training = _writer_settings(given, device), _train_settings(given, arch, device)
         fingerprint = fingerprint_of(arch, file)
@@ -192,7 +261,8 @@ class _Run:
             refuse_other_draft(out, fingerprint)
         if given["material"] is not None and not material_files(given["material"]):
             raise BadParameter(
-                f"There is no material at {given['material']}. Name a file that an earlier run left in DIR/training, or that folder."
+                f"There is no material at {given['material']}. Name a file that an earlier run left in DIR/training, "
+                "or that folder."
             )
         name, licence = title_and_licence(given["target"])
         claim = _Claim(out, name, fingerprint, writing, given["material"])
@@ -206,25 +276,34 @@ class _Run:
         """Where the files of the run are."""
         return self.out / "training"
 
-    def material(self, bars: Bars) -> Material:
+    def material(self, bars: TrainingBars) -> Material:
         """Return what the target wrote, having it written first where it is not there yet."""
         if self.given_material is not None:
             return self._checked(material_in(self.given_material))
         slices = _slices(self.writing)
-        shown = [bars.slice(settings, f"Writing {number} of {len(slices)}") for number, settings in enumerate(slices, 1)]
+        shown = [
+            bars.slice(settings, f"Writing {number} of {len(slices)}") for number, settings in enumerate(slices, 1)
+        ]
         parts = [self._part(number, *piece) for number, piece in enumerate(zip(slices, shown, strict=True))]
         return joined(parts)
 
     def _checked(self, found: Material) -> Material:
         """Refuse what cannot be trained on, and tell of another target than this one."""
         if not len(found):
-            raise BadParameter(f"{self.given_material} holds no conversations; expected two or more. Name other material, or write longer.")
+            raise BadParameter(
+                f"{self.given_material} holds no conversations; expected two or more. Name other material, or write "
+                "longer."
+            )
         if int(found.tokens.max()) >= self.target.arch.vocabulary:
-            raise BadParameter(f"{self.given_material} holds tokens that {self.name} does not have; it was written by another target.")
+            raise BadParameter(
+                f"{self.given_material} holds tokens that {self.name} does not have; it was written by another target."
+            )
         writers = {str(part["target"]) for part in found.about.get("parts", [found.about]) if "target" in part}
         if other := writers - {Path(self.target.arch.name).name}:
             names = ", ".join(sorted(other))
-            log.warning("%s was written by %s, not by %s: is that the same model?", self.given_material, names, self.name)
+            log.warning(
+                "%s was written by %s, not by %s: is that the same model?", self.given_material, names, self.name
+            )
         return found
 
     def _part(self, number: int, settings: WriterSettings, progress: Any) -> Material:
@@ -242,17 +321,26 @@ class _Run:
     def save(self, done: Trained, material: Material, storage: Any) -> dict[str, Any]:
         """Write the draft; returns what there is to say of it."""
         from specbranch.distill.draft_folder import DraftInfo, DraftWeights, save_draft
-        from specbranch.distill.model import Block
+        from specbranch.distill.model import TrainedLayer
 
         head_ids = done.student.head_ids
-        layers = [block.weights() for block in done.student.blocks if isinstance(block, Block)]
+        layers = [block.weights() for block in done.student.blocks if isinstance(block, TrainedLayer)]
         info = DraftInfo(self.name, self.fingerprint, self.training.layers, self.training.head_tokens, storage)
         figures = {name: round(value, 4) for name, value in done.figures.items()}
         provenance = self._provenance(done, material)
         weights = DraftWeights(layers, done.student.norm, head_ids)
-        save_draft(self.out, self.target.arch, weights, info, licence=self.licence, figures=figures, provenance=provenance)
+        save_draft(
+            self.out, self.target.arch, weights, info, licence=self.licence, figures=figures, provenance=provenance
+        )
         size = (self.out / "model.safetensors").stat().st_size
-        return {"out": str(self.out), "layers": list(info.layers), "head_tokens": info.head_tokens, "bytes": size, **figures, **provenance}
+        return {
+            "out": str(self.out),
+            "layers": list(info.layers),
+            "head_tokens": info.head_tokens,
+            "bytes": size,
+            **figures,
+            **provenance,
+        }
 
     def _provenance(self, done: Trained, material: Material) -> dict[str, Any]:
         import torch
@@ -312,7 +400,9 @@ def _train_settings(given: Mapping[str, Any], arch: Architecture, device: str) -
 
     steps, seconds, head = given["steps"], given["seconds_training"], given["head_tokens"]
     if head is not None and not 1 <= head < arch.vocabulary:
-        raise BadParameter(f"--head-tokens is {head}; expected 1 to {arch.vocabulary - 1}, or leave it out for all {arch.vocabulary}.")
+        raise BadParameter(
+            f"--head-tokens is {head}; expected 1 to {arch.vocabulary - 1}, or leave it out for all {arch.vocabulary}."
+        )
     return TrainSettings(
         layers=_start_layers(given["start"], given["layers"], arch.layers),
         steps=steps,
@@ -334,7 +424,9 @@ def _start_layers(given: str | None, count: int, held: int) -> tuple[int, ...]:
     try:
         chosen = tuple(int(part) for part in given.split(","))
     except ValueError:
-        raise BadParameter(f"--start is {given!r}; expected numbers of layers with commas between them, such as 0,1,28,29.") from None
+        raise BadParameter(
+            f"--start is {given!r}; expected numbers of layers with commas between them, such as 0,1,28,29."
+        ) from None
     if len(chosen) != count:
         raise BadParameter(f"--start names {len(chosen)} layers and --layers says {count}; expected the same number.")
     check_layers(chosen, held)
@@ -347,7 +439,9 @@ def _slices(settings: WriterSettings) -> list[WriterSettings]:
     count = min(wanted, SLICES)
     seconds = None if settings.seconds is None else settings.seconds / count
     tokens = None if settings.tokens is None else -(-settings.tokens // count)
-    return [replace(settings, seconds=seconds, tokens=tokens, seed=settings.seed * 1000 + number) for number in range(count)]
+    return [
+        replace(settings, seconds=seconds, tokens=tokens, seed=settings.seed * 1000 + number) for number in range(count)
+    ]
 
 
 def _share_held_out(conversations: int) -> float:
@@ -365,7 +459,8 @@ def _summary(record: Mapping[str, Any]) -> str:
     outside = f", {record['outside']:.1%} of the target's probability outside the head" if record["head_tokens"] else ""
     return (
         f"The draft is in {record['out']}: {len(record['layers'])} layers, {record['bytes'] / 1e6:.1f} MB.\n"
-        f"On {record['compared']:,.0f} held-out tokens of the target: top-1 agreement {record['top1']:.3f}, top-3 {record['top3']:.3f}, "
+        f"On {record['compared']:,.0f} held-out tokens of the target: top-1 agreement {record['top1']:.3f}, top-3 "
+        f"{record['top3']:.3f}, "
         f"divergence {record['divergence']:.3f}{outside}.\n"
         f"{record['tokens_written']:,} tokens written, {record['tokens']:,} trained on in {record['steps']:,} steps "
         f"({record['seconds']:.0f} s)."

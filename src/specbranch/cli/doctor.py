@@ -16,7 +16,7 @@ from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
 from specbranch.cli.sections import SectionedCommand
 
 if TYPE_CHECKING:
-    from specbranch.doctor.checks import Finding, Prediction, Report
+    from specbranch.doctor.checks import DoctorReport, Finding, Prediction
 
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -34,14 +34,14 @@ COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> None:
     """Check this installation and a pair in plain words, and predict the gain of each method.
 
-    Looks at versions, processor, kernels, memory, disk and models; has the target answer three prompts, compares the draft with it, times
-    both, and decodes the answers again by each method with modelled time. Fetches nothing. Takes less than a minute on two cores; ends
-    with 1 if there is a problem.
+    Looks at versions, processor, kernels, memory, disk and models; has the target answer three prompts, compares the
+    draft with it, times both, and decodes the answers again by each method with modelled time. Fetches nothing. Takes
+    less than a minute on two cores; ends with 1 if there is a problem.
     """
-    from specbranch.doctor.checks import Patient, examine
-    from specbranch.measure.workers import pair_name
     from specbranch.cli.profile import pair_choices
     from specbranch.cli.progress import counted
+    from specbranch.doctor.checks import Patient, examine
+    from specbranch.measure.workers import pair_name
 
     target, draft = pair_choices(given)
     name = pair_name(given["pair"], target.name, draft.name)
@@ -49,7 +49,9 @@ def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> N
     with counted() as progress:
         tell = (lambda finding: None) if as_json else (lambda finding: _echo(finding, shown))
         report = examine(Patient(target, draft, name, "process" if executor == "process" else "serial"), tell, progress)
-    click.echo(json.dumps(_record(report, name), ensure_ascii=False) if as_json else "\n".join(_table(report.predictions)))
+    click.echo(
+        json.dumps(_record(report, name), ensure_ascii=False) if as_json else "\n".join(_table(report.predictions))
+    )
     if not report.is_well:
         click.get_current_context().exit(1)
 
@@ -57,7 +59,9 @@ def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> N
 def _echo(finding: Finding, shown: bool) -> None:
     level = click.style(f"{finding.level:8}", fg=COLOURS[finding.level]) if shown else f"{finding.level:8}"
     words = " ".join(part for part in (f"{finding.about}: {finding.said}", finding.advice) if part)
-    lines = textwrap.wrap(words, max(shutil.get_terminal_size().columns, 40) - 8, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        words, max(shutil.get_terminal_size().columns, 40) - 8, break_long_words=False, break_on_hyphens=False
+    )
     click.echo(level + ("\n" + " " * 8).join(lines), color=shown)
 
 
@@ -68,11 +72,13 @@ def _table(predictions: Sequence[Prediction]) -> list[str]:
     for one in sorted(predictions, key=lambda one: -one.speedup):
         length = one.setting.get("num_speculative_tokens")
         set_to = f"drafts of {length}" if length else ""
-        lines.append(f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward   {set_to}".rstrip())
+        lines.append(
+            f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward   {set_to}".rstrip()
+        )
     return lines
 
 
-def _record(report: Report, pair: str) -> dict[str, Any]:
+def _record(report: DoctorReport, pair: str) -> dict[str, Any]:
     return {
         "pair": pair,
         "well": report.is_well,

@@ -15,23 +15,28 @@ from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice
-    from specbranch.distill.agreement import Agreement, Text
+    from specbranch.distill.agreement import Agreement, AnsweredPrompt
     from specbranch.engine import LLM
 
 
 @click.command("draft-eval", cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @with_options(PAIR, TARGET, DRAFT)
-@click.option("--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Prompts, as for generate --file.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Prompts, as for generate --file."
+)
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="Longest answer of the target [128].")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="Longest answer of the target [128]."
+)
 @click.option("--raw", is_flag=True, help="Give the prompts to the target as they are, without its chat template.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: top1, top3, expected_length, c …")
 def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_json: bool, **given: Any) -> None:
-    """Measure how well a draft agrees with a target on the target's own greedy answers, and what a draft step costs here.
+    """Measure how well a draft agrees with a target on the target's own greedy answers, and what a draft step costs
+    here.
 
-    top1 is the share of tokens that are the draft's first choice, top3 that are among its first three; the expected accepted length tells
-    how many tokens of a draft of 1 to 10 would be accepted; c is the cost of a target forward over one token in draft steps, each with the
-    choice of its token.
+    top1 is the share of tokens that are the draft's first choice, top3 that are among its first three; the expected
+    accepted length tells how many tokens of a draft of 1 to 10 would be accepted; c is the cost of a target forward
+    over one token in draft steps, each with the choice of its token.
     """
     from specbranch.assembly import common_vocabulary, make_drafter
     from specbranch.cli.generate import read_prompts
@@ -50,20 +55,24 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
 
 def _draft_choice(given: dict[str, Any]) -> ModelChoice:
     """Return the draft to look at: that of a pair, or the one named."""
-    from specbranch.assembly import ModelChoice, beside
+    from specbranch.assembly import ModelChoice, fitted_to_target
 
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     if draft is None:
         raise BadParameter("draft-eval needs a draft to look at. Give one with --draft, or name a --pair.")
-    names: dict[str, Any] = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
+    names: dict[str, Any] = {
+        name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None
+    }
     device = given["draft_device"] or given["device"]
-    return beside(ModelChoice(draft, device=device, shorten=True, weights=given["draft_weights"], **names), target)
+    return fitted_to_target(
+        ModelChoice(draft, device=device, shorten=True, weights=given["draft_weights"], **names), target
+    )
 
 
-def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> list[Text]:
+def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> list[AnsweredPrompt]:
     from specbranch import SamplingParams
     from specbranch.cli.progress import tracked
-    from specbranch.distill.agreement import Text
+    from specbranch.distill.agreement import AnsweredPrompt
 
     texts = []
     for prompt in tracked(prompts, "The target answers"):
@@ -72,9 +81,11 @@ def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> lis
         if answer.error is not None:
             click.echo(f"Left out: {prompt[:40]!r}… ({answer.error})", err=True)
             continue
-        texts.append(Text(tuple(ids), answer.token_ids))
+        texts.append(AnsweredPrompt(tuple(ids), answer.token_ids))
     if not texts:
-        raise BadParameter("The target could answer none of the prompts, so there is nothing to compare. Give shorter ones.")
+        raise BadParameter(
+            "The target could answer none of the prompts, so there is nothing to compare. Give shorter ones."
+        )
     return texts
 
 
@@ -90,7 +101,9 @@ def _record(found: Agreement, ratio: float, prompts: int) -> dict[str, Any]:
 
 
 def _table(found: Agreement, ratio: float, prompts: int) -> str:
-    lengths = "\n".join(f"  draft of {n:2}: {length:5.2f} accepted" for n, length in enumerate(found.expected_length, 1))
+    lengths = "\n".join(
+        f"  draft of {n:2}: {length:5.2f} accepted" for n, length in enumerate(found.expected_length, 1)
+    )
     return (
         f"{prompts} prompts, {found.tokens} tokens of the target's own text\n"
         f"top-1 agreement {found.top1:.3f}, top-3 {found.top3:.3f}\n{lengths}\n"

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import DRAFT, PAIR, SAMPLING, SPECULATION, TABLES, TARGET, load_llm, sampling_params, text, with_options
+from specbranch.cli.options import (
+    DRAFT,
+    PAIR,
+    SAMPLING,
+    SPECULATION,
+    TABLES,
+    TARGET,
+    load_llm,
+    sampling_params,
+    text,
+    with_options,
+)
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
@@ -33,7 +44,9 @@ _option = options_of("Prompts and output")
 )
 @_option("--chat", "as_chat", is_flag=True, help="Put the prompt into the model's chat template, as a user's message.")
 @_option("--n", type=int, metavar="N", help="Samples a prompt [1].")
-@_option("--json", "as_json", is_flag=True, help="One JSON object a prompt: text, token_ids, finish_reason, method, stats …")
+@_option(
+    "--json", "as_json", is_flag=True, help="One JSON object a prompt: text, token_ids, finish_reason, method, stats …"
+)
 @_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
 @_option(
     "--trace",
@@ -44,7 +57,13 @@ _option = options_of("Prompts and output")
 )
 @with_options(PAIR, TARGET, DRAFT, SPECULATION, SAMPLING)
 def generate(
-    prompt: str | None, file: Path | None, as_chat: bool, as_json: bool, colour: bool | None, trace_file: Path | None, **given: Any
+    prompt: str | None,
+    file: Path | None,
+    as_chat: bool,
+    as_json: bool,
+    colour: bool | None,
+    trace_file: Path | None,
+    **given: Any,
 ) -> None:
     """Answer PROMPT (or '-' for standard input), or every prompt of --file.
 
@@ -55,7 +74,8 @@ def generate(
     specbranch generate --file prompts.txt --json > answers.jsonl
     specbranch verify answers.jsonl
 
-    On a terminal tokens are coloured: plain for the target's own, green for accepted draft tokens, magenta for branch hits.
+    On a terminal tokens are coloured: plain for the target's own, green for accepted draft tokens, magenta for branch
+    hits.
     """
     from specbranch.cli.progress import tracked
 
@@ -75,7 +95,9 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     """Return the prompts given, exactly one way."""
     if (prompt is None) == (file is None):
         got = "neither" if prompt is None else "both"
-        raise BadParameter(f"Expected a PROMPT or --file FILE; got {got}. Use '-' to read the prompt from standard input.")
+        raise BadParameter(
+            f"Expected a PROMPT or --file FILE; got {got}. Use '-' to read the prompt from standard input."
+        )
     if file is not None:
         return _from_file(file)
     assert prompt is not None
@@ -95,11 +117,15 @@ def _from_stdin() -> str:
 
 def _from_file(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028 and the like as they are
+        lines = file.read_text(encoding="utf-8").split(
+            "\n"
+        )  # not splitlines: JSON may hold U+2028 and the like as they are
     except (OSError, UnicodeDecodeError) as error:
         raise BadParameter(f"The prompts in {file} cannot be read: {error}.") from error
     prompts = [
-        _line(line, f"{file}, line {number}", file.suffix in (".jsonl", ".json")) for number, line in enumerate(lines, 1) if line.strip()
+        _line(line, f"{file}, line {number}", file.suffix in (".jsonl", ".json"))
+        for number, line in enumerate(lines, 1)
+        if line.strip()
     ]
     if not prompts:
         raise BadParameter(f"{file} holds no prompt; expected one a line.")

@@ -35,7 +35,11 @@ _shape, _check = options_of("Shape"), options_of("Check")
 @click.command(cls=SectionedCommand, tables={"Shapes": TABLE})
 @click.argument("model")
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the recipe.")
-@click.option("--target", metavar="MODEL", help="Of a draft made by `distill`: its target, as it is, not inflated [the one it names].")
+@click.option(
+    "--target",
+    metavar="MODEL",
+    help="Of a draft made by `distill`: its target, as it is, not inflated [the one it names].",
+)
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of the numbers that nobody reads [0].")
 @_shape("--shape", metavar="NAME", help="A shape by name, see below [the model's own].")
 @_shape("--hidden", type=int, metavar="N", help="Width of the residual stream, instead of the shape's.")
@@ -46,7 +50,11 @@ _shape, _check = options_of("Shape"), options_of("Check")
 @_shape("--intermediate", type=int, metavar="N", help="Neurons of a layer.")
 @_shape("--vocabulary", type=int, metavar="N", help="Rows of the output head; never fewer than the model scores.")
 @_check("--device", metavar="DEVICE", help="Where both are compared: cpu, cuda, cuda:1 … [a GPU if there is one]")
-@_check("--dtype", metavar="TYPE", help="Compares in float64, float32, bfloat16 or float16 [float32 on a CPU, else bfloat16].")
+@_check(
+    "--dtype",
+    metavar="TYPE",
+    help="Compares in float64, float32, bfloat16 or float16 [float32 on a CPU, else bfloat16].",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: the recipe, head_rows, parameters, checked …")
 def inflate(model: str, as_json: bool, **given: Any) -> None:
     """Put MODEL into the shape of a larger one: it says what it said before, at the cost of the larger one.
@@ -56,16 +64,17 @@ def inflate(model: str, as_json: bool, **given: Any) -> None:
     specbranch inflate smollm2-weak --shape 68m --out weak-68m
     specbranch generate --target smollm2-7b --draft weak-68m "Once upon a time"
 
-    For benches of speculative decoding without large weights: what draft and target agree on is real, and so is what a step takes. DIR
-    holds a recipe of a few hundred bytes and goes wherever a model is named. The weights are made where the model runs, from MODEL and the
-    seed, and are written nowhere. What is added is random and multiplied by zero at last; tokenizer, context and end tokens stay MODEL's.
+    For benches of speculative decoding without large weights: what draft and target agree on is real, and so is what a
+    step takes. DIR holds a recipe of a few hundred bytes and goes wherever a model is named. The weights are made where
+    the model runs, from MODEL and the seed, and are written nowhere. What is added is random and multiplied by zero at
+    last; tokenizer, context and end tokens stay MODEL's.
 
-    Both are loaded here once, and their logits compared: without agreement nothing is written. A shape must be at least as large as the
-    model in every number but the vocabulary, whose head has the larger number of rows. MODEL may be a draft made by `distill`, or a pair's
-    name for its draft; inflated it has an embedding and a head of its own.
+    Both are loaded here once, and their logits compared: without agreement nothing is written. A shape must be at least
+    as large as the model in every number but the vocabulary, whose head has the larger number of rows. MODEL may be a
+    draft made by `distill`, or a pair's name for its draft; inflated it has an embedding and a head of its own.
     """
-    from specbranch.measure.likeness import compare
     from specbranch.cli.progress import narrated
+    from specbranch.measure.likeness import compare
     from specbranch.models.files.inflation import refuse_other_folder, write_inflation
 
     refuse_other_folder(given["out"])
@@ -124,7 +133,8 @@ class _Job:
 
 
 def _target_of(draft: str, given: str | None) -> str:
-    """Return the path of the target a draft shares with: the one given, or the one that its folder names if that is known here."""
+    """Return the path of the target a draft shares with: the one given, or the one that its folder names if that is
+    known here."""
     from specbranch.cli.progress import pulled
     from specbranch.distill.draft_name import draft_config
     from specbranch.models.files.store import KNOWN
@@ -138,7 +148,10 @@ def _target_of(draft: str, given: str | None) -> str:
 def _record(out: Path, recipe: Inflation, job: _Job) -> dict[str, Any]:
     from specbranch.models.files.identity import model_identity
 
-    facts = {name: getattr(recipe, name) for name in ("kind", "source", "source_identity", "shape", "head_rows", "head_scored", "seed")}
+    facts = {
+        name: getattr(recipe, name)
+        for name in ("kind", "source", "source_identity", "shape", "head_rows", "head_scored", "seed")
+    }
     charged = replace(recipe.sizes, vocabulary=recipe.head_rows)
     return {
         "out": str(out),
@@ -170,10 +183,16 @@ def _table(record: Mapping[str, Any], job: _Job, found: Likeness) -> str:
     rows = [(name.replace("_", " "), f"{value:,}", f"{large.sizes()[name]:,}") for name, value in small.sizes().items()]
     rows[-1] = ("head rows", *rows[-1][1:])
     rows.append(("matrices", *_pair(f"{_step_parameters(shape) / 1e9:.3g}B" for shape in (small, large))))
-    rows.append((f"weights, {job.dtype}", *_pair(f"{_bytes(arch, job.dtype) / 1e9:.2f} GB" for arch in (job.small, job.large))))
+    rows.append(
+        (f"weights, {job.dtype}", *_pair(f"{_bytes(arch, job.dtype) / 1e9:.2f} GB" for arch in (job.small, job.large)))
+    )
     lines = [f"  {name:18} {before:>10} {after:>10}" for name, before, after in (("", "source", "inflated"), *rows)]
     random = recipe.head_rows - recipe.head_scored
-    head = f"Of the head's rows {recipe.head_scored:,} score a token; {random:,} are random and never looked at.\n" if random else ""
+    head = (
+        f"Of the head's rows {recipe.head_scored:,} score a token; {random:,} are random and never looked at.\n"
+        if random
+        else ""
+    )
     return f"{recipe.name} is in {record['out']}.\n" + "\n".join(lines) + f"\n{head}{_compared(found)}"
 
 
@@ -190,6 +209,7 @@ def _shape_of(arch: Architecture) -> Shape:
 
 def _compared(found: Likeness) -> str:
     return (
-        f"Compared after {found.tokens} tokens in {found.dtype}: logits differ by {found.difference:.1e} of the largest at most "
+        f"Compared after {found.tokens} tokens in {found.dtype}: logits differ by {found.difference:.1e} of the "
+        "largest at most "
         f"(allowed: {found.tolerance:.1e}); the likeliest token is the same after {found.same_choice:.0%} of them."
     )

@@ -48,10 +48,14 @@ class Lazy(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Offer the nearest name for one that does not exist."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"No command {args[0]!r}.{nearest(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}.", ctx)
+            raise click.UsageError(
+                f"No command {args[0]!r}.{nearest(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}.", ctx
+            )
         return super().resolve_command(ctx, args)
 
 
@@ -68,8 +72,8 @@ def cli(debug: bool) -> None:
       specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
       specbranch models
 
-    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept in the cache folder,
-    and a draft for it that is part of the package.
+    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept
+    in the cache folder, and a draft for it that is part of the package.
     """
 
 
@@ -106,7 +110,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Take --debug out wherever it stands, so that it need not come before the command; what follows a '--' is no option."""
+    """Take --debug out wherever it stands, so that it need not come before the command; what follows a '--' is no
+    option."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = [argument for argument in arguments[:end] if argument != "--debug"]
     return options + arguments[end:], len(options) < end

@@ -10,7 +10,7 @@ import click
 from specbranch.errors import ModelError, unknown
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, Pair, card
 
-Row = dict[str, Any]
+ModelRow = dict[str, Any]
 
 
 @click.group(invoke_without_command=True)
@@ -24,7 +24,8 @@ def models(context: click.Context) -> None:
 @models.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON list; `kind` tells models from pairs.")
 def list_models(as_json: bool = False) -> None:
-    """Show each known model and pair: size, licence, a draft's layers and how often it agrees with its target, and where it is."""
+    """Show each known model and pair: size, licence, a draft's layers and how often it agrees with its target, and
+    where it is."""
     from specbranch.models.files import store
 
     known = [_model_row(name, model.size, model.licence, store.installed(name)) for name, model in store.KNOWN.items()]
@@ -56,12 +57,24 @@ def pull(name: str) -> None:
     click.echo(pulled(model))
 
 
-def _model_row(name: str, size: int, licence: str, path: object) -> Row:
-    return {"kind": "model", "name": name, "megabytes": round(size / 1e6), "licence": licence, "path": path and str(path)}
+def _model_row(name: str, size: int, licence: str, path: object) -> ModelRow:
+    return {
+        "kind": "model",
+        "name": name,
+        "megabytes": round(size / 1e6),
+        "licence": licence,
+        "path": path and str(path),
+    }
 
 
-def _pair_row(pair: Pair) -> Row:
-    row = {"kind": "pair", "name": pair.name, "about": pair.about, "target": pair.target, "default": pair.name == DEFAULT_PAIR}
+def _pair_row(pair: Pair) -> ModelRow:
+    row = {
+        "kind": "pair",
+        "name": pair.name,
+        "about": pair.about,
+        "target": pair.target,
+        "default": pair.name == DEFAULT_PAIR,
+    }
     try:
         draft = card(pair.name)
     except ModelError as error:
@@ -72,9 +85,11 @@ def _pair_row(pair: Pair) -> Row:
     return {**row, "megabytes": round(draft.megabytes, 1), **figures, "path": str(draft.path)}
 
 
-def _draft(row: Row) -> str:
+def _draft(row: ModelRow) -> str:
     if row["path"] is None:
         return f"a draft that is not here: {row['problem']}"
-    told = ", ".join(f"{name} {row[key]:.2f}" for name, key in (("top-1", "top1"), ("top-3", "top3")) if row[key] is not None)
+    told = ", ".join(
+        f"{name} {row[key]:.2f}" for name, key in (("top-1", "top1"), ("top-3", "top3")) if row[key] is not None
+    )
     agreement = f", agreement on held-out text {told}" if told else ""
     return f"a draft of {row['layers']} layers, {row['megabytes']:.0f} MB{agreement}, in {row['path']}"

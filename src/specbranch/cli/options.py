@@ -1,6 +1,7 @@
 """Options that several commands share, and how they become parameters.
 
-Owns names and help of the shared options; a value that was not given is not passed on, so that defaults live in `config` alone.
+Owns names and help of the shared options; a value that was not given is not passed on, so that defaults live in
+`config` alone.
 """
 
 from __future__ import annotations
@@ -47,25 +48,50 @@ def bias(value: str) -> tuple[int, float]:
         raise click.BadParameter(f"{value!r}; expected a token id and a number, such as 42:-1.5.") from None
 
 
-_pair, _model, _draft, _speculation, _sampling = (options_of(title) for title in ("Pair", "Target", "Draft", "Speculation", "Sampling"))
+_pair, _model, _draft, _speculation, _sampling = (
+    options_of(title) for title in ("Pair", "Target", "Draft", "Speculation", "Sampling")
+)
 
-PAIR = (_pair("--pair", metavar="NAME", help=f"Target and draft by one name; `specbranch models` lists them [{DEFAULT_PAIR}]."),)
+PAIR = (
+    _pair(
+        "--pair", metavar="NAME", help=f"Target and draft by one name; `specbranch models` lists them [{DEFAULT_PAIR}]."
+    ),
+)
 TARGET = (
-    _model("--target", metavar="MODEL", help="Target model, instead of a pair's: a folder, a .gguf file, a Hub id, or a known name."),
+    _model(
+        "--target",
+        metavar="MODEL",
+        help="Target model, instead of a pair's: a folder, a .gguf file, a Hub id, or a known name.",
+    ),
     _model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]"),
-    _model("--dtype", metavar="TYPE", help="Computes in float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16]."),
+    _model(
+        "--dtype",
+        metavar="TYPE",
+        help="Computes in float32, bfloat16, float16 or float64 [float32 on a CPU, else bfloat16].",
+    ),
     _model(
         "--weights",
         metavar="TYPE",
         help="How the target's matrices are stored: float32, bfloat16, int8 or int4. The last two make another, coarser model of it, with "
         "a text of its own [as --dtype].",
     ),
-    _model("--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."),
+    _model(
+        "--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."
+    ),
     _model("--context-length", type=int, metavar="N", help="Tokens that prompt and answer may have together."),
-    _model("--cache-tokens", type=int, metavar="N", help="Places in a model's cache for all requests together [what there is room for]."),
+    _model(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="Places in a model's cache for all requests together [what there is room for].",
+    ),
 )
 DRAFT = (
-    _draft("--draft", metavar="MODEL", help="Draft model, with the target's vocabulary, or the name of a pair for its draft."),
+    _draft(
+        "--draft",
+        metavar="MODEL",
+        help="Draft model, with the target's vocabulary, or the name of a pair for its draft.",
+    ),
     _draft("--draft-device", metavar="DEVICE", help="Device of the draft [the target's]."),
     _draft(
         "--draft-weights",
@@ -123,11 +149,19 @@ SPECULATION = (
         metavar="FILE",
         help="Settings from a file, such as `specbranch tune` writes; options given besides win.",
     ),
-    _speculation("--speculative-config", metavar="JSON", help='Further settings, e.g. \'{"max_branches": 6, "stop_below": 0.4}\'.'),
+    _speculation(
+        "--speculative-config",
+        metavar="JSON",
+        help='Further settings, e.g. \'{"max_branches": 6, "stop_below": 0.4}\'.',
+    ),
 )
 CLOCK = (
-    _speculation("--clock", metavar="PROFILE", help="Model time by a cost profile, a name or a file, instead of measuring it."),
-    _speculation("--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same."),
+    _speculation(
+        "--clock", metavar="PROFILE", help="Model time by a cost profile, a name or a file, instead of measuring it."
+    ),
+    _speculation(
+        "--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same."
+    ),
 )
 SAMPLING = (
     _sampling("--temperature", type=float, metavar="T", help="0 is greedy [0]."),
@@ -136,17 +170,33 @@ SAMPLING = (
     _sampling("--min-p", type=float, metavar="P", help="Leave out tokens below P times the likeliest."),
     _sampling("--repetition-penalty", type=float, metavar="X", help="Above 1 discourages tokens already in the text."),
     _sampling("--presence-penalty", type=float, metavar="X", help="Subtracted once for a token already in the answer."),
-    _sampling("--frequency-penalty", type=float, metavar="X", help="Subtracted for each time a token is already in the answer."),
-    _sampling("--logit-bias", type=bias, multiple=True, metavar="ID:BIAS", help="Added to a token's logit; may be repeated."),
+    _sampling(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="Subtracted for each time a token is already in the answer.",
+    ),
+    _sampling(
+        "--logit-bias", type=bias, multiple=True, metavar="ID:BIAS", help="Added to a token's logit; may be repeated."
+    ),
     _sampling("--seed", type=int, metavar="N", help="The same seed gives the same answer, with every method [random]."),
     _sampling("--max-tokens", type=int, metavar="N", help="Longest answer [256]."),
     _sampling("--min-tokens", type=int, metavar="N", help="Shortest answer [0]."),
-    _sampling("--stop", type=text, multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."),
     _sampling(
-        "--stop-token-id", "stop_token_ids", type=int, multiple=True, metavar="ID", help="End the answer at this token; may be repeated."
+        "--stop", type=text, multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."
+    ),
+    _sampling(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        metavar="ID",
+        help="End the answer at this token; may be repeated.",
     ),
     _sampling("--ignore-eos", is_flag=True, help="Do not end at the end-of-text token."),
-    _sampling("--logprobs", type=int, metavar="K", help="Log-probabilities of each token and the K likeliest (with --json)."),
+    _sampling(
+        "--logprobs", type=int, metavar="K", help="Log-probabilities of each token and the K likeliest (with --json)."
+    ),
 )
 
 
@@ -212,7 +262,9 @@ def load_llm(given: dict[str, Any]) -> LLM:
     if given.get("config") is not None:
         _warn_of_other_circumstances(given, target, draft)
     if given.get("predictor") is not None and config.get("policy") != "paper":
-        click.echo(f"The predictor {given['predictor']} is not used: only policy 'paper' heeds one (--policy paper).", err=True)
+        click.echo(
+            f"The predictor {given['predictor']} is not used: only policy 'paper' heeds one (--policy paper).", err=True
+        )
     from specbranch.engine import LLM
 
     with narrated("Loading the models"):
@@ -252,7 +304,9 @@ def _parsed(text: str | None) -> dict[str, Any]:
     try:
         values = json.loads(text or "{}")
     except ValueError as error:
-        raise BadParameter(f"--speculative-config is no JSON ({error}); expected an object such as '{{\"max_branches\": 6}}'.") from None
+        raise BadParameter(
+            f"--speculative-config is no JSON ({error}); expected an object such as '{{\"max_branches\": 6}}'."
+        ) from None
     if not isinstance(values, dict):
         raise BadParameter(f"--speculative-config is {text}; expected a JSON object.")
     return values

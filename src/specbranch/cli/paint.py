@@ -13,7 +13,9 @@ import click
 from specbranch.answer import Chunk, Output, Piece
 
 COLOURS = {"target": None, "draft": "green", "branch": "magenta"}
-LEGEND = "the target's own · " + click.style("accepted draft", fg="green") + " · " + click.style("branch hit", fg="magenta")
+LEGEND = (
+    "the target's own · " + click.style("accepted draft", fg="green") + " · " + click.style("branch hit", fg="magenta")
+)
 
 
 def show(chunks: Iterable[Chunk], colour: bool) -> Output:
@@ -41,7 +43,9 @@ def summary(output: Output) -> str:
     if stats["branch_points"]:
         parts.append(_number(stats["branch_hit_rate"], "branch hits {:.0%}"))
     if stats["rounds_without_draft"]:
-        parts.append(f"{stats['rounds_without_draft']} rounds without the draft worker, {stats['draft_restarts']} restarts")
+        parts.append(
+            f"{stats['rounds_without_draft']} rounds without the draft worker, {stats['draft_restarts']} restarts"
+        )
     return f"[{output.method}] " + " · ".join(part for part in parts if part)
 
 

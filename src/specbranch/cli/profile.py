@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @with_options(PAIR, TARGET, DRAFT)
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="Where the profile is written.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="Where the profile is written."
+)
 @click.option(
     "--executor",
     type=click.Choice(["serial", "process"]),
@@ -30,21 +32,24 @@ if TYPE_CHECKING:
     help="serial: the models take turns, each with all threads, and the profile says that nothing overlaps; process: side by side, each "
     "with half of the threads, and the profile says how much they slow each other down [serial].",
 )
-@click.option("--check/--no-check", default=True, help="Compare modelled with measured time of a few requests at the end [check].")
+@click.option(
+    "--check/--no-check", default=True, help="Compare modelled with measured time of a few requests at the end [check]."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: profile, check, out.")
 def profile(out: Path, executor: str, check: bool, as_json: bool, **given: Any) -> None:
-    """Measure what a pair costs here: target forwards by tokens and context, draft steps by width, slow-down when both work, host time.
+    """Measure what a pair costs here: target forwards by tokens and context, draft steps by width, slow-down when both
+    work, host time.
 
     \b
     specbranch profile --out mine.json
     specbranch profile --pair smollm2-strong --executor process --out strong.json
     specbranch trace --clock mine.json "Once upon a time"
 
-    All probes take turns, medians count. Takes about a minute on two cores; let the machine rest meanwhile. At the end the profile is put
-    to the test: what it says a few requests take, against what they took.
+    All probes take turns, medians count. Takes about a minute on two cores; let the machine rest meanwhile. At the end
+    the profile is put to the test: what it says a few requests take, against what they took.
     """
-    from specbranch.measure import pair as measure
     from specbranch.cli.progress import counted
+    from specbranch.measure import pair as measure
 
     _check_out(out)
     with counted() as progress:
@@ -53,20 +58,30 @@ def profile(out: Path, executor: str, check: bool, as_json: bool, **given: Any) 
         _save(made, out)
         found = measure.check(made, workers, progress=progress) if check else []
     if as_json:
-        click.echo(json.dumps({"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)}, ensure_ascii=False))
+        click.echo(
+            json.dumps(
+                {"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)},
+                ensure_ascii=False,
+            )
+        )
         return
     click.echo("\n".join([*_table(made), "", *_verdict(found), f"Written to {out}; use it with --clock {out}."]))
 
 
 def load_pair(given: dict[str, Any], executor: str) -> Workers:
     """Load the pair that was asked for, fetching what is not here first."""
-    from specbranch.measure.workers import load_workers, pair_name
     from specbranch.cli.progress import pulled
+    from specbranch.measure.workers import load_workers, pair_name
 
     target, draft = pair_choices(given)
     pulled(draft_path(draft.name))
     pulled(target.name)
-    return load_workers(target, draft, pair_name(given["pair"], target.name, draft.name), "process" if executor == "process" else "serial")
+    return load_workers(
+        target,
+        draft,
+        pair_name(given["pair"], target.name, draft.name),
+        "process" if executor == "process" else "serial",
+    )
 
 
 def pair_choices(given: dict[str, Any]) -> tuple[Any, Any]:
@@ -75,8 +90,12 @@ def pair_choices(given: dict[str, Any]) -> tuple[Any, Any]:
 
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     if draft is None:
-        raise BadParameter("A target alone was given, and a pair is needed. Give its draft with --draft, or name a --pair.")
-    names: dict[str, Any] = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
+        raise BadParameter(
+            "A target alone was given, and a pair is needed. Give its draft with --draft, or name a --pair."
+        )
+    names: dict[str, Any] = {
+        name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None
+    }
     big = ModelChoice(target, device=given["device"], weights=given["weights"], **names)
     draft_device, draft_weights = given["draft_device"] or given["device"], given["draft_weights"]
     return big, ModelChoice(draft, device=draft_device, shorten=True, weights=draft_weights, **names)
@@ -97,7 +116,13 @@ def _save(made: CostProfile, out: Path) -> None:
 
 
 def _record(one: Compared) -> dict[str, Any]:
-    return {"method": one.method, "measured_seconds": one.measured, "modelled_seconds": one.modelled, "off": one.off, "spread": one.spread}
+    return {
+        "method": one.method,
+        "measured_seconds": one.measured,
+        "modelled_seconds": one.modelled,
+        "off": one.off,
+        "spread": one.spread,
+    }
 
 
 def _table(made: CostProfile) -> list[str]:
@@ -143,7 +168,9 @@ def _curve(title: str, unit: str, points: Any, slopes: Any, further: int, contex
     for rows, seconds in points:
         is_prompt = added.get(rows) == 0.0 and rows == points[-1][0]
         far = f"{(seconds + added[rows] * further) * 1e3:14.2f}" if rows in added and not is_prompt else " " * 14
-        lines.append(f"{'':16} {rows:6.0f} {seconds * 1e3:14.2f} {far}{'   (a prompt, from its beginning)' if is_prompt else ''}")
+        lines.append(
+            f"{'':16} {rows:6.0f} {seconds * 1e3:14.2f} {far}{'   (a prompt, from its beginning)' if is_prompt else ''}"
+        )
     return lines
 
 

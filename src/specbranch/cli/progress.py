@@ -82,8 +82,14 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
 
 @contextmanager
 def counted() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function to tell what is done, how far it is and of how much; shown with an estimate where somebody looks."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    """Yield a function to tell what is done, how far it is and of how much; shown with an estimate where somebody
+    looks."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, TaskID] = {}
@@ -100,7 +106,13 @@ class _Bar:
     """A bar that appears with the first report, so that a model which is here already shows none."""
 
     def __init__(self, name: str, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
         self._name = name
         self._bars = Progress(*columns, console=console, transient=True)
         self._task: TaskID | None = None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 OTHERS = "Options"
-Row = tuple[str, str]
+HelpRow = tuple[str, str]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,7 +26,7 @@ class Sectioned(click.Option):
 class SectionedCommand(click.Command):
     """A command whose help has sections, and tables below them."""
 
-    def __init__(self, *arguments: Any, tables: Mapping[str, Sequence[Row]] | None = None, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, tables: Mapping[str, Sequence[HelpRow]] | None = None, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.tables = tables or {}
 
@@ -36,8 +36,8 @@ class SectionedCommand(click.Command):
             with formatter.section(title):
                 formatter.write_dl(list(rows))
 
-    def _sections(self, ctx: click.Context) -> dict[str, list[Row]]:
-        found: dict[str, list[Row]] = {}
+    def _sections(self, ctx: click.Context) -> dict[str, list[HelpRow]]:
+        found: dict[str, list[HelpRow]] = {}
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)
             if row is not None and isinstance(parameter, click.Option):

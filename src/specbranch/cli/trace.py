@@ -12,19 +12,38 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import CLOCK, DRAFT, PAIR, SAMPLING, SPECULATION, TABLES, TARGET, load_llm, sampling_params, text, with_options
+from specbranch.cli.options import (
+    CLOCK,
+    DRAFT,
+    PAIR,
+    SAMPLING,
+    SPECULATION,
+    TABLES,
+    TARGET,
+    load_llm,
+    sampling_params,
+    text,
+    with_options,
+)
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.errors import BadParameter
 
 if TYPE_CHECKING:
     from specbranch.answer import Output
-    from specbranch.traces.rounds import Round
-    from specbranch.traces.timeline import Style
     from specbranch.core.trace import Trace
     from specbranch.engine import LLM
+    from specbranch.traces.rounds import TracedRound
+    from specbranch.traces.timeline import Style
 
 TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
-COLOURS = {"target": "blue", "used": "green", "rolled_back": "red", "beside": "cyan", "lost": "yellow", "dropped": "magenta"}
+COLOURS = {
+    "target": "blue",
+    "used": "green",
+    "rolled_back": "red",
+    "beside": "cyan",
+    "lost": "yellow",
+    "dropped": "magenta",
+}
 NAME = "timeline"  # of the files
 
 _option = options_of("Prompt and output")
@@ -39,20 +58,25 @@ _option = options_of("Prompt and output")
     metavar="DIR",
     help="Write timeline.svg, timeline.txt, timeline.json (open it in ui.perfetto.dev or chrome://tracing) and timeline.jsonl there.",
 )
-@_option("--json", "as_json", is_flag=True, help="One JSON object: rounds, seconds by kind, stats … instead of the drawing.")
+@_option(
+    "--json", "as_json", is_flag=True, help="One JSON object: rounds, seconds by kind, stats … instead of the drawing."
+)
 @_option("--colour/--no-colour", default=None, help="Colour the drawing [on a terminal].")
 @_option("--width", type=click.IntRange(min=40), metavar="N", help="Columns of the drawing [the terminal's].")
 @with_options(PAIR, TARGET, DRAFT, SPECULATION, CLOCK, SAMPLING)
-def trace(prompt: str, as_chat: bool, out: Path | None, as_json: bool, colour: bool | None, width: int | None, **given: Any) -> None:
-    """Answer PROMPT (or '-' for standard input) and draw what both models did: verifying, branches kept and lost, rollbacks, waiting.
+def trace(
+    prompt: str, as_chat: bool, out: Path | None, as_json: bool, colour: bool | None, width: int | None, **given: Any
+) -> None:
+    """Answer PROMPT (or '-' for standard input) and draw what both models did: verifying, branches kept and lost,
+    rollbacks, waiting.
 
     \b
     specbranch trace "The capital of France is"
     specbranch trace --method specbranch --clock c10 --out timeline "Once upon a time"
     specbranch trace --executor process --chat "Why is the sky blue?" --max-tokens 40
 
-    Time is this machine's, or that of a --clock PROFILE: then decisions are real and time is modelled. The answer has at most 64 tokens
-    unless --max-tokens says otherwise.
+    Time is this machine's, or that of a --clock PROFILE: then decisions are real and time is modelled. The answer has
+    at most 64 tokens unless --max-tokens says otherwise.
     """
     from specbranch.cli.generate import read_prompts
 
@@ -69,7 +93,9 @@ def trace(prompt: str, as_chat: bool, out: Path | None, as_json: bool, colour: b
     _tell(llm, recorded, output, given.get("clock"), out, as_json, _style(llm, colour, width))
 
 
-def _tell(llm: LLM, recorded: Trace, output: Output, clock: str | None, out: Path | None, as_json: bool, style: Style) -> None:
+def _tell(
+    llm: LLM, recorded: Trace, output: Output, clock: str | None, out: Path | None, as_json: bool, style: Style
+) -> None:
     from specbranch.traces.rounds import read_rounds
     from specbranch.traces.timeline import draw_text
 
@@ -80,7 +106,9 @@ def _tell(llm: LLM, recorded: Trace, output: Output, clock: str | None, out: Pat
     if as_json:
         click.echo(json.dumps(_summary(rounds, output, clock, out), ensure_ascii=False))
         return
-    click.echo(f"{head}\n\n{draw_text(rounds, output.stats, style, modelled=clock is not None)}", color=style.paint is _painted)
+    click.echo(
+        f"{head}\n\n{draw_text(rounds, output.stats, style, modelled=clock is not None)}", color=style.paint is _painted
+    )
     if out is not None:
         click.echo(f"{NAME}.svg, .txt, .jsonl and .json (for ui.perfetto.dev) are in {out}", err=True)
 
@@ -89,7 +117,7 @@ def _clock(clock: str | None) -> str:
     return "on this machine's clock" if clock is None else f"on a modelled clock: {clock}"
 
 
-def _summary(rounds: Sequence[Round], output: Output, clock: str | None, out: Path | None) -> dict[str, Any]:
+def _summary(rounds: Sequence[TracedRound], output: Output, clock: str | None, out: Path | None) -> dict[str, Any]:
     from specbranch.traces.rounds import times
 
     return {
@@ -104,7 +132,7 @@ def _summary(rounds: Sequence[Round], output: Output, clock: str | None, out: Pa
     }
 
 
-def _round(one: Round) -> dict[str, Any]:
+def _round(one: TracedRound) -> dict[str, Any]:
     names = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
     return {
         "round": one.number,
@@ -118,7 +146,9 @@ def _round(one: Round) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, recorded: Trace, rounds: Sequence[Round], output: Output, head: str, modelled: bool) -> None:
+def _write(
+    folder: Path, recorded: Trace, rounds: Sequence[TracedRound], output: Output, head: str, modelled: bool
+) -> None:
     from specbranch.traces.timeline import Style, draw_text
     from specbranch.traces.timeline_svg import draw_svg, subtitle
 
@@ -130,7 +160,9 @@ def _write(folder: Path, recorded: Trace, rounds: Sequence[Round], output: Outpu
         drawn = draw_text(rounds, output.stats, Style(width=100), modelled)
         (folder / f"{NAME}.txt").write_text(f"{head}\n\n{drawn}\n", encoding="utf-8")
     except OSError as error:
-        raise BadParameter(f"The timeline could not be written to {folder}: {error}. Name another folder with --out.") from error
+        raise BadParameter(
+            f"The timeline could not be written to {folder}: {error}. Name another folder with --out."
+        ) from error
 
 
 def _make_folder(out: Path) -> None:

@@ -14,7 +14,16 @@ import click
 from specbranch import __version__
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
-from specbranch.cli.writing import Bars, commit, hardware, load_target, material_files, material_in, or_usual, title_and_licence
+from specbranch.cli.writing import (
+    TrainingBars,
+    commit,
+    hardware,
+    load_target,
+    material_files,
+    material_in,
+    or_usual,
+    title_and_licence,
+)
 from specbranch.errors import BadParameter
 from specbranch.pairs import chosen_models
 
@@ -22,10 +31,10 @@ if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice
     from specbranch.core.runner import Runner
     from specbranch.distill.material import Material
-    from specbranch.hrad.collect import Collector, Text
+    from specbranch.hrad.collect import Collector, WrittenText
     from specbranch.hrad.predictor import About, Predictor
-    from specbranch.hrad.rounds import Rounds
-    from specbranch.hrad.train import FitSettings, Fitted, Parts
+    from specbranch.hrad.rounds import LabelledRounds
+    from specbranch.hrad.train import DealtRounds, FitSettings, Fitted
 
 ROWS = 512  # tokens read in one forward
 SHOWN = 8  # draft length that the summary and the picture tell of
@@ -40,7 +49,12 @@ _models, _writing, _training = (options_of(title) for title in ("Pair", "Writing
 @_models("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the predictor.")
 @_writing("--seconds-writing", type=float, metavar="S", help="How long the target writes [30].")
 @_writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens.")
-@_writing("--data", type=click.Path(path_type=Path), metavar="FILE", help="Prompts for the target to answer too, as for generate --file.")
+@_writing(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Prompts for the target to answer too, as for generate --file.",
+)
 @_writing(
     "--material",
     type=click.Path(path_type=Path),
@@ -49,9 +63,27 @@ _models, _writing, _training = (options_of(title) for title in ("Pair", "Writing
 )
 @_writing("--writing-rows", type=int, metavar="N", help="Conversations written at once [512 on a GPU, else 16].")
 @_writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640].")
-@_training("--texts", type=click.IntRange(min=8), default=2000, metavar="N", help="Most conversations to take rounds from [2000].")
-@_training("--longest", type=click.IntRange(1, 64), default=16, metavar="N", help="Draft length (γ) up to which it foretells [16].")
-@_training("--layers", type=click.IntRange(1, 64), default=4, metavar="K", help="Of how many layers it reads hidden states [4].")
+@_training(
+    "--texts",
+    type=click.IntRange(min=8),
+    default=2000,
+    metavar="N",
+    help="Most conversations to take rounds from [2000].",
+)
+@_training(
+    "--longest",
+    type=click.IntRange(1, 64),
+    default=16,
+    metavar="N",
+    help="Draft length (γ) up to which it foretells [16].",
+)
+@_training(
+    "--layers",
+    type=click.IntRange(1, 64),
+    default=4,
+    metavar="K",
+    help="Of how many layers it reads hidden states [4].",
+)
 @_training("--epochs", type=click.IntRange(min=1), default=20, metavar="N", help="Times the rounds are gone over [20].")
 @_training("--batch", type=click.IntRange(min=1), default=256, metavar="N", help="Rounds of a step [256].")
 @_training("--learning-rate", type=float, default=1e-3, metavar="X", help="Highest learning rate [0.001].")
@@ -63,23 +95,29 @@ _models, _writing, _training = (options_of(title) for title in ("Pair", "Writing
     metavar="X",
     help="Share of features left out in every step [0.2].",
 )
-@_training("--across-tasks/--no-across-tasks", default=True, help="Also train without each kind of text, to see what that costs [yes].")
+@_training(
+    "--across-tasks/--no-across-tasks",
+    default=True,
+    help="Also train without each kind of text, to see what that costs [yes].",
+)
 @click.option("--seed", type=int, default=0, metavar="N", help="Seed of writing, dealing and training [0].")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: accuracy, confusion, calibration, log_loss …")
 def train_predictor(as_json: bool, **given: Any) -> None:
-    """Train H-RAD for a pair: a small network that foretells from the target's hidden states how much of the next draft is taken.
+    """Train H-RAD for a pair: a small network that foretells from the target's hidden states how much of the next draft
+    is taken.
 
     \b
     specbranch train-predictor --pair smollm2-default --out my-predictor
     specbranch train-predictor --target BIG --draft SMALL --out my-predictor
     specbranch generate --policy paper --predictor my-predictor "Once upon a time"
 
-    No data set is needed: the target invents questions and answers them greedily, and rounds of speculative decoding are read off its
-    answers; nothing is trimmed meanwhile. Of the texts 75 % are learned from, 10 % calibrate, 15 % judge. DIR/report.svg shows whether
-    chances come true, DIR/predictor.json holds all figures. A predictor is good for the pair it was trained for, and refused by others.
+    No data set is needed: the target invents questions and answers them greedily, and rounds of speculative decoding
+    are read off its answers; nothing is trimmed meanwhile. Of the texts 75 % are learned from, 10 % calibrate, 15 %
+    judge. DIR/report.svg shows whether chances come true, DIR/predictor.json holds all figures. A predictor is good for
+    the pair it was trained for, and refused by others.
     """
-    job = Job.of(given)
-    with Bars() as bars:
+    job = PredictorJob.of(given)
+    with TrainingBars() as bars:
         material = job.material(bars)
         rounds = job.rounds(material, bars)
         predictor = job.trained(rounds, bars)
@@ -89,7 +127,7 @@ def train_predictor(as_json: bool, **given: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PredictorJob:
     """What was asked for."""
 
     target: str
@@ -100,20 +138,29 @@ class Job:
     settings: FitSettings
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Job:
+    def of(cls, given: Mapping[str, Any]) -> PredictorJob:
         """Refuse what cannot be done before anything is loaded."""
         from specbranch.assembly import chosen_device
         from specbranch.hrad.train import FitSettings
 
         target, draft = chosen_models(given["pair"], given["target"], given["draft"])
         if draft is None:
-            raise BadParameter("A predictor foretells what becomes of a draft, and none was given. Name one with --draft, or a --pair.")
+            raise BadParameter(
+                "A predictor foretells what becomes of a draft, and none was given. Name one with --draft, or a --pair."
+            )
         if given["material"] is not None and not material_files(given["material"]):
             raise BadParameter(f"There is no material at {given['material']}. Name a file that an earlier run left.")
         names = ("epochs", "batch", "learning_rate", "weight_decay", "forgets", "seed")
-        return cls(target, draft, chosen_device(given["device"]), given["out"], given, FitSettings(*(given[name] for name in names)))
+        return cls(
+            target,
+            draft,
+            chosen_device(given["device"]),
+            given["out"],
+            given,
+            FitSettings(*(given[name] for name in names)),
+        )
 
-    def material(self, bars: Bars) -> Material:
+    def material(self, bars: TrainingBars) -> Material:
         """What the target wrote, greedily."""
         from specbranch.assembly import ModelChoice, load_tokenizer
         from specbranch.cli.generate import read_prompts
@@ -151,25 +198,32 @@ class Job:
             name, settings = part.get("target"), part.get("settings", {})
             if settings.get("temperature", 0.0) != 0.0:
                 told = f"{self.given['material']} was written at temperature {settings['temperature']}, half of it"
-                raise BadParameter(f"{told}; labels need greedy texts. Take what an earlier train-predictor left, or let it write.")
+                raise BadParameter(
+                    f"{told}; labels need greedy texts. Take what an earlier train-predictor left, or let it write."
+                )
             if name is not None and name != Path(fetched(ModelChoice(self.target))).name:
-                raise BadParameter(f"{self.given['material']} was written by {name}, not by {self.target}. Let this target write its own.")
+                raise BadParameter(
+                    f"{self.given['material']} was written by {name}, not by {self.target}. Let this target write its "
+                    "own."
+                )
         return material
 
-    def rounds(self, material: Material, bars: Bars) -> Rounds:
+    def rounds(self, material: Material, bars: TrainingBars) -> LabelledRounds:
         """Read rounds off the answers."""
         from specbranch.assembly import load_runner
-        from specbranch.hrad.rounds import Rounds
+        from specbranch.hrad.rounds import LabelledRounds
 
         collector = self.collector(load_runner(self._choices()[0]))
         texts = [text for text in self.texts(material) if collector.fits(text)][: self.given["texts"]]
         if not texts:
-            raise BadParameter("The target wrote nothing that both models can read. Let it write longer, with --seconds-writing.")
+            raise BadParameter(
+                "The target wrote nothing that both models can read. Let it write longer, with --seconds-writing."
+            )
         made = []
         for number, text in enumerate(texts):
             made.append(collector.rounds(text, number))
             bars.show("Reading", len(texts), number + 1, f"{sum(map(len, made)):,} rounds")
-        return Rounds.join(made)
+        return LabelledRounds.join(made)
 
     def collector(self, target: Runner) -> Collector:
         """Load the draft beside a target, to read with it."""
@@ -181,7 +235,7 @@ class Job:
         reading = {"layers": given["layers"], "longest": given["longest"], "rows": ROWS, "seed": given["seed"]}
         return Collector(target, drafter.runner, **reading)
 
-    def trained(self, rounds: Rounds, bars: Bars) -> Predictor:
+    def trained(self, rounds: LabelledRounds, bars: TrainingBars) -> Predictor:
         """Train, calibrate and judge."""
         import torch
 
@@ -190,19 +244,25 @@ class Job:
 
         parts = dealt(rounds.to(torch.device(self.device)), self.settings.seed)
         start = time.monotonic()
-        fitted = fit(parts, self.settings, lambda done, of, nats: bars.show("Training", of, done, f"{nats:.3f} nats a round"))
+        fitted = fit(
+            parts, self.settings, lambda done, of, nats: bars.show("Training", of, done, f"{nats:.3f} nats a round")
+        )
         seconds = time.monotonic() - start
         bars.show("Judging", None, 0, "")
         width = rounds.features.shape[1] // (self.given["layers"] + 1)
         about = self._about(width, self._figures(fitted, parts), self._provenance(parts, seconds))
         return Predictor(about, fitted.network)
 
-    def _figures(self, fitted: Fitted, parts: Parts) -> dict[str, Any]:
+    def _figures(self, fitted: Fitted, parts: DealtRounds) -> dict[str, Any]:
         from specbranch.hrad import report
 
         network, settings = fitted.network, self.settings
         figures = report.figures(network, parts.judged, min(SHOWN, self.given["longest"]))
-        figures |= {"epoch": fitted.epoch, "nats_calibrated": fitted.nats, "rivals": report.rivalry(network, parts, settings.seed)}
+        figures |= {
+            "epoch": fitted.epoch,
+            "nats_calibrated": fitted.nats,
+            "rivals": report.rivalry(network, parts, settings.seed),
+        }
         if self.given["across_tasks"]:
             figures["across_tasks"] = report.across_tasks(parts, self._tasks(), settings, network)
         return figures
@@ -217,31 +277,36 @@ class Job:
 
     def draw(self, predictor: Predictor) -> None:
         """Draw whether chances came true."""
-        from specbranch.charts import Line, line_chart
+        from specbranch.charts import ChartLine, line_chart
         from specbranch.distill.draft_folder import write_whole
 
         figures = predictor.about.figures
-        lines = [Line("as said", [(0.0, 0.0), (1.0, 1.0)], dashed=True, colour=7)]
+        lines = [ChartLine("as said", [(0.0, 0.0), (1.0, 1.0)], dashed=True, colour=7)]
         for name, points in figures["calibration"].items():
-            lines.append(Line(name, [(one["said"], one["true"]) for one in points], marks=True))
+            lines.append(ChartLine(name, [(one["said"], one["true"]) for one in points], marks=True))
         title = f"Do chances come true? Drafts of {figures['length']} tokens, {figures['rounds']} rounds that were not learned from"
-        write_whole(self.out / "report.svg", line_chart(title, lines, "chance told", "share that came true", y_from_zero=True).encode())
+        write_whole(
+            self.out / "report.svg",
+            line_chart(title, lines, "chance told", "share that came true", y_from_zero=True).encode(),
+        )
 
     def _choices(self) -> tuple[ModelChoice, ModelChoice]:
-        from specbranch.assembly import ModelChoice, beside
+        from specbranch.assembly import ModelChoice, fitted_to_target
 
-        target, draft = (ModelChoice(name, device=self.device, tail=ROWS, shorten=True) for name in (self.target, self.draft))
-        return target, beside(draft, self.target)
+        target, draft = (
+            ModelChoice(name, device=self.device, tail=ROWS, shorten=True) for name in (self.target, self.draft)
+        )
+        return target, fitted_to_target(draft, self.target)
 
-    def texts(self, material: Material) -> list[Text]:
+    def texts(self, material: Material) -> list[WrittenText]:
         """Take what was written apart."""
-        from specbranch.hrad.collect import Text
+        from specbranch.hrad.collect import WrittenText
 
         kinds = self._kinds(material)
         found = []
         for index in range(len(material)):
             tokens, answer = material.sequence(index), int(material.answers[index])
-            found.append(Text(tuple(tokens[:answer]), tuple(tokens[answer:]), kinds(tokens)))
+            found.append(WrittenText(tuple(tokens[:answer]), tuple(tokens[answer:]), kinds(tokens)))
         return found
 
     def _kinds(self, material: Material) -> Any:
@@ -256,7 +321,9 @@ class Job:
         length = int(material.about.get("settings", {}).get("length", self.given["writing_length"]))
         arch, _ = open_model(locate(choice.name))
         script = Script.of(
-            load_tokenizer(choice), arch, WriterSettings(tokens=1, length=length, question_tokens=max(min(192, length // 3), 3))
+            load_tokenizer(choice),
+            arch,
+            WriterSettings(tokens=1, length=length, question_tokens=max(min(192, length // 3), 3)),
         )
         return lambda tokens: self._tasks().index(script.kind_of(tokens))
 
@@ -266,7 +333,7 @@ class Job:
 
         return (*KIND_NAMES, GIVEN)
 
-    def _provenance(self, parts: Parts, seconds: float) -> dict[str, Any]:
+    def _provenance(self, parts: DealtRounds, seconds: float) -> dict[str, Any]:
         from dataclasses import asdict
 
         import torch
@@ -288,18 +355,26 @@ class Job:
 def _summary(out: Path, predictor: Predictor) -> str:
     figures, learned = predictor.about.figures, predictor.about.provenance
     lines = [
-        f"The predictor is in {out}. On {figures['rounds']:,} rounds that were not learned from, drafts of {figures['length']} tokens:",
+        f"The predictor is in {out}. On {figures['rounds']:,} rounds that were not learned from, drafts of "
+        f"{figures['length']} tokens:",
         f"  {figures['accuracy']:.1%} told rightly ("
         + ", ".join(f"{name} {share:.1%}" for name, share in figures["accuracy_by_class"].items())
         + f"); chances are off by {figures['calibration_error']:.1%} on average.",
         "  true \\ told   none    some     all",
         *(f"  {name:10} " + " ".join(f"{count:7,}" for count in row) for name, row in _confusion(figures)),
-        "How well each way foretells how much is taken, in nats a round (less is better; in brackets the difference to H-RAD):",
-        *(f"  {name:23} {one['nats']:.3f} ({one['low']:+.3f} … {one['high']:+.3f})" for name, one in figures["rivals"].items()),
+        "How well each way foretells how much is taken, in nats a round (less is better; in brackets the difference "
+        "to H-RAD):",
+        *(
+            f"  {name:23} {one['nats']:.3f} ({one['low']:+.3f} … {one['high']:+.3f})"
+            for name, one in figures["rivals"].items()
+        ),
     ]
     for name, one in figures.get("across_tasks", {}).items():
         more = one["nats_unseen"] / one["nats"] - 1
-        lines.append(f"  {name}: {one['nats']:.3f} nats, {one['nats_unseen']:.3f} had no such text been learned from ({more:+.1%})")
+        lines.append(
+            f"  {name}: {one['nats']:.3f} nats, {one['nats_unseen']:.3f} had no such text been learned from "
+            f"({more:+.1%})"
+        )
     lines.append(f"{learned['rounds_learned']:,} rounds were learned from, in {learned['seconds']:.0f} s.")
     return "\n".join(lines)
 

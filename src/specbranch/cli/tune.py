@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.suites.suite import ALL_SHIPPED, SUITES
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR
 from specbranch.errors import BadParameter, unknown
 from specbranch.pairs import chosen_models, draft_path
 from specbranch.sim.shipped import shipped_profiles
+from specbranch.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
-    from specbranch.bench.run import Clock, Progress
-    from specbranch.suites.suite import Suite
+    from specbranch.bench.run import Clock, StepsDone
     from specbranch.bench.tuning import Search, Tuner
+    from specbranch.suites.suite import Suite
 
 _what, _how, _where = (options_of(title) for title in ("What to tune", "What for", "Output"))
 PLAIN = "autoregressive"
@@ -43,7 +43,11 @@ PLAIN = "autoregressive"
     help="Methods, or METHOD:POLICY, to search among; plain decoding always takes part [all but lookahead, which takes hours].",
 )
 @_what("--trials", type=click.IntRange(min=1), metavar="N", help="Settings to try of a method with several knobs [40].")
-@_how("--profile", metavar="PROFILE", help="Hardware: a shipped profile, see below, or a FILE.json [this machine, measured first].")
+@_how(
+    "--profile",
+    metavar="PROFILE",
+    help="Hardware: a shipped profile, see below, or a FILE.json [this machine, measured first].",
+)
 @_how("--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same.")
 @_how(
     "--executor",
@@ -58,14 +62,35 @@ PLAIN = "autoregressive"
     metavar="FILE",
     help="A file of prompts in Spec-Bench's format; may be repeated.",
 )
-@_how("--suites", multiple=True, metavar="NAME", help=f"Suite; may be repeated, or several with commas [{ALL_SHIPPED}: 4 prompts of each].")
+@_how(
+    "--suites",
+    multiple=True,
+    metavar="NAME",
+    help=f"Suite; may be repeated, or several with commas [{ALL_SHIPPED}: 4 prompts of each].",
+)
 @_how("--data", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the public suites [$SPECBRANCH_DATA].")
 @_how("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts of each suite.")
 @_how("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy [0].")
 @_how("--max-tokens", type=click.IntRange(min=2), default=128, metavar="N", help="Longest answer [128].")
-@_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records and earlier searches are kept [the cache folder].")
-@_where("--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="Where the best setting is written.")
-@_where("--json", "as_json", is_flag=True, help="One JSON object: methods (tokens_per_second, speedup, setting …), best, out.")
+@_where(
+    "--records",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where records and earlier searches are kept [the cache folder].",
+)
+@_where(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE.json",
+    help="Where the best setting is written.",
+)
+@_where(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON object: methods (tokens_per_second, speedup, setting …), best, out.",
+)
 def tune(as_json: bool, **given: Any) -> None:
     """Search for the method and its setting that decode fastest with a pair, and write them to a file for --config.
 
@@ -74,8 +99,9 @@ def tune(as_json: bool, **given: Any) -> None:
     specbranch tune --pair smollm2-strong --profile c10 --methods speculative,specbranch --out strong.json
     specbranch generate --config tuned.json "Once upon a time"
 
-    The target answers each prompt once; then every method is replayed from the record and charged by the profile, so what is predicted is
-    as good as the profile. Searches are kept: the same question is answered at once. Ctrl-C writes the best setting found up to then.
+    The target answers each prompt once; then every method is replayed from the record and charged by the profile, so
+    what is predicted is as good as the profile. Searches are kept: the same question is answered at once. Ctrl-C writes
+    the best setting found up to then.
     """
     _check_out(given["out"])
     request = _request(given)
@@ -89,7 +115,7 @@ def tune(as_json: bool, **given: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TuneOutcome:
     """What a search came to: by method, plain decoding first; not complete if it was interrupted."""
 
     searches: tuple[Search, ...]
@@ -99,7 +125,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TuneJob:
     """What was asked for, all names checked and nothing loaded."""
 
     target: str
@@ -108,19 +134,23 @@ class Request:
     methods: tuple[str, ...]
     clock: Clock | None  # nothing: this machine, to be measured
 
-    def report(self, done: Outcome) -> dict[str, Any]:
+    def report(self, done: TuneOutcome) -> dict[str, Any]:
         """Return all that is told, the file's contents under `best`."""
         plain = done.searches[0].tokens_per_second
         best = max(done.searches, key=lambda found: found.tokens_per_second)
         rows = [_row(found, plain) for found in done.searches]
-        about = {**done.identity, "tokens_per_second": best.tokens_per_second, "speedup": best.tokens_per_second / plain}
+        about = {
+            **done.identity,
+            "tokens_per_second": best.tokens_per_second,
+            "speedup": best.tokens_per_second / plain,
+        }
         about |= {"plain_tokens_per_second": plain, "complete": done.complete}
         method, _, policy = best.method.partition(":")
         chosen = {"method": method, **({"policy": policy} if policy else {}), **_row(best, plain)["setting"]}
         return {"pair": done.pair, "methods": rows, "complete": done.complete, "best": {**chosen, TUNED_FOR: about}}
 
 
-def _request(given: dict[str, Any]) -> Request:
+def _request(given: dict[str, Any]) -> TuneJob:
     from specbranch.bench.tuning import SPACES, candidates, has_several_values
     from specbranch.cli.progress import pulled
     from specbranch.core.methods import METHODS
@@ -128,27 +158,33 @@ def _request(given: dict[str, Any]) -> Request:
 
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     known = candidates(draft is not None)
-    usual = [name for name in known if name not in METHODS or not METHODS[name].guesses]  # else the target decodes anew for each setting
+    usual = [
+        name for name in known if name not in METHODS or not METHODS[name].guesses
+    ]  # else the target decodes anew for each setting
     names = [name.strip() for name in (given["methods"] or ",".join(usual)).split(",") if name.strip()]
     for name in names:
         if name not in SPACES:
             raise unknown("method to tune", name, SPACES)
         if name not in known:
-            raise BadParameter(f"Method {name!r} needs a draft model, and none was given. Give one with --draft, or name a --pair.")
+            raise BadParameter(
+                f"Method {name!r} needs a draft model, and none was given. Give one with --draft, or name a --pair."
+            )
     if several := [name for name in names if has_several_values(name)]:
         OPTUNA.require(f"or leave {', '.join(several)} out with --methods")
     suites = _suites(given)
     if given["profile"] is None and draft is None:
-        raise BadParameter("Only a pair can be measured, and a target alone was given. Name a --profile, or give a --draft.")
+        raise BadParameter(
+            "Only a pair can be measured, and a target alone was given. Name a --profile, or give a --draft."
+        )
     if draft is not None:
         pulled(draft_path(draft))
     pulled(target)
-    return Request(target, draft, suites, tuple(dict.fromkeys((PLAIN, *names))), _named_clock(given, target, draft))
+    return TuneJob(target, draft, suites, tuple(dict.fromkeys((PLAIN, *names))), _named_clock(given, target, draft))
 
 
 def _suites(given: dict[str, Any]) -> tuple[Suite, ...]:
-    from specbranch.suites.suite import load_suites
     from specbranch.bench.tuning import tuning_suites
+    from specbranch.suites.suite import load_suites
 
     names = [name for value in given["suites"] for name in value.split(",") if name]
     if not names and not given["prompts"]:
@@ -164,7 +200,7 @@ def _named_clock(given: dict[str, Any], target: str, draft: str | None) -> Clock
     return None if profile is None else Clock(given["profile"], profile)
 
 
-def _searched(request: Request, given: dict[str, Any]) -> Outcome:
+def _searched(request: TuneJob, given: dict[str, Any]) -> TuneOutcome:
     """Carry out the searches; whatever was found before Ctrl-C is kept, if there is anything to hold it against."""
     from specbranch.bench.lab import Lab, Workload
     from specbranch.bench.tuning import TRIALS, Goal, Tuner
@@ -184,7 +220,7 @@ def _searched(request: Request, given: dict[str, Any]) -> Outcome:
             found = tuple(one for method in request.methods if (one := tuner.found(method)) is not None)
             if not found:
                 raise KeyboardInterrupt
-            return Outcome(found, complete, lab.pair, _circumstances(request, goal, tuner))
+            return TuneOutcome(found, complete, lab.pair, _circumstances(request, goal, tuner))
 
 
 def _pair_name(given: dict[str, Any]) -> str | None:
@@ -194,7 +230,7 @@ def _pair_name(given: dict[str, Any]) -> str | None:
     return given["pair"] or (DEFAULT_PAIR if given["target"] is given["draft"] is None else None)
 
 
-def _measured(request: Request, executor: str, progress: Progress) -> Clock:
+def _measured(request: TuneJob, executor: str, progress: StepsDone) -> Clock:
     """Measure this machine with the pair, briefly."""
     from specbranch.bench.own_profile import machine_profile
     from specbranch.bench.run import Clock
@@ -202,10 +238,12 @@ def _measured(request: Request, executor: str, progress: Progress) -> Clock:
 
     assert request.draft is not None
     kind: Any = executor
-    return Clock("this machine", machine_profile(request.target, request.draft, request.draft, Running(executor=kind), progress))
+    return Clock(
+        "this machine", machine_profile(request.target, request.draft, request.draft, Running(executor=kind), progress)
+    )
 
 
-def _circumstances(request: Request, goal: Any, tuner: Tuner) -> dict[str, Any]:
+def _circumstances(request: TuneJob, goal: Any, tuner: Tuner) -> dict[str, Any]:
     """Return what a setting was tuned for."""
     from specbranch import __version__
     from specbranch.assembly import identity
@@ -255,8 +293,14 @@ def _table(report: dict[str, Any], out: Path) -> list[str]:
     ]
     for row in report["methods"]:
         rate = rate_text(row["tokens_per_second"])
-        lines.append(f"{row['method']:23}{rate:>8}{row['speedup']:8.2f}×{row['looked_at']:>7}  {setting_text(row['setting'])}".rstrip())
-    lines += ["", *_verdict(_name(best), about), f'Written to {out}; use it with: specbranch generate --config {out} "…"']
+        lines.append(
+            f"{row['method']:23}{rate:>8}{row['speedup']:8.2f}×{row['looked_at']:>7}  {setting_text(row['setting'])}".rstrip()
+        )
+    lines += [
+        "",
+        *_verdict(_name(best), about),
+        f'Written to {out}; use it with: specbranch generate --config {out} "…"',
+    ]
     return lines
 
 

@@ -30,12 +30,13 @@ EXPECTED = "expected what `specbranch generate --json` prints"
 def verify(file: Path, as_json: bool, **given: Any) -> int:
     """Check that saved answers are what plain decoding gives.
 
-    FILE ('-' for standard input) holds what `generate --json` printed. For each answer it says whether autoregressive decoding gives the
-    same; a first difference is named with both tokens and how close the target's choice was between them. Exit code 1 if an answer
-    differs by more than a near-tie (1e-4 in logits). On GPUs rounding alone can make it larger with the transformers runner.
+    FILE ('-' for standard input) holds what `generate --json` printed. For each answer it says whether autoregressive
+    decoding gives the same; a first difference is named with both tokens and how close the target's choice was between
+    them. Exit code 1 if an answer differs by more than a near-tie (1e-4 in logits). On GPUs rounding alone can make it
+    larger with the transformers runner.
 
-    Target, precision, weights, runner and context length are those the answers were saved with, unless given; of a --pair its target
-    is taken.
+    Target, precision, weights, runner and context length are those the answers were saved with, unless given; of a
+    --pair its target is taken.
     """
     from specbranch.cli.progress import tracked
     from specbranch.recheck import NOTED, recheck
@@ -84,7 +85,9 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadParameter(f"The answers in {file} cannot be read: {error}.") from error
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: an answer may hold U+2028 and the like as they are
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # not splitlines: an answer may hold U+2028 and the like as they are
         if line.strip():
             yield from _with_alternatives(_object(line, f"{file}, line {number}"), f"{file}, line {number}")
 
@@ -116,7 +119,9 @@ def _agreed(name: str, answers: list[Saved]) -> Any:
     found = {getattr(answer, name) for answer in answers}
     if len(found) > 1:
         values, option = ", ".join(sorted(map(str, found))), name.replace("_", "-")
-        raise BadParameter(f"The answers were made with different values of {name} ({values}); verify them apart, or give --{option}.")
+        raise BadParameter(
+            f"The answers were made with different values of {name} ({values}); verify them apart, or give --{option}."
+        )
     return found.pop()
 
 
@@ -125,7 +130,12 @@ def _record(number: int, result: Recheck) -> dict[str, Any]:
     where = (
         {}
         if departure is None
-        else {"position": departure.position, "saved": departure.saved, "plain": departure.plain, "margin": departure.margin}
+        else {
+            "position": departure.position,
+            "saved": departure.saved,
+            "plain": departure.plain,
+            "margin": departure.margin,
+        }
     )
     return {"answer": number, "tokens": result.tokens, "verdict": result.finding, **where}
 
@@ -134,11 +144,17 @@ def _sentence(plain: LLM, number: int, result: Recheck) -> str:
     departure = result.departure
     if departure is None:
         return f"answer {number}: {result.tokens} tokens, identical"
-    saved, own = (repr(plain.tokenizer.token(t)) if t is not None else "the end" for t in (departure.saved, departure.plain))
+    saved, own = (
+        repr(plain.tokenizer.token(t)) if t is not None else "the end" for t in (departure.saved, departure.plain)
+    )
     apart = "" if departure.margin is None else f", {departure.margin:.2g} logits apart"
-    return f"answer {number}: {result.finding} at token {departure.position}: saved {saved}, plain decoding {own}{apart}"
+    return (
+        f"answer {number}: {result.finding} at token {departure.position}: saved {saved}, plain decoding {own}{apart}"
+    )
 
 
 def _total(results: list[Recheck]) -> str:
     counts = {kind: sum(r.finding == kind for r in results) for kind in ("identical", "near-tie", "different")}
-    return f"{sum(r.tokens for r in results)} tokens in {len(results)} answers: " + ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    return f"{sum(r.tokens for r in results)} tokens in {len(results)} answers: " + ", ".join(
+        f"{n} {kind}" for kind, n in counts.items()
+    )

@@ -1,4 +1,5 @@
-"""What commands share that let a target write: the target itself, the material it wrote, and how far the writing has come."""
+"""What commands share that let a target write: the target itself, the material it wrote, and how far the writing has
+come."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from specbranch.distill.material import Material
-    from specbranch.distill.writer import Target, Written
+    from specbranch.distill.writer import WritingTarget, Written
     from specbranch.distill.writer_settings import WriterSettings
     from specbranch.models.files.architecture import Architecture
     from specbranch.models.files.tensor_file import TensorSource
@@ -44,7 +45,8 @@ def joined(parts: list[Material]) -> Material:
 
 
 def title_and_licence(name: str) -> tuple[str, str | None]:
-    """Return what to call the target in files that others read (no path of this machine), and its licence where it is known."""
+    """Return what to call the target in files that others read (no path of this machine), and its licence where it
+    is known."""
     from specbranch.models.files.store import KNOWN
 
     if name in KNOWN:
@@ -53,17 +55,19 @@ def title_and_licence(name: str) -> tuple[str, str | None]:
     return path.resolve().name.removesuffix(".gguf") if path.exists() else name, None
 
 
-def load_target(arch: Architecture, file: TensorSource, device: str) -> Target:
+def load_target(arch: Architecture, file: TensorSource, device: str) -> WritingTarget:
     """Load a target that is to write."""
     import torch
 
     if arch.charged is not None:
         raise BadParameter(f"{arch.name} is inflated: its source says the same for less. Name the source here.")
-    from specbranch.distill.writer import Target
+    from specbranch.distill.writer import WritingTarget
     from specbranch.models.files.weights import read_weights
 
     place = torch.device(device)
-    return Target(arch, read_weights(arch, file, place, torch.float32 if place.type == "cpu" else torch.bfloat16))
+    return WritingTarget(
+        arch, read_weights(arch, file, place, torch.float32 if place.type == "cpu" else torch.bfloat16)
+    )
 
 
 def or_usual(given: int | None, usual: int) -> int:
@@ -85,7 +89,7 @@ def commit() -> str:
     return source_commit() or os.environ.get("SPECBRANCH_COMMIT", "unknown")
 
 
-class Bars:
+class TrainingBars:
     """Progress of writing and training on standard error; where nobody watches, a line at each comparison."""
 
     def __init__(self) -> None:
@@ -116,7 +120,12 @@ class Bars:
         def show(written: Written) -> None:
             total, done = (settings.tokens, written.tokens) if settings.tokens else (settings.seconds, written.seconds)
             speed = written.tokens / max(written.seconds, 1e-9)
-            self.show(what, total, done, f"{written.tokens:,} tokens, {written.conversations:,} conversations, {speed:,.0f} tokens/s")
+            self.show(
+                what,
+                total,
+                done,
+                f"{written.tokens:,} tokens, {written.conversations:,} conversations, {speed:,.0f} tokens/s",
+            )
 
         return show
 

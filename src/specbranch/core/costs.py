@@ -1,7 +1,7 @@
 """What a round costs: seconds by rows, known from a profile or learned from the spans of the rounds themselves.
 
-Owns the estimates. Invariant: an estimate is made of times and of how many rows were fed, of all sessions together, never of which tokens
-these were.
+Owns the estimates. Invariant: an estimate is made of times and of how many rows were fed, of all sessions together,
+never of which tokens these were.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ SLOPE = 0.05  # until more is known: each further row of the target costs this s
 LANE = 0.05  # likewise, each further lane of a draft step
 MOST_UNREAD = 24  # tokens of one session; more is reading a text, not a round
 Timed = Literal["target", "step", "slow_down", "draft_slow_down", "host"]
-Points = list[tuple[int, float]]  # seconds by rows, ascending
+CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 
 
 class Costs(Protocol):
-    """Seconds of a target forward by its rows, of a draft step by its width, and what overlap adds; a cost profile is one."""
+    """Seconds of a target forward by its rows, of a draft step by its width, and what overlap adds; a cost profile
+    is one."""
 
     @property
     def overlap(self) -> bool:
@@ -65,14 +66,17 @@ class Costs(Protocol):
 
 
 class LearnedCosts:
-    """Costs as the rounds so far have shown them: for each kind, by rows, the latest times. What has no rows is filed under 0."""
+    """Costs as the rounds so far have shown them: for each kind, by rows, the latest times. What has no rows is
+    filed under 0."""
 
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
-        self.news: list[tuple[Timed, int, float]] | None = None  # what was learned since it was last written down, where that is done
+        self.news: list[tuple[Timed, int, float]] | None = (
+            None  # what was learned since it was last written down, where that is done
+        )
         self._medians: dict[Timed, dict[int, float]] = {kind: {} for kind in get_args(Timed)}
-        self._sorted: dict[Timed, Points] = {}  # until another time comes in
+        self._sorted: dict[Timed, CostPoints] = {}  # until another time comes in
         self._begun: set[tuple[Timed, int]] = set()
         self._ended: float | None = None
 
@@ -114,7 +118,8 @@ class LearnedCosts:
         self._ended = None
 
     def add(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Take in what was measured; the first time of about so many rows is dropped, it may have had something to set up."""
+        """Take in what was measured; the first time of about so many rows is dropped, it may have had something to
+        set up."""
         begun = (kind, rows.bit_length())
         if begun in self._begun:
             self.count(kind, rows, seconds)
@@ -145,13 +150,14 @@ class LearnedCosts:
             self._verified(verifying, len(steps) if beside else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 
-    def _points(self, kind: Timed) -> Points:
+    def _points(self, kind: Timed) -> CostPoints:
         if kind not in self._sorted:
             self._sorted[kind] = sorted(self._medians[kind].items())
         return self._sorted[kind]
 
     def _drafted(self, span: Span, steps: list[int], beside: bool) -> None:
-        """Learn from the draft's part of a round; where steps were never timed alone, what they take beside the target has to do."""
+        """Learn from the draft's part of a round; where steps were never timed alone, what they take beside the
+        target has to do."""
         width, seconds = round(sum(steps) / len(steps)), span.seconds / len(steps)
         if beside and self.knows_draft:
             self.add("draft_slow_down", 0, seconds - self.draft_seconds(width))
@@ -194,8 +200,9 @@ def _steps_of(report: Reports) -> list[int]:
     return [len(report.branches)] * longest
 
 
-def _at(points: Points, rows: int, slope: float) -> float:
-    """Interpolate between the numbers of rows that were timed; beyond them go on by the slope between the ends, at least flat."""
+def _at(points: CostPoints, rows: int, slope: float) -> float:
+    """Interpolate between the numbers of rows that were timed; beyond them go on by the slope between the ends, at
+    least flat."""
     if not points:
         return 0.0
     below = [p for p in points if p[0] <= rows]

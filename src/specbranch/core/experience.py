@@ -1,6 +1,8 @@
-"""What is known of a pair and kept from request to request: costs, how far the draft's word goes, how fast decoding has been.
+"""What is known of a pair and kept from request to request: costs, how far the draft's word goes, how fast decoding has
+been.
 
-Owns the estimates a `Planner` goes by. Invariant: they are made of verdicts and times, never of tokens that are not judged.
+Owns the estimates a `Planner` goes by. Invariant: they are made of verdicts and times, never of tokens that are not
+judged.
 """
 
 from __future__ import annotations
@@ -14,10 +16,29 @@ from specbranch.core.trees import Chances
 
 # How often a target takes a draft's candidate, by what the draft says of it: usual figures, to begin with.
 USUAL_FIRST = (0.05, 0.06, 0.09, 0.13, 0.22, 0.3, 0.38, 0.46, 0.6, 0.73, 0.79, 0.87, 0.92, 0.95, 0.975, 0.99, 0.99)
-USUAL_OTHER = (0.003, 0.015, 0.036, 0.075, 0.118, 0.185, 0.26, 0.37, 0.42, 0.42, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45, 0.45)
+USUAL_OTHER = (
+    0.003,
+    0.015,
+    0.036,
+    0.075,
+    0.118,
+    0.185,
+    0.26,
+    0.37,
+    0.42,
+    0.42,
+    0.45,
+    0.45,
+    0.45,
+    0.45,
+    0.45,
+    0.45,
+    0.45,
+)
 USUAL_COVER = 0.8  # how often the target's next token is among those proposed
-# How often a token that was looked up is right, by the words matched before it, and by what the draft says of it: nothing yet, its first
-# candidate, among others, not a word. First for the token right behind those words, then for the ones that follow.
+# How often a token that was looked up is right, by the words matched before it, and by what the draft says of it:
+# nothing yet, its first candidate, among others, not a word. First for the token right behind those words, then for the
+# ones that follow.
 USUAL_LOOK = (
     (0.2, 0.65, 0.2, 0.06),
     (0.45, 0.75, 0.31, 0.12),
@@ -36,7 +57,8 @@ PROBING = 0.01  # share of the time that may be spent on asking a draft that doe
 
 
 class Tally:
-    """How often something came true, by class; the usual counts as `trust` observations, and beyond `memory` older ones fade."""
+    """How often something came true, by class; the usual counts as `trust` observations, and beyond `memory` older
+    ones fade."""
 
     def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
         self.seen = [trust] * len(usual)
@@ -66,8 +88,12 @@ class Insight:
     first: Tally = field(default_factory=lambda: Tally(USUAL_FIRST))
     other: Tally = field(default_factory=lambda: Tally(USUAL_OTHER))
     cover: Tally = field(default_factory=lambda: Tally((USUAL_COVER,), memory=200.0))
-    looked: Tally = field(default_factory=lambda: Tally(tuple(share for line in USUAL_LOOK for share in line), 6.0, 400.0))
-    shifts: list[float] = field(default_factory=lambda: [x for first, other in USUAL_SHIFT for x in (0.0, first, other, 0.0)])
+    looked: Tally = field(
+        default_factory=lambda: Tally(tuple(share for line in USUAL_LOOK for share in line), 6.0, 400.0)
+    )
+    shifts: list[float] = field(
+        default_factory=lambda: [x for first, other in USUAL_SHIFT for x in (0.0, first, other, 0.0)]
+    )
     tokens: float = 0.0
     seconds: float = 0.0
     news: list[News] | None = None  # what was learned since it was last written down, where that is done
@@ -83,8 +109,8 @@ class Insight:
             self.news.append((of, at, value))
 
     def take(self, of: Told, at: int, value: float) -> None:
-        """Take in an observation: whether a candidate of a class was right; of "shift" by how much more often than expected; of "pace" the
-        seconds of a round that gave `at` tokens."""
+        """Take in an observation: whether a candidate of a class was right; of "shift" by how much more often than
+        expected; of "pace" the seconds of a round that gave `at` tokens."""
         match of:
             case "shift":
                 self.shifts[at] += PACE * value
@@ -101,7 +127,8 @@ class Insight:
         self.seconds += seconds
 
     def rate(self, plain: float) -> float:
-        """Tokens a second, if plain decoding takes so long for one: half as much again before anything is known, and never less than it."""
+        """Tokens a second, if plain decoding takes so long for one: half as much again before anything is known, and
+        never less than it."""
         few = 40.0
         return max((few * 1.5 + self.tokens) / max(few * plain + self.seconds, 1e-12), 1.0 / max(plain, 1e-12))
 

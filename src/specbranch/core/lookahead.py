@@ -1,15 +1,18 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses its own n-grams, beside the verification of earlier ones.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the target guesses its own n-grams, beside the verification of
+earlier ones.
 
-Owns the window, the pool, and the order of rounds; no draft model takes part. One forward of the target reads both branches. *Lookahead*:
-the window holds the last N − 1 iterations of Jacobi decoding. Its oldest row follows the text's last token as a chain, and the newer ones
-hang on it column by column: a token sees the text, the oldest row up to its own column, and its own column's tokens of the rows between.
-So the published attention pattern is a tree, in which a token's depth is its position. What the target says after the newest row is the
-next one, and each column then is an n-gram. *Verification*: the pool's n-grams behind the text's last token.
+Owns the window, the pool, and the order of rounds; no draft model takes part. One forward of the target reads both
+branches. *Lookahead*: the window holds the last N − 1 iterations of Jacobi decoding. Its oldest row follows the text's
+last token as a chain, and the newer ones hang on it column by column: a token sees the text, the oldest row up to its
+own column, and its own column's tokens of the rows between. So the published attention pattern is a tree, in which a
+token's depth is its position. What the target says after the newest row is the next one, and each column then is an
+n-gram. *Verification*: the pool's n-grams behind the text's last token.
 
-As published the window moves by one place a round, however many tokens were taken, begins with tokens drawn from the prompt, and what it
-holds is never taken itself. Three things differ. Candidates that begin alike share nodes, so that they take fewer rows; the longest match
-is the same. Towards the request's limit the window narrows, so that nothing is read beyond. And where tokens are sampled it is filled with
-the noise of its places, not greedily: that is what the target would say there. Invariant: the session receives only what the verdict says.
+As published the window moves by one place a round, however many tokens were taken, begins with tokens drawn from the
+prompt, and what it holds is never taken itself. Three things differ. Candidates that begin alike share nodes, so that
+they take fewer rows; the longest match is the same. Towards the request's limit the window narrows, so that nothing is
+read beyond. And where tokens are sampled it is filled with the noise of its places, not greedily: that is what the
+target would say there. Invariant: the session receives only what the verdict says.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from specbranch.config import SpeculativeConfig
 from specbranch.core.orders import Aside, Orders, Reports
 from specbranch.core.policy import Policy
-from specbranch.core.rounds import Rounds, verdict_of
+from specbranch.core.rounds import MethodRounds, verdict_of
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Node, Tree
@@ -28,7 +31,7 @@ from specbranch.core.trees import Node, Tree
 Ngram = tuple[int, ...]
 
 
-class Pool:
+class NgramPool:
     """N-grams by their first token, as many for each as are verified at once; of those the ones met last."""
 
     def __init__(self, most: int) -> None:
@@ -68,7 +71,8 @@ class Window:
     """
 
     def __init__(self, size: int, guesses: Sequence[int]) -> None:
-        """`size` is that of the n-grams, N. The first row are W + N − 3 guesses: each round until the window is full takes one of them."""
+        """`size` is that of the n-grams, N. The first row are W + N − 3 guesses: each round until the window is full
+        takes one of them."""
         self.rows = [tuple(guesses)]
         self._size = size
 
@@ -90,18 +94,22 @@ class Window:
         return Aside(tuple(tokens), tuple(parents), tuple(last))
 
     def slide(self, current: int, told: Sequence[int]) -> list[Ngram]:
-        """Take the next row in and move by one place; returns the n-grams, if the window is full. `current` is the text's last token."""
+        """Take the next row in and move by one place; returns the n-grams, if the window is full. `current` is the
+        text's last token."""
         oldest, *newer = self.rows
         if len(self.rows) < self._size - 1:
             self.rows = [row[1:] for row in self.rows] + [tuple(told[1:] if newer else told)]
             return []
         self.rows = [newer[0][1:], *newer[1:], tuple(told)]
-        return list(zip((current, *oldest), *newer, told, strict=False))  # an oldest row that is given up leaves the text's last token
+        return list(
+            zip((current, *oldest), *newer, told, strict=False)
+        )  # an oldest row that is given up leaves the text's last token
 
 
-def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
-    """Verify n-grams that the target guessed in earlier rounds, and have it guess on in the same forward; nothing is drafted by a model."""
-    pool, window = Pool(config.lookahead_candidates), Window(config.lookahead_ngram, _guesses(session, config))
+def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
+    """Verify n-grams that the target guessed in earlier rounds, and have it guess on in the same forward; nothing is
+    drafted by a model."""
+    pool, window = NgramPool(config.lookahead_candidates), Window(config.lookahead_ngram, _guesses(session, config))
     while not session.finished:
         current = session.tokens[-1]
         tree = pool.tree(current, session.room - 1)

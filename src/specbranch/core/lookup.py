@@ -1,7 +1,7 @@
 """Prompt lookup: propose what followed the last occurrence of the current n-gram in the text itself. No draft model.
 
-Owns an index over one growing token list. Invariant: the index never holds the n-gram that ends the list, so a find is always a
-real earlier occurrence.
+Owns an index over one growing token list. Invariant: the index never holds the n-gram that ends the list, so a find is
+always a real earlier occurrence.
 """
 
 from __future__ import annotations

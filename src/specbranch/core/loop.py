@@ -1,7 +1,7 @@
 """The loop: every live session says what it wants, the executor does it, every session takes its reports.
 
-Owns which sessions are live. Invariant: a session joins, leaves or fails without the others noticing. A step that was interrupted can be
-made again: orders that were carried out may be repeated.
+Owns which sessions are live. Invariant: a session joins, leaves or fails without the others noticing. A step that was
+interrupted can be made again: orders that were carried out may be repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from specbranch.core.costs import LearnedCosts
-from specbranch.core.methods import Rounds
+from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.request import Request
 from specbranch.core.session import Session
@@ -59,7 +59,7 @@ class Loop:
         self.trace = trace
         self.costs = costs
         self.closed = False
-        self._live: dict[int, tuple[Session, Rounds]] = {}
+        self._live: dict[int, tuple[Session, MethodRounds]] = {}
         self._orders: dict[int, Orders] = {}
 
     @property
@@ -67,7 +67,7 @@ class Loop:
         """Whether any session is unfinished."""
         return bool(self._live)
 
-    def join(self, session: Session, rounds: Rounds) -> None:
+    def join(self, session: Session, rounds: MethodRounds) -> None:
         """Take a session in; it takes part from the next round on."""
         session.stats.started = self.executor.now()
         if self.costs is not None and not self._live:
@@ -102,7 +102,9 @@ class Loop:
             finally:
                 session.stats.finished = self.executor.now()
                 if session.finished in (None, "error") and orders.verify and orders.verify.parents is None:
-                    session.stats.unused += len(orders.verify.tokens)  # in flight: no verdict will come; a tree's tokens count once judged
+                    session.stats.unused += len(
+                        orders.verify.tokens
+                    )  # in flight: no verdict will come; a tree's tokens count once judged
                 self.executor.leave(session.number)
 
     def close(self) -> None:
@@ -120,7 +122,7 @@ class Loop:
         if session.finished:
             self.leave(session)
 
-    def _send(self, session: Session, rounds: Rounds, reports: Reports) -> None:
+    def _send(self, session: Session, rounds: MethodRounds, reports: Reports) -> None:
         if reports.error:
             session.fail(reports.error)
             return
@@ -130,7 +132,9 @@ class Loop:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
         except Exception as error:  # whatever it is, the other sessions have their reports to take
-            if not isinstance(error, SpecBranchError):  # a mistake of ours: who reads the output alone would see no traceback
+            if not isinstance(
+                error, SpecBranchError
+            ):  # a mistake of ours: who reads the output alone would see no traceback
                 log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
             session.fail(error)
 

@@ -14,12 +14,12 @@ from specbranch.core.lookahead import lookahead
 from specbranch.core.lookup import Ngrams
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy, make_policy
-from specbranch.core.rounds import Decode, Rounds
+from specbranch.core.rounds import Decode, MethodRounds
 from specbranch.core.session import Session
 from specbranch.core.tree_rounds import growing
 from specbranch.errors import BadParameter, unknown
 
-__all__ = ["METHODS", "Method", "Rounds", "best_fit", "find_method"]
+__all__ = ["METHODS", "Method", "MethodRounds", "best_fit", "find_method"]
 
 
 TWO_STAGE = ("paper", "last", "oracle")  # policies that only make sense where branches are drafted beside the target
@@ -60,17 +60,23 @@ class Method:
         both = self.decode is not None and self.policy == "planner"
         if not both and (policy == "planner") != (self.policy == "planner"):
             fitting = "planner" if self.policy == "planner" else "fixed, confidence or entropy"
-            raise BadParameter(f"Method {name!r} cannot follow policy {policy!r}; expected {fitting}. Leave the policy out.")
+            raise BadParameter(
+                f"Method {name!r} cannot follow policy {policy!r}; expected {fitting}. Leave the policy out."
+            )
         if policy in TWO_STAGE and not both:
-            raise BadParameter(f"Policy {policy!r} is one of method 'specbranch', not of {name!r}. Take that method, or another policy.")
+            raise BadParameter(
+                f"Policy {policy!r} is one of method 'specbranch', not of {name!r}. Take that method, or another "
+                "policy."
+            )
 
-    def start(self, session: Session, config: SpeculativeConfig, experience: Experience) -> Rounds:
-        """Begin decoding a session; `experience` is what the planner goes by, and adds to. Costs that are learned, the loop must learn."""
+    def start(self, session: Session, config: SpeculativeConfig, experience: Experience) -> MethodRounds:
+        """Begin decoding a session; `experience` is what the planner goes by, and adds to. Costs that are learned,
+        the loop must learn."""
         if self.plans(config):
             return growing(session, self._planner(session, config, experience))
         return self.run(session, config, make_policy(config, self.policy, self.heads))
 
-    def run(self, session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
+    def run(self, session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
         """Begin decoding a session by another policy than the method's own."""
         if self.decode is None:
             raise ValueError("a method that grows trees has no policy but the planner")
@@ -89,22 +95,36 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "autoregressive": Method(rounds.autoregressive, "plain decoding, one token a forward: the reference", needs_draft=False),
+    "autoregressive": Method(
+        rounds.autoregressive, "plain decoding, one token a forward: the reference", needs_draft=False
+    ),
     "speculative": Method(rounds.speculative, "serial speculative decoding with a fixed draft length"),
     "adaptive": Method(rounds.speculative, "AdaEDL: serial, the draft stops by entropy", policy="entropy"),
     "pearl": Method(rounds.pearl, "PEARL: draft and verify at the same time, one branch"),
-    "tree": Method(None, "serial, but the draft proposes a tree instead of a chain", policy="planner", without=("overlap", "lookup")),
+    "tree": Method(
+        None,
+        "serial, but the draft proposes a tree instead of a chain",
+        policy="planner",
+        without=("overlap", "lookup"),
+    ),
     "specbranch": Method(
-        rounds.specbranch, "SpecBranch: trees and branches while the target verifies, planned by what pays", policy="planner"
+        rounds.specbranch,
+        "SpecBranch: trees and branches while the target verifies, planned by what pays",
+        policy="planner",
     ),
     "lookup": Method(rounds.lookup, "prompt n-grams instead of a draft model", needs_draft=False),
-    "lookahead": Method(lookahead, "the target guesses its own n-grams (lookahead decoding)", needs_draft=False, guesses=True),
-    "auto": Method(None, "like specbranch, with a draft or without one: whatever pays", needs_draft=False, policy="planner"),
+    "lookahead": Method(
+        lookahead, "the target guesses its own n-grams (lookahead decoding)", needs_draft=False, guesses=True
+    ),
+    "auto": Method(
+        None, "like specbranch, with a draft or without one: whatever pays", needs_draft=False, policy="planner"
+    ),
 }
 
 
 def best_fit(config: SpeculativeConfig, has_draft: bool) -> tuple[str, SpeculativeConfig]:
-    """Return the method to use and its settings: the one asked for, else what fits. Without a draft the text itself is looked up."""
+    """Return the method to use and its settings: the one asked for, else what fits. Without a draft the text itself
+    is looked up."""
     name = config.method or ("specbranch" if has_draft else "auto")
     find_method(name, has_draft).check(name, config)
     return name, replace(config, method=name)
@@ -116,5 +136,7 @@ def find_method(name: str, has_draft: bool) -> Method:
         raise unknown("method", name, METHODS)
     method = METHODS[name]
     if method.needs_draft and not has_draft:
-        raise BadParameter(f"Method {name!r} needs a draft model, and none was given. Give one with draft=/--draft, or use 'lookup'.")
+        raise BadParameter(
+            f"Method {name!r} needs a draft model, and none was given. Give one with draft=/--draft, or use 'lookup'."
+        )
     return method

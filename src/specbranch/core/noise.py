@@ -1,7 +1,8 @@
-"""The randomness that target and draft share: a counter-based hash, so that it depends on where a token stands and on nothing else.
+"""The randomness that target and draft share: a counter-based hash, so that it depends on where a token stands and on
+nothing else.
 
-Owns the hash and the transforms of its bits. Invariant: noise is a function of (seed, sample, position, the target's token id), and a
-uniform of (seed, sample, position, purpose, attempt); no variate is used for two decisions.
+Owns the hash and the transforms of its bits. Invariant: noise is a function of (seed, sample, position, the target's
+token id), and a uniform of (seed, sample, position, purpose, attempt); no variate is used for two decisions.
 
 `mix` works alike on Python integers, numpy arrays and torch tensors of 64-bit integers: products are masked to 32 bits, and a wrapped
 64-bit product has the same low bits.

@@ -1,6 +1,7 @@
 """The shared vocabulary: what a method asks for (orders) and what comes back (reports).
 
-Owns only values; nothing here computes with a model. Invariant: an order states the true sequence and never says "undo".
+Owns only values; nothing here computes with a model. Invariant: an order states the true sequence and never says
+"undo".
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class Context:
 class Plan:
     """How to draft: from each fork, `width` heads, each extended to `length` tokens (head included).
 
-    A fork is `(after, width)`: it presumes that `after` of the pending tokens are accepted. No fork: one chain after all of
-    them. `narrow` lets the worker shrink a fork where the draft is sure: k = max(1, ⌊width·(1 − confidence)⌋), the paper's rule.
+    A fork is `(after, width)`: it presumes that `after` of the pending tokens are accepted. No fork: one chain after
+    all of them. `narrow` lets the worker shrink a fork where the draft is sure: k = max(1, ⌊width·(1 − confidence)⌋),
+    the paper's rule.
     """
 
     length: int
@@ -100,7 +102,8 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Grow `tree` behind the sequence `on`, all of which is committed. What the worker no longer holds of it, it reads again."""
+    """Grow `tree` behind the sequence `on`, all of which is committed. What the worker no longer holds of it, it
+    reads again."""
 
     on: Context
     tree: Tree
@@ -111,7 +114,7 @@ class Grow:
     @property
     def until_target(self) -> bool:
         """Whether it ends when the target is done."""
-        return self.growth.free > 0.0
+        return self.growth.free_time > 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,8 @@ class Aside:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Judge `tokens` after the sequence `on`. `parents[i]` is the index of node i's parent, -1 for the root; None: a chain.
+    """Judge `tokens` after the sequence `on`. `parents[i]` is the index of node i's parent, -1 for the root; None: a
+    chain.
 
     `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here, the same will be
     asked behind the verdict's token, so that a model may begin with that. `aside` is read in the same forward.
@@ -181,7 +185,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What H-RAD foretells of the draft behind a verdict: for a draft of 1, 2, … tokens the chances that none, some or all is taken."""
+    """What H-RAD foretells of the draft behind a verdict: for a draft of 1, 2, … tokens the chances that none, some
+    or all is taken."""
 
     chances: tuple[tuple[float, float, float], ...]
 
@@ -197,10 +202,13 @@ class Signal:
     @property
     def sound(self) -> bool:
         """Whether these are chances at all."""
-        return all(0.0 <= chance <= 1.0 for classes in self.chances for chance in classes)  # false for what is not a number
+        return all(
+            0.0 <= chance <= 1.0 for classes in self.chances for chance in classes
+        )  # false for what is not a number
 
     def hard(self, length: int) -> int | None:
-        """The likeliest class for a draft of so many tokens, NONE, SOME or ALL; nothing if that is longer than it knows."""
+        """The likeliest class for a draft of so many tokens, NONE, SOME or ALL; nothing if that is longer than it
+        knows."""
         if not 1 <= length <= len(self.chances):
             return None
         classes = self.chances[length - 1]
@@ -237,7 +245,8 @@ Drafted = tuple[Branch, ...] | Tree  # what comes back for the one, and for the 
 
 
 class Meanwhile:
-    """What nobody waits for: tasks that are done while the models work, or at the latest when their reports are there."""
+    """What nobody waits for: tasks that are done while the models work, or at the latest when their reports are
+    there."""
 
     def __init__(self) -> None:
         self._tasks: list[Callable[[], object]] = []
@@ -265,7 +274,8 @@ class Meanwhile:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """One session's orders for one round; either may be absent. An executor that waits for a device may do `meanwhile` first."""
+    """One session's orders for one round; either may be absent. An executor that waits for a device may do
+    `meanwhile` first."""
 
     draft: DraftOrder | None = None
     verify: Verify | None = None

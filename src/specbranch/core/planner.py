@@ -1,8 +1,10 @@
-"""How far to grow a tree, what of it to verify and when, by expected tokens a second: the policy behind `tree`, `specbranch` and `auto`.
+"""How far to grow a tree, what of it to verify and when, by expected tokens a second: the policy behind `tree`,
+`specbranch` and `auto`.
 
-Owns the economics. A token is worth the time in which one is emitted at the present rate; with that every draft step and every row has a
-price in tokens, and is bought only if it promises more. Where nothing pays, nothing is drafted: that is plain decoding. Invariant: a plan
-depends on committed tokens, past verdicts and times alone, and on what the draft said where it stands.
+Owns the economics. A token is worth the time in which one is emitted at the present rate; with that every draft step
+and every row has a price in tokens, and is bought only if it promises more. Where nothing pays, nothing is drafted:
+that is plain decoding. Invariant: a plan depends on committed tokens, past verdicts and times alone, and on what the
+draft said where it stands.
 """
 
 from __future__ import annotations
@@ -14,21 +16,28 @@ from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import Growth, Node, Sapling, Tree, class_of, farthest, look_class, standing
+from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, farthest, look_class, standing
 
-SPARED = 0.7  # of a step's price is what a node is worth at most that is read beside the target: the step may be made later
+SPARED = (
+    0.7  # of a step's price is what a node is worth at most that is read beside the target: the step may be made later
+)
 LOOKED = 14  # tokens looked up at a time
 LINE = 0.06  # reach under which the main line is not sent on: what is rejected there costs more than it brings
-SURE = 4  # candidates of a place among which the target's token is looked for to tell what reading is worth: hardly more are ever sent
+# candidates of a place among which the target's token is looked for to tell what reading is worth: hardly more are ever
+# sent
+SURE = 4
 IN_A_ROW = 4  # steps that must fit beside the target if they are to be wide: what is read wide is not read deep
 LIGHT = 1.25  # of a narrow step's price is what a wide one may cost in any case
-FIRST = 0.5  # of the draft's first step is priced by the present rate, the rest by plain decoding's: it opens the way to further ones
+# of the draft's first step is priced by the present rate, the rest by plain decoding's: it opens the way to further
+# ones
+FIRST = 0.5
 MUTE = 8  # orders in a row that the draft left unanswered after which it counts as gone: the text may have outgrown it
 
 
 @dataclass(frozen=True, slots=True)
 class Breadth:
-    """How much is taken in of what a draft says, and how much is read at once, at most; prices and chances decide within that."""
+    """How much is taken in of what a draft says, and how much is read at once, at most; prices and chances decide
+    within that."""
 
     candidates: int  # of a place
     lanes: int  # of a step
@@ -37,7 +46,9 @@ class Breadth:
 
 ONE = Breadth(1, 1, 0.01)
 NARROW = Breadth(4, 8, 0.01)  # while the target waits: more would hardly be sent
-WIDE = Breadth(8, 16, 0.001)  # with a draft that reads on beside the target: three verdicts in five refuse all that was sent at a place
+WIDE = Breadth(
+    8, 16, 0.001
+)  # with a draft that reads on beside the target: three verdicts in five refuse all that was sent at a place
 
 
 class Planner:
@@ -54,7 +65,8 @@ class Planner:
         learns: bool = True,
         most_rows: int = 16,
     ) -> None:
-        """`trees`: alternatives are verified, too; `branches`: they are drafted on beside the target, too; each can be left out."""
+        """`trees`: alternatives are verified, too; `branches`: they are drafted on beside the target, too; each can
+        be left out."""
         self.experience, self.insight, self.costs = experience, experience.insight, experience.costs
         self.overlap = overlap and self.costs.overlap
         self._ngrams = ngrams
@@ -86,7 +98,7 @@ class Planner:
             children=self._breadth.candidates,
             least=self._breadth.least,
             rows=rows,
-            row=max(row, 0.0),
+            row_price=max(row, 0.0),
         )
 
     def _target_seconds(self, rows: int) -> float:
@@ -100,23 +112,24 @@ class Planner:
         words, tokens = self._ngrams.find(LOOKED) if self._ngrams else (0, ())
         if not tokens:
             return tree
-        sapling = Sapling(tree)
-        sapling.graft(tokens, words, self._growth.chances)
-        return sapling.tree()
+        growing = GrowingTree(tree)
+        growing.graft(tokens, words, self._growth.chances)
+        return growing.tree()
 
-    def alone(self, tree: Tree, unread: int) -> Growth | None:
-        """How to grow a tree while the target waits; None: go on with what there is. `unread`: tokens the draft has to read first."""
+    def while_waiting(self, tree: Tree, unread: int) -> Growth | None:
+        """How to grow a tree while the target waits; None: go on with what there is. `unread`: tokens the draft has
+        to read first."""
         growth = self._growth
         if not self._can_draft or not self.costs.knows_target:
             return None
         if not self.costs.knows_draft:
             return replace(growth, step=(0.0,), most=2)  # to be timed
         if tree.read:
-            return growth if growth.pace(0.0, self._thirsts(tree, growth)) else None
+            return growth if growth.pace(0.0, self._gains(tree, growth)) else None
         seconds = self.costs.draft_seconds(max(unread, 1), self._context)
         plain = 1.0 / self._target_seconds(1)
         price = seconds * (FIRST * self._rate + (1.0 - FIRST) * plain)
-        pays = growth.worth * self._thirsts(tree, growth)[0] > price
+        pays = growth.worth * self._gains(tree, growth)[0] > price
         if pays:
             return growth
         return replace(growth, most=0) if self.experience.affords(seconds) else None
@@ -144,29 +157,29 @@ class Planner:
                 break
         return sorted(numbers[:best])
 
-    def beside(self, tree: Tree, rows: int) -> Growth | None:
+    def while_verifying(self, tree: Tree, rows: int) -> Growth | None:
         """How to grow the tree while the target verifies so many rows; None: it is not to be disturbed."""
-        costs, rate, alone = self.costs, self._rate, self._growth
+        costs, rate, waiting = self.costs, self._rate, self._growth
         if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
             return None
         free = rate * self._target_seconds(rows)
         growth = replace(
-            alone,
-            step=_in_a_row(alone.step, free) if self._branches else alone.step[:1],
-            free=free,
-            drag=rate * costs.slow_down,
-            slower=rate * costs.draft_slow_down,
-            worth=min(alone.worth, SPARED * alone.step[0]),
-            row=0.0,
-            children=alone.children if self._branches else 1,
+            waiting,
+            step=_in_a_row(waiting.step, free) if self._branches else waiting.step[:1],
+            free_time=free,
+            target_delay=rate * costs.slow_down,
+            draft_delay=rate * costs.draft_slow_down,
+            worth=min(waiting.worth, SPARED * waiting.step[0]),
+            row_price=0.0,
+            children=waiting.children if self._branches else 1,
         )
-        return growth if growth.pace(0.0, self._thirsts(tree, growth)) else None
+        return growth if growth.pace(0.0, self._gains(tree, growth)) else None
 
-    def _thirsts(self, tree: Tree, growth: Growth) -> list[float]:
+    def _gains(self, tree: Tree, growth: Growth) -> list[float]:
         """What may be read next, by how much it promises; the end of the text itself if that was not read."""
-        sapling = Sapling(tree)
+        growing = GrowingTree(tree)
         if tree.read:
-            return [thirst for _, thirst in sapling.thirsty(growth)]
+            return [gain for _, gain in growing.readable(growth)]
         return [max(1.0 - sum(node.chance for node in tree.nodes if node.parent == ROOT), 0.0)]
 
     def note(self, orders: Orders, reports: Reports, emitted: int) -> None:

@@ -1,7 +1,7 @@
 """How far to draft, where to fork, how much to keep: numbers in, a Plan out.
 
-Owns the choice of lengths and widths. Invariant under the ratio rule: whether a token is kept depends on its law q (max, entropy),
-never on the token drawn from it or on anything after it.
+Owns the choice of lengths and widths. Invariant under the ratio rule: whether a token is kept depends on its law q
+(max, entropy), never on the token drawn from it or on anything after it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,12 @@ class Fixed:
 
 
 class Confidence(Fixed):
-    """Keep tokens while the draft is confident; fork at the first unsure one, wider the less sure (SpecBranch's implicit signal)."""
+    """Keep tokens while the draft is confident; fork at the first unsure one, wider the less sure (SpecBranch's
+    implicit signal)."""
 
-    def __init__(self, length: int, stop_below: float, width: int = 1, heads: HeadKind = "top", until: Until = "length") -> None:
+    def __init__(
+        self, length: int, stop_below: float, width: int = 1, heads: HeadKind = "top", until: Until = "length"
+    ) -> None:
         super().__init__(length, heads, until)
         self.stop_below = stop_below
         self.width = width
@@ -77,7 +80,8 @@ class Confidence(Fixed):
         return Plan(self.length, stop_below=self.stop_below)
 
     def fork(self, pending: Branch) -> Plan:
-        """Plan branches at the token after the pending chain; they run on to full length, to be trimmed once one has won."""
+        """Plan branches at the token after the pending chain; they run on to full length, to be trimmed once one has
+        won."""
         return Plan(self.length, ((len(pending.tokens), self.width),), narrow=True, heads=self.heads, until=self.until)
 
     def trim(self, branch: Branch) -> Branch:
@@ -87,7 +91,8 @@ class Confidence(Fixed):
 
 
 class Paper(Confidence):
-    """SpecBranch as published: H-RAD's hard signals, none and all, say what is kept; between them, and without it, confidence does."""
+    """SpecBranch as published: H-RAD's hard signals, none and all, say what is kept; between them, and without it,
+    confidence does."""
 
     def __init__(
         self,
@@ -152,7 +157,8 @@ def _hard(signal: Signal | None, length: int) -> int:
 
 
 class Entropy(Fixed):
-    """AdaEDL (arXiv 2410.18351): stop where the entropy's lower bound on acceptance, 1 − sqrt(γ·H), falls under a moving threshold."""
+    """AdaEDL (arXiv 2410.18351): stop where the entropy's lower bound on acceptance, 1 − sqrt(γ·H), falls under a
+    moving threshold."""
 
     goal = 0.9  # wanted acceptance (α in the paper)
     recall = 0.5  # weight of the past in the running acceptance (β₁)
@@ -165,7 +171,8 @@ class Entropy(Fixed):
         self.acceptance = self.goal
 
     def chain(self) -> Plan:
-        """Plan a chain that ends with the first token whose bound falls under the threshold; at least one is always tried."""
+        """Plan a chain that ends with the first token whose bound falls under the threshold; at least one is always
+        tried."""
         return Plan(self.length, stop_below=self.threshold, keep_unsure=True, measure="entropy")
 
     def observe(self, pending: Branch, verdict: Verdict) -> None:

@@ -1,7 +1,7 @@
 """Timing a pair before its first request: what a target forward takes by its rows, and a draft step by its width.
 
-Owns what is tried and when that ends. Invariant: it goes through the executor as any round does, so what is timed is what a round takes; it
-leaves nothing behind but the times.
+Owns what is tried and when that ends. Invariant: it goes through the executor as any round does, so what is timed is
+what a round takes; it leaves nothing behind but the times.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ def rehearsed(costs: LearnedCosts, has_draft: bool) -> bool:
     return bool(rows) and min(rows) <= 2 and max(rows) >= 8 and (costs.knows_draft or not has_draft)
 
 
-def rehearse(executor: Executor, costs: LearnedCosts, vocabulary: int, has_draft: bool, seconds: float, set_up: bool = False) -> None:
-    """Time rounds of chosen sizes for at most about so many seconds; where models are slow or hold little, fewer of them.
+def rehearse(
+    executor: Executor, costs: LearnedCosts, vocabulary: int, has_draft: bool, seconds: float, set_up: bool = False
+) -> None:
+    """Time rounds of chosen sizes for at most about so many seconds; where models are slow or hold little, fewer of
+    them.
 
     `set_up`: a first round of each size has something to set up, as where graphs are captured; they are made before, and not timed.
     """
     on = Context(0, tuple(token % vocabulary for token in PROMPT))
     try:
         executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
-        executor.run({NUMBER: Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))})  # read by both, and not timed
+        executor.run(
+            {NUMBER: Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))}
+        )  # read by both, and not timed
         for orders in _trials(on, has_draft) if set_up else ():
             executor.run({NUMBER: orders})
         over, longest = executor.now() + seconds, 0.0

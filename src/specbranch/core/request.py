@@ -22,7 +22,7 @@ class Request:
     sample: int = 0
     rule: Rule = "match"
     eos_ids: tuple[int, ...] = ()
-    foretold: bool = False  # whether the method heeds what a forecaster says at each verdict
+    wants_forecast: bool = False  # whether the method heeds what a forecaster says at each verdict
 
     @property
     def greedy(self) -> bool:
@@ -37,7 +37,9 @@ class Request:
     @property
     def ending_ids(self) -> frozenset[int]:
         """The tokens that end the request."""
-        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else frozenset(self.eos_ids))
+        return frozenset(self.params.stop_token_ids) | (
+            frozenset() if self.params.ignore_eos else frozenset(self.eos_ids)
+        )
 
 
 class Spot(NamedTuple):

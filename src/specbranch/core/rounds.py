@@ -1,7 +1,8 @@
-"""How methods over chains draft and verify, round by round. A method is a generator: it yields orders, receives reports, commits verdicts.
+"""How methods over chains draft and verify, round by round. A method is a generator: it yields orders, receives
+reports, commits verdicts.
 
-Owns the order of drafting and verifying; never calls a model. `tree_rounds` is the same for trees. Invariant: whatever is drafted, the
-session receives only what the verdict says.
+Owns the order of drafting and verifying; never calls a model. `tree_rounds` is the same for trees. Invariant: whatever
+is drafted, the session receives only what the verdict says.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdi
 from specbranch.core.policy import Policy
 from specbranch.core.session import Session
 
-Rounds = Generator[Orders, Reports, None]
+MethodRounds = Generator[Orders, Reports, None]
 InFlight = Branch | None  # a chain that was drafted and not judged yet; None: the next one is still to be drafted
-Decode = Callable[[Session, SpeculativeConfig, Policy], Rounds]
+Decode = Callable[[Session, SpeculativeConfig, Policy], MethodRounds]
 PREFILL = Plan(0)
 
 
-def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
+def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """One token a forward: what every other method must equal."""
     while not session.finished:
         reports = yield Orders(verify=session.verify_plainly())
         absorb(session, policy, NOTHING, reports)
 
 
-def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
+def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Serial speculative decoding: draft a chain, then verify it; AdaEDL with the entropy policy."""
     while not session.finished:
         reports = yield Orders(draft=session.draft(policy.chain()))
@@ -36,7 +37,7 @@ def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> 
         absorb(session, policy, pending, reports)
 
 
-def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
+def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Verify what followed the same words earlier in the text; nothing is drafted by a model."""
     ngrams = Ngrams(session.tokens, config.ngram_max, config.ngram_min)
     while not session.finished:
@@ -47,8 +48,9 @@ def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> Round
         absorb(session, policy, pending, reports)
 
 
-def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
-    """PEARL: while the pending chain is verified, draft its one likeliest continuation; after a rollback start from nothing pending."""
+def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
+    """PEARL: while the pending chain is verified, draft its one likeliest continuation; after a rollback start from
+    nothing pending."""
     pending: InFlight = None
     while not session.finished:
         session.stats.begin(pending is not None)
@@ -58,8 +60,9 @@ def pearl(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds
     _abandon(session, pending)
 
 
-def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> Rounds:
-    """SpecBranch: a serial draft stage, then branch stages, in which the draft hedges at the unsure token, until none is hit."""
+def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
+    """SpecBranch: a serial draft stage, then branch stages, in which the draft hedges at the unsure token, until
+    none is hit."""
     pending: InFlight = None
     while not session.finished:
         session.stats.begin(pending is not None)
@@ -70,7 +73,9 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> R
     _abandon(session, pending)
 
 
-def whole(session: Session, config: SpeculativeConfig, policy: Policy, decode: Decode, with_draft: bool) -> Rounds:
+def whole(
+    session: Session, config: SpeculativeConfig, policy: Policy, decode: Decode, with_draft: bool
+) -> MethodRounds:
     """Decode a request from its prompt to its end."""
     verdict = yield from prefill(session, with_draft)
     policy.observe(NOTHING, verdict)
@@ -88,7 +93,8 @@ def prefill(session: Session, with_draft: bool) -> Generator[Orders, Reports, Ve
 
 
 def absorb(session: Session, policy: Policy, pending: Branch, reports: Reports) -> InFlight:
-    """Commit a verdict and settle the branches; returns what the surviving one drafted beyond its head, trimmed, or None."""
+    """Commit a verdict and settle the branches; returns what the surviving one drafted beyond its head, trimmed, or
+    None."""
     verdict, kept, stats = verdict_of(reports), reports.kept, session.stats
     taken = session.commit(pending.tokens, verdict, kept is not None)
     ended = taken <= len(verdict.path)

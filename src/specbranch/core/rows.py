@@ -1,8 +1,9 @@
-"""Answering from rows: what is common to all Runners that hold a row of logits after each node and turn it into tokens on the host.
+"""Answering from rows: what is common to all Runners that hold a row of logits after each node and turn it into tokens
+on the host.
 
-Owns the rows of live nodes, and where each stands (`Spot`). A model comes in as `_score` and the rest of the bookkeeping, the way from rows
-to tokens as a Sampler. Invariants: a row is that of its node's own tokens as long as the node lives; a node without a row is one that
-cannot be asked about, never one that is answered for by another.
+Owns the rows of live nodes, and where each stands (`Spot`). A model comes in as `_score` and the rest of the
+bookkeeping, the way from rows to tokens as a Sampler. Invariants: a row is that of its node's own tokens as long as the
+node lives; a node without a row is one that cannot be asked about, never one that is answered for by another.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ class RowRunner(Generic[Row]):
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Read new nodes, and answer what is asked about them, or about nodes read before."""
         self.score(work)
-        rows, spots = [self._rows[ask.seq][ask.node] for ask in asks], [self.spot(ask.seq, ask.node, ask) for ask in asks]
+        rows, spots = (
+            [self._rows[ask.seq][ask.node] for ask in asks],
+            [self.spot(ask.seq, ask.node, ask) for ask in asks],
+        )
         return self.sampler.propose(rows, spots, asks)
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
@@ -111,7 +115,8 @@ class RowRunner(Generic[Row]):
         """Keep some nodes of the tail, the first `commit` of them as prefix, and the rows behind all that is left."""
         rows, line = self._rows[seq], [ROOT, *nodes]  # the row after k kept nodes of a line is that of line[k]
         left = {at - commit - 1: rows[node] for at, node in enumerate(line) if at >= commit and node in rows}
-        rows.clear()  # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
+        # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
+        rows.clear()
         self._keep(seq, nodes, commit)
         rows.update(left)
 
@@ -135,12 +140,20 @@ class RowRunner(Generic[Row]):
     def _judged(self, trial: Trial) -> Judged:
         path, token = self._outcome(trial)
         last = trial.node(path[-1] if path else ROOT)
-        return Judged(path, token, self._logprobs(trial, path, token), self._said(trial.seq, last, token) if trial.foretold else None)
+        return Judged(
+            path,
+            token,
+            self._logprobs(trial, path, token),
+            self._said(trial.seq, last, token) if trial.wants_forecast else None,
+        )
 
     def _outcome(self, trial: Trial) -> Outcome:
         if not self._requests[trial.seq].by_ratio:
             nodes = range(ROOT, len(trial.nodes))
-            rows, spots = [self._rows[trial.seq][trial.node(n)] for n in nodes], [self._spot_of(trial, n) for n in nodes]
+            rows, spots = (
+                [self._rows[trial.seq][trial.node(n)] for n in nodes],
+                [self._spot_of(trial, n) for n in nodes],
+            )
             return accept_match(trial.order, self.sampler.pick(rows, spots))
 
         def law(index: int) -> Law:
@@ -158,7 +171,11 @@ class RowRunner(Generic[Row]):
 
     def _spot_of(self, trial: Trial, index: int) -> Spot:
         spot = self.spot(trial.seq, trial.node(index))
-        return spot if trial.allowed is None else Spot(spot.request, spot.position, spot.history, 0, trial.allowed[index + 1])
+        return (
+            spot
+            if trial.allowed is None
+            else Spot(spot.request, spot.position, spot.history, 0, trial.allowed[index + 1])
+        )
 
     def _logprobs(self, trial: Trial, path: tuple[int, ...], token: int) -> tuple[TokenLogprobs, ...] | None:
         if trial.logprobs is None:

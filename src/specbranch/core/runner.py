@@ -1,7 +1,8 @@
 """The protocol between the workers and the models: a Runner reads nodes and answers questions about them.
 
-Owns no behaviour. Invariants: rows of logits stay where they were made; only token ids, confidences and a few probabilities come out.
-What is answered about a node depends on the tokens up to it and on its sequence's request alone, whatever else is read or asked with it.
+Owns no behaviour. Invariants: rows of logits stay where they were made; only token ids, confidences and a few
+probabilities come out. What is answered about a node depends on the tokens up to it and on its sequence's request
+alone, whatever else is read or asked with it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Which of an order's tokens does the target take, and what does it say next? By the rule of the sequence's request."""
+    """Which of an order's tokens does the target take, and what does it say next? By the rule of the sequence's
+    request."""
 
     seq: int
     order: Verify
@@ -75,8 +77,10 @@ class Trial:
     nodes: tuple[int, ...]  # where they lie
     head: Head | None = None
     logprobs: int | None = None  # how many of the most likely tokens are told with each taken one; nothing: none is
-    foretold: bool = False  # whether what the model's probe says of the verdict is told too
-    allowed: tuple[Allowed | None, ...] | None = None  # after the root, then after each of the nodes; nothing: any token anywhere
+    wants_forecast: bool = False  # whether what the model's probe says of the verdict is told too
+    allowed: tuple[Allowed | None, ...] | None = (
+        None  # after the root, then after each of the nodes; nothing: any token anywhere
+    )
 
     def node(self, index: int) -> int:
         """The node of the order's token `index`, −1 for the root."""
@@ -85,7 +89,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Indices of the taken tokens, then the target's own next one; `said` is what a probe made of the row behind the last taken."""
+    """Indices of the taken tokens, then the target's own next one; `said` is what a probe made of the row behind the
+    last taken."""
 
     path: tuple[int, ...]
     token: int
@@ -99,7 +104,8 @@ def _at_once() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What a verification finds: calling it waits for the model, `ready` tells whether there is anything to wait for."""
+    """What a verification finds: calling it waits for the model, `ready` tells whether there is anything to wait
+    for."""
 
     found: Callable[[], list[Judged]]
     ready: Callable[[], bool] = _at_once
@@ -114,7 +120,8 @@ Done = Callable[[], bool]  # whether the target is
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A tree to be grown behind a sequence: `unread` of its text is read first, `held` tells where what was read of the tree lies."""
+    """A tree to be grown behind a sequence: `unread` of its text is read first, `held` tells where what was read of
+    the tree lies."""
 
     seq: int
     unread: tuple[int, ...]
@@ -161,7 +168,8 @@ class Runner(Protocol):
         ...
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        """Read new nodes, and judge; returns at once where a device works by itself, and the verdicts when they are called for."""
+        """Read new nodes, and judge; returns at once where a device works by itself, and the verdicts when they are
+        called for."""
         ...
 
     def knows(self, seq: int, node: int) -> bool:
@@ -169,11 +177,13 @@ class Runner(Protocol):
         ...
 
     def margin(self, seq: int, node: int, first: int, second: int) -> float:
-        """Return by how many logits `first` is preferred to `second` after a node, noise and shaping included; 0 is a tie."""
+        """Return by how many logits `first` is preferred to `second` after a node, noise and shaping included; 0 is
+        a tie."""
         ...
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` of them, a line, as prefix; drop the rest (see Slots.keep)."""
+        """Keep some nodes of the tail, the first `commit` of them, a line, as prefix; drop the rest (see
+        Slots.keep)."""
         ...
 
     def rewind(self, seq: int, length: int) -> None:
@@ -187,10 +197,12 @@ class Runner(Protocol):
 
 @runtime_checkable
 class GrowsTrees(Protocol):
-    """A Runner that can choose by itself what of a tree to read next, so that a tree takes one question instead of one a step."""
+    """A Runner that can choose by itself what of a tree to read next, so that a tree takes one question instead of
+    one a step."""
 
     def grow(self, growing: Growing, done: Done) -> Tree | None:
-        """Grow a tree until nothing pays or it is done; the text is committed then. Nothing: this one has to be asked for step by step."""
+        """Grow a tree until nothing pays or it is done; the text is committed then. Nothing: this one has to be
+        asked for step by step."""
         ...
 
 
@@ -214,5 +226,6 @@ class Forecaster(Protocol):
     """Foretells what becomes of the next draft."""
 
     def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
-        """What becomes of a draft behind the token at this position, by what the target's probe said; nothing if that cannot be told."""
+        """What becomes of a draft behind the token at this position, by what the target's probe said; nothing if
+        that cannot be told."""
         ...

@@ -1,7 +1,7 @@
 """One request in progress: its committed tokens, its limits, its end.
 
-Owns the token list; `commit` is the only place that appends to it, so stops, limits and the end token act alike whether a token
-came alone or in an accepted block.
+Owns the token list; `commit` is the only place that appends to it, so stops, limits and the end token act alike whether
+a token came alone or in an accepted block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Watcher = Callable[[int], bool]  # told of each token appended; True ends the re
 class Session:
     """Committed tokens of one request and what may still be added."""
 
-    def __init__(self, number: int, prompt: Sequence[int], request: Request, limit: int, watch: Watcher | None = None) -> None:
+    def __init__(
+        self, number: int, prompt: Sequence[int], request: Request, limit: int, watch: Watcher | None = None
+    ) -> None:
         """`limit` is the most tokens the sequence may have, prompt included."""
         self.number = number
         self.request = request
@@ -61,12 +63,16 @@ class Session:
         if length < min(plan.length, 1):
             return None
         self._drafts += 1
-        return Draft(self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens), self._drafts)
+        return Draft(
+            self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens), self._drafts
+        )
 
     def grow(self, tree: Tree, growth: Growth) -> Grow:
         """Order a tree to be grown behind the committed text, no deeper than could still be emitted."""
         self._drafts += 1
-        return Grow(self._context("draft"), tree, replace(growth, deepest=min(growth.deepest, self.room - 1)), self._drafts)
+        return Grow(
+            self._context("draft"), tree, replace(growth, deepest=min(growth.deepest, self.room - 1)), self._drafts
+        )
 
     def verify(self, pending: Branch = NOTHING) -> Verify:
         """Order the pending chain to be judged."""
@@ -82,7 +88,8 @@ class Session:
         return Verify(self._context("target"), tokens, parents, aside=aside)
 
     def commit(self, pending: Sequence[int], verdict: Verdict, foreseen: bool = False) -> int:
-        """Append the accepted ones of the pending tokens, then the target's own, up to the request's end; returns how many were appended.
+        """Append the accepted ones of the pending tokens, then the target's own, up to the request's end; returns how
+        many were appended.
 
         `foreseen`: the draft had presumed this very outcome.
         """

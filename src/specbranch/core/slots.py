@@ -1,7 +1,8 @@
-"""Who holds which place in a cache: a committed prefix, and behind it a small tail in which every token names its parent.
+"""Who holds which place in a cache: a committed prefix, and behind it a small tail in which every token names its
+parent.
 
-Owns the bookkeeping of one sequence, not its memory. Invariant: token i of the prefix lies at place i, and node j of the tail at
-place `len(prefix) + j`, so a chain that is committed does not move.
+Owns the bookkeeping of one sequence, not its memory. Invariant: token i of the prefix lies at place i, and node j of
+the tail at place `len(prefix) + j`, so a chain that is committed does not move.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ class Slots:
         return range(start, start + len(tokens))
 
     def keep(self, nodes: Sequence[int], commit: int) -> list[Move]:
-        """Keep only `nodes`, in ascending order; the first `commit` of them, a line from the root, join the prefix. Returns the moves.
+        """Keep only `nodes`, in ascending order; the first `commit` of them, a line from the root, join the prefix.
+        Returns the moves.
 
-        The others, each below the end of that line, are renumbered from 0. Moves go to lower places in ascending order, so they can be
-        done one after the other in place.
+        The others, each below the end of that line, are renumbered from 0. Moves go to lower places in ascending order,
+        so they can be done one after the other in place.
         """
         if not 0 <= commit <= len(nodes):
             raise ValueError(f"{commit} of {len(nodes)} nodes cannot be committed")
@@ -83,7 +85,9 @@ class Slots:
             raise ValueError(f"nodes to keep must be told in ascending order, not {list(nodes)}")
         for node in nodes[commit:]:
             if place.get(self.parents[node], -2) < ROOT:
-                raise ValueError(f"node {node} is no child of a node that stays in the tail, nor of the end of the line")
+                raise ValueError(
+                    f"node {node} is no child of a node that stays in the tail, nor of the end of the line"
+                )
 
     def truncate(self, length: int) -> None:
         """Forget the tail, and the prefix beyond `length` tokens."""
@@ -115,7 +119,12 @@ class Slots:
         best: list[int] = []
         lines: list[list[int]] = [[]]
         for token in tokens:
-            lines = [[*line, node] for line in lines for node in self._children(line[-1] if line else ROOT) if self.tokens[node] == token]
+            lines = [
+                [*line, node]
+                for line in lines
+                for node in self._children(line[-1] if line else ROOT)
+                if self.tokens[node] == token
+            ]
             if not lines:
                 break
             best = lines[0]

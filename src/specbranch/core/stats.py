@@ -38,8 +38,10 @@ class Stats:
     hits_at: list[int] = field(default_factory=list)  # by how many tokens were taken before the head
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    rounds_beside: int = 0  # target forwards beside which a draft worked
-    rounds_begun: int = 0  # target forwards of rounds that began with something the draft had read before, in an earlier one's shadow
+    rounds_overlapped: int = 0  # target forwards beside which a draft worked
+    rounds_begun: int = (
+        0  # target forwards of rounds that began with something the draft had read before, in an earlier one's shadow
+    )
     rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
     draft_restarts: int = 0
     started: float = 0.0
@@ -90,7 +92,8 @@ class Stats:
         self._lost |= reports.draft_lost
 
     def judge(self, pending: Branch, verdict: Verdict, taken: int | None = None) -> None:
-        """Count what a verdict did to the pending chain. `taken` tokens of it were emitted; beyond the request's end they are unused."""
+        """Count what a verdict did to the pending chain. `taken` tokens of it were emitted; beyond the request's end
+        they are unused."""
         ended = taken is not None and taken <= len(verdict.path)
         good = taken if ended and taken is not None else len(verdict.path)
         length = good if ended else len(pending.tokens)
@@ -111,7 +114,8 @@ class Stats:
             self.accepted_at[at] += at < good
 
     def settle(self, branches: tuple[Branch, ...], kept: Branch | None, accepted: int, ended: bool = False) -> None:
-        """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the others lost.
+        """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the
+        others lost.
 
         Where the request `ended` inside the chain, no branch was ever decided.
         """
@@ -140,7 +144,8 @@ class Stats:
         self._lost = False
 
     def judge_tree(self, tree: Tree, sent: Sequence[int], path: Sequence[int], hit: int | None, taken: int) -> None:
-        """Count what a verdict did to a tree: `sent` was verified, `path` accepted, then the target said the token of `hit`.
+        """Count what a verdict did to a tree: `sent` was verified, `path` accepted, then the target said the token of
+        `hit`.
 
         `taken` tokens were emitted; beyond the request's end they are unused. What was drafted and not sent counts when it is thrown away.
         """
@@ -194,7 +199,11 @@ class Stats:
         end = path[-1] if path else ROOT
         heads = [n for n in tree.children(end) if not tree.nodes[n].sent]
         self.branch_points += len(
-            {node.parent for node in tree.nodes if not node.sent and (node.parent == ROOT or tree.nodes[node.parent].sent)}
+            {
+                node.parent
+                for node in tree.nodes
+                if not node.sent and (node.parent == ROOT or tree.nodes[node.parent].sent)
+            }
         )
         self.branch_points_reached += bool(heads) and not ended
         if hit is not None:
@@ -213,7 +222,7 @@ class Stats:
         self.draft_busy += _seconds(drafting)
         self.target_busy += _seconds(verifying)
         if drafting is not None and verifying is not None:
-            self.rounds_beside += 1
+            self.rounds_overlapped += 1
             self.both_busy += max(min(drafting.end, verifying.end) - max(drafting.start, verifying.start), 0.0)
 
     def check(self) -> None:
@@ -258,7 +267,7 @@ class Stats:
             "target_idle_seconds": max(self.decode_seconds - self.target_busy, 0.0),
             "both_busy_seconds": self.both_busy,
             "host_seconds": self.host_seconds,
-            "rounds_beside": self.rounds_beside,
+            "rounds_overlapped": self.rounds_overlapped,
             "rounds_begun": self.rounds_begun,
             "rounds_without_draft": self.rounds_without_draft,
             "draft_restarts": self.draft_restarts,

@@ -1,7 +1,8 @@
 """What happened when: spans of drafting and verifying, round by round; written as JSON lines or as a Chrome trace.
 
-Owns the record of a run, not its timing: spans come from the executor's clock. What became of a drafted token is told by the rounds after
-it; `bench.rounds` reads that off. A tree's tokens are followed here, from the round that gave them to the verdict that settles them.
+Owns the record of a run, not its timing: spans come from the executor's clock. What became of a drafted token is told
+by the rounds after it; `bench.rounds` reads that off. A tree's tokens are followed here, from the round that gave them
+to the verdict that settles them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree
 
 Who = Literal["draft", "target"]
-Line = tuple[int, ...]  # tokens behind the committed text
+TraceLine = tuple[int, ...]  # tokens behind the committed text
 THREADS: dict[Who, int] = {"target": 1, "draft": 2}  # of a Chrome trace, where 0 stands for an idle processor
 
 
@@ -48,7 +49,9 @@ class Event:
     kept: int | None = None  # which branch the verdict hit
     tokens: tuple[int, ...] = ()  # target: those accepted, then its own; draft: the head of each branch
     refused: tuple[int, ...] = ()  # pending tokens that the target did not take
-    used: tuple[int, ...] = ()  # of a tree: the rounds that gave the tokens accepted, then that of the target's own if it was foreseen
+    used: tuple[
+        int, ...
+    ] = ()  # of a tree: the rounds that gave the tokens accepted, then that of the target's own if it was foreseen
     settled: tuple[Settled, ...] | None = None  # of a tree: the others by the round that gave them
 
 
@@ -88,7 +91,8 @@ class Trace:
         path.write_text("".join(json.dumps(asdict(event)) + "\n" for event in self.events), encoding="utf-8")
 
     def write_chrome(self, path: Path) -> None:
-        """Write a file for Perfetto or chrome://tracing: a process a session, a thread each for target and draft, time from 0."""
+        """Write a file for Perfetto or chrome://tracing: a process a session, a thread each for target and draft,
+        time from 0."""
         events = [*_names(self.events), *_chrome(self.events)]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
@@ -108,11 +112,11 @@ class _Followed:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[Line, _Known] = {}
+        self._nodes: dict[TraceLine, _Known] = {}
 
     def see(self, tree: Tree, number: int) -> None:
         """Take in a tree as it is after a round."""
-        lines: list[Line] = []
+        lines: list[TraceLine] = []
         for node in tree.nodes:
             lines.append((*_above(lines, node.parent), node.token))
         born = {line: known.round for line, known in self._nodes.items()}
@@ -121,7 +125,7 @@ class _Followed:
 
     def judge(self, order: Verify, verdict: Verdict, number: int) -> tuple[tuple[int, ...], tuple[Settled, ...]]:
         """Tell what a verdict decides, and go on with what it leaves."""
-        sent: list[Line] = []
+        sent: list[TraceLine] = []
         for node, token in enumerate(order.tokens):
             sent.append((*_above(sent, order.parent(node)), token))
             self._nodes.setdefault(sent[-1], _Known(number, 0.0, False))
@@ -137,8 +141,9 @@ class _Followed:
         self._nodes = {line[len(hit) :]: known for line, known in self._nodes.items() if _is_below(line, hit)}
         return used, tuple(settled[at] for at in sorted(settled))
 
-    def _fates(self, sent: list[Line], hit: Line) -> Iterator[tuple[Line, str]]:
-        """What becomes of each node if the target does not take it; nothing is told of one that was neither sent nor read."""
+    def _fates(self, sent: list[TraceLine], hit: TraceLine) -> Iterator[tuple[TraceLine, str]]:
+        """What becomes of each node if the target does not take it; nothing is told of one that was neither sent nor
+        read."""
         judged, main = set(sent), self._main_line(sent)
         below = hit in self._nodes
         for line, known in self._nodes.items():
@@ -147,31 +152,40 @@ class _Followed:
             elif known.fed:
                 yield line, "head" if line == hit else "left" if below and _is_below(line, hit) else "lost"
 
-    def _main_line(self, sent: list[Line]) -> set[Line]:
+    def _main_line(self, sent: list[TraceLine]) -> set[TraceLine]:
         """At every node its likeliest child, of those sent; of equals the first."""
-        line: list[Line] = []
+        line: list[TraceLine] = []
         while children := [one for one in sent if one[:-1] == (line[-1] if line else ())]:
             line.append(max(children, key=lambda one: self._nodes[one].reach))
         return set(line)
 
 
-def _above(lines: list[Line], parent: int) -> Line:
+def _above(lines: list[TraceLine], parent: int) -> TraceLine:
     return () if parent == ROOT else lines[parent]
 
 
-def _is_below(line: Line, top: Line) -> bool:
+def _is_below(line: TraceLine, top: TraceLine) -> bool:
     return len(line) > len(top) and line[: len(top)] == top
 
 
 def _branched(reports: Reports) -> dict[str, Any]:
     lengths = tuple(len(branch.tokens) for branch in reports.branches)
-    return {"branches": lengths, "kept": _kept(reports), "tokens": tuple(branch.tokens[0] for branch in reports.branches)}
+    return {
+        "branches": lengths,
+        "kept": _kept(reports),
+        "tokens": tuple(branch.tokens[0] for branch in reports.branches),
+    }
 
 
 def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
-    """A tree as branches: each open end of what is verified with what was read behind it. The one kept is the one that the verdict hit."""
+    """A tree as branches: each open end of what is verified with what was read behind it. The one kept is the one
+    that the verdict hit."""
     tree = reports.tree or NO_TREE
-    heads = [n for n, node in enumerate(tree.nodes) if not node.sent and (node.parent == ROOT or tree.nodes[node.parent].sent)]
+    heads = [
+        n
+        for n, node in enumerate(tree.nodes)
+        if not node.sent and (node.parent == ROOT or tree.nodes[node.parent].sent)
+    ]
     sizes = dict.fromkeys(heads, 1)
     top = {head: head for head in heads}
     for n, node in enumerate(tree.nodes):
@@ -183,7 +197,11 @@ def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
     if kept is not None and kept not in grown:
         grown.append(kept)
     place = grown.index(kept) if kept is not None else None
-    return {"branches": tuple(sizes[h] for h in grown), "kept": place, "tokens": tuple(tree.nodes[h].token for h in grown)}
+    return {
+        "branches": tuple(sizes[h] for h in grown),
+        "kept": place,
+        "tokens": tuple(tree.nodes[h].token for h in grown),
+    }
 
 
 def _hit(orders: Orders, reports: Reports, tree: Tree) -> int | None:

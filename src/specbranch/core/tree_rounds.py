@@ -1,22 +1,25 @@
-"""Rounds over a tree: the draft grows it, the target verifies the part that promises most, both at once where that pays.
+"""Rounds over a tree: the draft grows it, the target verifies the part that promises most, both at once where that
+pays.
 
-Owns the order of growing and verifying; what to grow and to send is the `Planner`'s choice. Invariant: the session receives only what the
-verdict says; what is left of the tree afterwards hangs below exactly that. What is learned and counted of a round is put off until the
-models work again, so plans go by what was learned up to the round before the last.
+Owns the order of growing and verifying; what to grow and to send is the `Planner`'s choice. Invariant: the session
+receives only what the verdict says; what is left of the tree afterwards hangs below exactly that. What is learned and
+counted of a round is put off until the models work again, so plans go by what was learned up to the round before the
+last.
 """
 
 from __future__ import annotations
 
 from specbranch.core.orders import Meanwhile, Orders, Reports
 from specbranch.core.planner import Planner
-from specbranch.core.rounds import Rounds, prefill
+from specbranch.core.rounds import MethodRounds, prefill
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 
 
-def growing(session: Session, planner: Planner) -> Rounds:
-    """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models can work at once."""
+def growing(session: Session, planner: Planner) -> MethodRounds:
+    """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models
+    can work at once."""
     yield from prefill(session, planner.experience.has_draft)
     meanwhile = Meanwhile()
     try:
@@ -25,24 +28,28 @@ def growing(session: Session, planner: Planner) -> Rounds:
         meanwhile()
 
 
-def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> Rounds:
+def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> MethodRounds:
     tree = NO_TREE
     while not session.finished:
         planner.begin(len(session.tokens))
         session.stats.begin(tree.read)
         tree = planner.looked_up(tree)
-        if growth := _within(session, planner.alone(tree, session.untold)):
+        if growth := _within(session, planner.while_waiting(tree, session.untold)):
             orders = Orders(draft=session.grow(tree, growth))
             reports = yield orders
             tree = _grown(session, planner, tree, orders, reports)
         sent = planner.sent(tree, session.room)
         tree = marked(tree, sent)
-        growth = _within(session, planner.beside(tree, len(sent) + 1))
-        orders = Orders(session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)), meanwhile)
+        growth = _within(session, planner.while_verifying(tree, len(sent) + 1))
+        orders = Orders(
+            session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)), meanwhile
+        )
         meanwhile.add(_count_kind, session, tree, sent, growth)
         reports = yield orders
         meanwhile()
-        tree = _absorb(session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports, meanwhile)
+        tree = _absorb(
+            session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports, meanwhile
+        )
     meanwhile.add(session.stats.abandon_tree, tree)
 
 
@@ -60,7 +67,13 @@ def _grown(session: Session, planner: Planner, tree: Tree, orders: Orders, repor
 
 
 def _absorb(
-    session: Session, planner: Planner, sent: list[int], tree: Tree, orders: Orders, reports: Reports, meanwhile: Meanwhile
+    session: Session,
+    planner: Planner,
+    sent: list[int],
+    tree: Tree,
+    orders: Orders,
+    reports: Reports,
+    meanwhile: Meanwhile,
 ) -> Tree:
     """Commit a verdict; returns what is left of the tree below the target's token."""
     verdict = reports.verdict
@@ -72,7 +85,9 @@ def _absorb(
     ended = taken <= len(path)
     session.stats.end_round()
     meanwhile.add(session.stats.judge_tree, tree, sent, path, hit, taken)
-    meanwhile.add(planner.observe, tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token)
+    meanwhile.add(
+        planner.observe, tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token
+    )
     planner.note(orders, reports, taken)
     return below(tree, hit) if hit is not None and not ended else NO_TREE
 

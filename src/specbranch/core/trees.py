@@ -1,7 +1,9 @@
-"""A tree of drafted tokens and what it promises: which of them to verify, which to read on from, what is left of it after a verdict.
+"""A tree of drafted tokens and what it promises: which of them to verify, which to read on from, what is left of it
+after a verdict.
 
-Owns the values and the arithmetic; nothing here calls a model. A node's *chance* is how likely the target takes it once it has taken its
-parent, its *reach* how likely it takes all on the way to it. Invariant: a parent comes before its children, and reaches at least as far.
+Owns the values and the arithmetic; nothing here calls a model. A node's *chance* is how likely the target takes it once
+it has taken its parent, its *reach* how likely it takes all on the way to it. Invariant: a parent comes before its
+children, and reaches at least as far.
 """
 
 from __future__ import annotations
@@ -15,31 +17,54 @@ from typing import NamedTuple
 
 from specbranch.core.slots import ROOT
 
-EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)  # between classes of what a draft says
+EDGES = (
+    0.01,
+    0.03,
+    0.06,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    0.95,
+    0.98,
+    0.995,
+)  # between classes of what a draft says
 CLASSES = len(EDGES) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """How often the target takes a draft's first candidate, and any other, by the probability that the draft itself gives it."""
+    """How often the target takes a draft's first candidate, and any other, by the probability that the draft itself
+    gives it."""
 
     first: tuple[float, ...]
     other: tuple[float, ...]
     looked: tuple[float, ...]  # of what was looked up and the draft does not name, by `look_class`
-    shifts: tuple[float, ...]  # by how much more likely the draft's candidates are that were looked up, too: added to the log of their odds
+    shifts: tuple[
+        float, ...
+    ]  # by how much more likely the draft's candidates are that were looked up, too: added to the log of their odds
 
     def of(self, rank: int, said: float) -> float:
         """Return the chance of a candidate."""
         return (self.other if rank else self.first)[class_of(said)]
 
 
-UNREAD, FIRST, OTHER, ABSENT = range(4)  # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
+UNREAD, FIRST, OTHER, ABSENT = range(
+    4
+)  # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
 STANDINGS = 4
 WORDS = 4  # matched before it, or more
 
 
 def look_class(words: int, deep: bool, standing: int) -> int:
-    """Return the class of a looked-up token: by the words matched before it, whether others came before it, what the draft says."""
+    """Return the class of a looked-up token: by the words matched before it, whether others came before it, what the
+    draft says."""
     return (min(words, WORDS) - 1 + WORDS * deep) * STANDINGS + standing
 
 
@@ -107,22 +132,24 @@ NO_TREE = Tree()
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How to grow a tree: at each step the draft reads the nodes that reach farthest, as many as pay. Times are in tokens' worth.
+    """How to grow a tree: at each step the draft reads the nodes that reach farthest, as many as pay. Times are in
+    tokens' worth.
 
-    `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free`) the draft's time costs nothing, but a
-    step takes `slower` more and holds the target up by `drag`. A node that is read is worth `worth` times its reach.
+    `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free_time`) the draft's time costs nothing, but a
+    step takes `draft_delay` more and holds the target up by `target_delay`. A node that is read is worth `worth` times its reach.
     """
 
     step: tuple[float, ...]
     chances: Chances
-    free: float = 0.0
-    drag: float = 0.0
-    slower: float = 0.0
+    free_time: float = 0.0
+    target_delay: float = 0.0
+    draft_delay: float = 0.0
     worth: float = 0.8
     children: int = 4
     least: float = 0.01  # reach under which a candidate is not taken in
-    rows: int = 64  # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
-    row: float = 0.0  # the price of one
+    # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
+    rows: int = 64
+    row_price: float = 0.0  # the price of one
     deepest: int = 32  # as deep as a tail may be for every token to have the bits of a single step on every device
     most: int = 120  # nodes read, of one tree: about what a tail holds
 
@@ -132,7 +159,7 @@ class Growth:
         for width, reach in enumerate(reaches[: len(self.step)], start=1):
             if reach < self.least:
                 break
-            gain += max(self.worth * reach - self.row, 0.0)
+            gain += max(self.worth * reach - self.row_price, 0.0)
             profit = gain - self.price(spent, width)
             if profit > best_gain:
                 best, best_gain = width, profit
@@ -140,13 +167,17 @@ class Growth:
 
     def price(self, spent: float, width: int) -> float:
         """Return what a step costs beyond the time that is free."""
-        beside = spent < self.free
+        beside = spent < self.free_time
         end = spent + self.seconds(spent, width)
-        return max(end - max(self.free + self.drag, spent), 0.0) + self.drag if beside else end - spent
+        return (
+            max(end - max(self.free_time + self.target_delay, spent), 0.0) + self.target_delay
+            if beside
+            else end - spent
+        )
 
     def seconds(self, spent: float, width: int) -> float:
         """Return what a step takes."""
-        return self.step[width - 1] + (self.slower if spent < self.free else 0.0)
+        return self.step[width - 1] + (self.draft_delay if spent < self.free_time else 0.0)
 
 
 def _shifted(chance: float, shift: float) -> float:
@@ -154,7 +185,7 @@ def _shifted(chance: float, shift: float) -> float:
     return odds / (1.0 + odds)
 
 
-class Sapling:
+class GrowingTree:
     """A tree that is being grown."""
 
     def __init__(self, tree: Tree) -> None:
@@ -162,7 +193,7 @@ class Sapling:
         self.read = tree.read
         self.steps: list[int] = []
 
-    def thirsty(self, growth: Growth) -> list[tuple[int, float]]:
+    def readable(self, growth: Growth) -> list[tuple[int, float]]:
         """Return the nodes that may be read next, those that promise most first.
 
         With each goes how likely the target comes to it and goes on with nothing that is known yet.
@@ -171,7 +202,7 @@ class Sapling:
         fed = sum([node.fed for node in nodes])
         if fed >= growth.most:
             return []
-        bar = self._last_row(growth) if growth.free == 0.0 else 0.0
+        bar = self._last_row(growth) if growth.free_time == 0.0 else 0.0
         open_ends = [
             n
             for n, node in enumerate(nodes)
@@ -214,7 +245,11 @@ class Sapling:
         """Say how likely a node is by all that is known of it."""
         node = self.nodes[n]
         above = self.nodes[node.parent] if node.parent != ROOT else None
-        at = look_class(node.look, node.depth > 1, standing(node, above.fed if above else self.read)) if node.look else None
+        at = (
+            look_class(node.look, node.depth > 1, standing(node, above.fed if above else self.read))
+            if node.look
+            else None
+        )
         if node.said > 0.0:
             chance = chances.of(node.rank, node.said)
             chance = chance if at is None else _shifted(chance, chances.shifts[at])
@@ -228,7 +263,7 @@ class Sapling:
         for n in numbers:
             self.nodes[n] = self.nodes[n]._replace(fed=True)
 
-    def sprout(self, parent: int, growth: Growth, tokens: Sequence[int], said: Sequence[float]) -> None:
+    def add_candidates(self, parent: int, growth: Growth, tokens: Sequence[int], said: Sequence[float]) -> None:
         """Take in what the draft proposes after a node; what was looked up there is weighed anew."""
         here = self.nodes[parent] if parent != ROOT else None
         reach, depth = (here.reach, here.depth) if here else (1.0, 0)

@@ -1,7 +1,8 @@
-"""Which drafted tokens the target accepts, and which token it says next: the two lossless rules, on chains and trees alike.
+"""Which drafted tokens the target accepts, and which token it says next: the two lossless rules, on chains and trees
+alike.
 
-Owns the decisions, given the target's tokens (match) or laws (ratio); no arrays, no model. Invariant: the emitted tokens follow the
-target's law alone, whatever was drafted.
+Owns the decisions, given the target's tokens (match) or laws (ratio); no arrays, no model. Invariant: the emitted
+tokens follow the target's law alone, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class _Candidate:
 
 
 def accept_match(order: Verify, chosen: Sequence[int]) -> Outcome:
-    """Walk down while a child carries the target's token; `chosen[i + 1]` is that token after node i, `chosen[0]` after the context."""
+    """Walk down while a child carries the target's token; `chosen[i + 1]` is that token after node i, `chosen[0]`
+    after the context."""
     path: list[int] = []
     here = ROOT
     while True:

@@ -1,7 +1,8 @@
-"""How well a draft agrees with a target: on the target's own text, how often its first choice (one of its first three) is the next token.
+"""How well a draft agrees with a target: on the target's own text, how often its first choice (one of its first three)
+is the next token.
 
-Owns the comparison, how a text is read for it, and what follows from it for speculation. Works on any Runner; needs nothing of the target
-but its text.
+Owns the comparison, how a text is read for it, and what follows from it for speculation. Works on any Runner; needs
+nothing of the target but its text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Seen = TypeVar("Seen")
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class AnsweredPrompt:
     """A prompt and what the target said to it, greedily."""
 
     prompt: tuple[int, ...]
@@ -35,7 +36,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Shares of the answers' tokens, and for each draft length how many drafted tokens would have been accepted on average."""
+    """Shares of the answers' tokens, and for each draft length how many drafted tokens would have been accepted on
+    average."""
 
     tokens: int
     top1: float
@@ -43,7 +45,7 @@ class Agreement:
     expected_length: tuple[float, ...]  # for drafts of 1, 2, … LONGEST tokens
 
 
-def compare(runner: Runner, texts: Sequence[Text]) -> Agreement:
+def compare(runner: Runner, texts: Sequence[AnsweredPrompt]) -> Agreement:
     """Let a draft read the texts, and compare its choices with what came next."""
     ranks = [list(_ranks(runner, text)) for text in texts if text.answer]
     every = [rank for line in ranks for rank in line]
@@ -64,8 +66,11 @@ def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20) -> floa
         runner.close(ROOT)
 
 
-def read(runner: Runner, before: Sequence[int], tokens: Sequence[int], look: Callable[[Feed], Seen], most: int = ROWS) -> Iterator[Seen]:
-    """Have some tokens read behind others, by `look`, `most` at a time; yields what it returns. One sequence is used, and closed."""
+def read(
+    runner: Runner, before: Sequence[int], tokens: Sequence[int], look: Callable[[Feed], Seen], most: int = ROWS
+) -> Iterator[Seen]:
+    """Have some tokens read behind others, by `look`, `most` at a time; yields what it returns. One sequence is
+    used, and closed."""
     runner.open(ROOT, GREEDY)
     try:
         runner.extend(ROOT, before)
@@ -84,7 +89,7 @@ def _timed_step(runner: Runner, prompt: Sequence[int]) -> float:
     return time.perf_counter() - start
 
 
-def _ranks(runner: Runner, text: Text) -> Iterator[int]:
+def _ranks(runner: Runner, text: AnsweredPrompt) -> Iterator[int]:
     """Yield, for each token of the answer, its rank among the draft's first three choices (0: none of them)."""
     ids = (*text.prompt, *text.answer)[: runner.context_length]
     first = len(text.prompt) - 1  # what is proposed after this token is compared with the answer's first
@@ -104,7 +109,8 @@ def _share(ranks: Sequence[int], most: int) -> float:
 
 
 def _accepted(lines: Sequence[Sequence[int]], length: int) -> float:
-    """Return the mean run of first choices, none longer than `length`, over the places that have LONGEST tokens before them."""
+    """Return the mean run of first choices, none longer than `length`, over the places that have LONGEST tokens
+    before them."""
     runs = [_run(line[at : at + length]) for line in lines for at in range(max(len(line) - LONGEST + 1, 1))]
     return statistics.fmean(runs)
 

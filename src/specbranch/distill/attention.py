@@ -1,7 +1,7 @@
 """Attention over packed batches, for training: each token sees its own segment up to itself.
 
-Owns the two ways there are, masked (anywhere) and by stretches (GPUs), and the choice between them. Invariant: both give the same up to
-rounding.
+Owns the two ways there are, masked (anywhere) and by stretches (GPUs), and the choice between them. Invariant: both
+give the same up to rounding.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from specbranch.distill.material import Batch
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys, values [batch, length, heads, head_dim] to the same shape
+AttendPacked = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # queries, keys, values [batch, length, heads, head_dim] to the same shape
 
 
-def attention(batch: Batch, dtype: torch.dtype) -> Attend:
+def attention(batch: Batch, dtype: torch.dtype) -> AttendPacked:
     """Choose for a batch: by stretches if it has its edges, else with a mask made once for all layers and heads."""
     if batch.edges is not None:
         return partial(by_stretches, batch.edges)
@@ -27,12 +29,15 @@ def attention(batch: Batch, dtype: torch.dtype) -> Attend:
 
 def masked(mask: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attend wherever the mask [batch, 1, length, length] lets."""
-    out = scaled_dot_product_attention(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask)
+    out = scaled_dot_product_attention(
+        queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
+    )
     return out.transpose(1, 2)
 
 
 def by_stretches(edges: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend within each stretch of the flattened batch, backwards only, with the kernel for sequences of different lengths."""
+    """Attend within each stretch of the flattened batch, backwards only, with the kernel for sequences of different
+    lengths."""
     from torch.nn.attention.varlen import varlen_attn  # not in older versions; `has_stretches` asks first
 
     longest = queries.shape[1]  # no stretch is longer than a row
@@ -65,6 +70,6 @@ def has_stretches(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
     return all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True))
 
 
-def _with_gradients(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
+def _with_gradients(attend: AttendPacked, inputs: list[Tensor]) -> list[Tensor]:
     out = attend(*inputs)
     return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]

@@ -23,14 +23,23 @@ FORMAT = "specbranch-checkpoint-1"
 NOTES = ("identity", "where", "groups")
 
 
-def write_checkpoint(path: Path, student: nn.Module, optimiser: torch.optim.Optimizer, notes: Mapping[str, Any]) -> None:
+def write_checkpoint(
+    path: Path, student: nn.Module, optimiser: torch.optim.Optimizer, notes: Mapping[str, Any]
+) -> None:
     """Write everything a training needs to go on; `notes` are what else it remembers, as JSON."""
     state = optimiser.state_dict()
     tensors = {f"student.{name}": tensor for name, tensor in student.state_dict().items()}
-    tensors |= {f"optimiser.{index}.{name}": tensor for index, held in state["state"].items() for name, tensor in held.items()}
+    tensors |= {
+        f"optimiser.{index}.{name}": tensor for index, held in state["state"].items() for name, tensor in held.items()
+    }
     tensors |= {f"random.{name}": tensor for name, tensor in _random_states().items()}
     told = json.dumps({**notes, "groups": state["param_groups"]})
-    write_whole(path, as_safetensors({name: one.contiguous().cpu() for name, one in tensors.items()}, {"format": FORMAT, "notes": told}))
+    write_whole(
+        path,
+        as_safetensors(
+            {name: one.contiguous().cpu() for name, one in tensors.items()}, {"format": FORMAT, "notes": told}
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,9 @@ class Checkpoint:
                 if metadata.get("format") != FORMAT:
                     raise ValueError(f"its format is {metadata.get('format')!r}, expected {FORMAT!r}")
                 notes = json.loads(metadata["notes"])
-                return cls(path, {name: file.get_tensor(name) for name in file.keys()}, {name: notes[name] for name in NOTES})  # noqa: SIM118
+                return cls(
+                    path, {name: file.get_tensor(name) for name in file.keys()}, {name: notes[name] for name in NOTES}
+                )
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from None
 
@@ -68,12 +79,18 @@ class Checkpoint:
             raise _damaged(self.path, error) from None
 
     def _under(self, part: str) -> dict[str, Tensor]:
-        return {name.removeprefix(f"{part}."): tensor for name, tensor in self.tensors.items() if name.startswith(f"{part}.")}
+        return {
+            name.removeprefix(f"{part}."): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(f"{part}.")
+        }
 
 
 def _damaged(path: Path, error: Exception) -> ModelError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return ModelError(f"The checkpoint {path} is damaged ({reason}). Delete it and run again to begin the training anew.")
+    return ModelError(
+        f"The checkpoint {path} is damaged ({reason}). Delete it and run again to begin the training anew."
+    )
 
 
 def _random_states() -> dict[str, Tensor]:

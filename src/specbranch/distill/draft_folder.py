@@ -1,7 +1,8 @@
 """A finished draft on disk: config.json, model.safetensors, README.md and provenance.json in one folder.
 
-Owns the format. A draft holds its layers and its last norm; embedding and output head are its target's and are stored nowhere else.
-Invariant: config.json is written last, so a folder that has one is whole, and it says by fingerprint which target the draft belongs to.
+Owns the format. A draft holds its layers and its last norm; embedding and output head are its target's and are stored
+nowhere else. Invariant: config.json is written last, so a folder that has one is whole, and it says by fingerprint
+which target the draft belongs to.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")
 FORMAT = 1
 HEAD_IDS = "draft.head_ids"
-ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where a target lies that is known by another name here
+ON_THE_HUB = {
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"
+}  # where a target lies that is known by another name here
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,15 @@ class DraftInfo:
             raise ModelError(f"{where} is no draft made by `specbranch distill`: its config.json has no {KEY!r}.")
         if values.get("format") != FORMAT:
             raise ModelError(
-                f"{where} is a draft of format {values.get('format')!r}; this version reads format {FORMAT}. Upgrade specbranch."
+                f"{where} is a draft of format {values.get('format')!r}; this version reads format {FORMAT}. Upgrade "
+                "specbranch."
             )
         try:
             info = cls(**{**values, "layers": tuple(values["layers"])})
         except (KeyError, TypeError) as error:
-            raise ModelError(f"{where}: the {KEY!r} of its config.json is incomplete ({error}). Make the draft again.") from None
+            raise ModelError(
+                f"{where}: the {KEY!r} of its config.json is incomplete ({error}). Make the draft again."
+            ) from None
         if info.storage not in STORAGES:
             raise ModelError(f"{where} stores its weights as {info.storage!r}; expected one of {', '.join(STORAGES)}.")
         return info
@@ -93,7 +99,9 @@ class DraftFile:
             with safe_open(self._path, framework="pt") as file:
                 self._names = frozenset(file.keys())
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{self._path} is missing or damaged ({error}). Make the draft again, or fetch it again.") from None
+            raise ModelError(
+                f"{self._path} is missing or damaged ({error}). Make the draft again, or fetch it again."
+            ) from None
 
     @property
     def name(self) -> str:
@@ -106,7 +114,9 @@ class DraftFile:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor as it was before it was stored, as nearly as its storage allows; ids as int64."""
         if name not in self:
-            raise ModelError(f"{self._path} has no tensor {name!r}, which its configuration needs. Make the draft again.")
+            raise ModelError(
+                f"{self._path} has no tensor {name!r}, which its configuration needs. Make the draft again."
+            )
         try:
             with safe_open(self._path, framework="pt") as file:
                 held: Tensor = file.get_tensor(name)
@@ -114,10 +124,15 @@ class DraftFile:
                     return held.long() if held.dtype == torch.int32 else held.float()
                 scale: Tensor = file.get_tensor(_scale_name(name))
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{self._path}: tensor {name!r} cannot be read ({error}). Make the draft again, or fetch it again.") from None
+            raise ModelError(
+                f"{self._path}: tensor {name!r} cannot be read ({error}). Make the draft again, or fetch it again."
+            ) from None
         if scale.shape != held.shape[:-1]:
             shapes = f"{list(held.shape)} and a scale of shape {list(scale.shape)}"
-            raise ModelError(f"{self._path}: tensor {name!r} has shape {shapes}; expected a scale for each row. Make the draft again.")
+            raise ModelError(
+                f"{self._path}: tensor {name!r} has shape {shapes}; expected a scale for each row. Make the draft "
+                "again."
+            )
         return held.float() * scale.unsqueeze(-1)
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
@@ -125,7 +140,10 @@ class DraftFile:
         held = self.tensor(tensor)
         held = held[: into.shape[0]] if leading else held
         if held.shape != into.shape:
-            raise ModelError(f"{self._path}: tensor {tensor!r} has shape {list(held.shape)}; its configuration says {list(into.shape)}.")
+            raise ModelError(
+                f"{self._path}: tensor {tensor!r} has shape {list(held.shape)}; its configuration says "
+                f"{list(into.shape)}."
+            )
         into.copy_(held)
 
     @property
@@ -135,7 +153,10 @@ class DraftFile:
             return None
         ids = self.tensor(HEAD_IDS)
         if ids.dim() != 1 or ids.dtype != torch.int64:
-            raise ModelError(f"{self._path}: tensor {HEAD_IDS!r} holds no list of token ids. Make the draft again, or fetch it again.")
+            raise ModelError(
+                f"{self._path}: tensor {HEAD_IDS!r} holds no list of token ids. Make the draft again, or fetch it "
+                "again."
+            )
         return ids
 
 
@@ -226,7 +247,12 @@ def _rope(rope: Rope) -> dict[str, Any]:
     if rope.kind == "llama3":
         values |= {"low_freq_factor": rope.low_freq, "high_freq_factor": rope.high_freq}
     if rope.kind == "yarn":
-        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate, "attention_factor": rope.magnitude}
+        values |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+            "attention_factor": rope.magnitude,
+        }
     return values
 
 
@@ -283,7 +309,11 @@ def _json(values: Any) -> str:
 
 
 def _card(info: DraftInfo, licence: str | None, figures: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
-    head = "the target's whole vocabulary" if info.head_tokens is None else f"the {info.head_tokens} tokens the target wrote most often"
+    head = (
+        "the target's whole vocabulary"
+        if info.head_tokens is None
+        else f"the {info.head_tokens} tokens the target wrote most often"
+    )
     return f"""---
 license: {(licence or "other").lower()}
 base_model: {ON_THE_HUB.get(info.target, info.target)}

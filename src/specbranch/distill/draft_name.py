@@ -17,7 +17,8 @@ def is_draft_folder(name: str) -> bool:
 
 
 def draft_config(folder: str | Path) -> dict[str, Any] | None:
-    """Return the draft's part of a folder's config.json; nothing if the folder is no draft, or not whole: config.json is written last."""
+    """Return the draft's part of a folder's config.json; nothing if the folder is no draft, or not whole:
+    config.json is written last."""
     try:
         found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))[KEY]
     except (OSError, ValueError, TypeError, KeyError):

@@ -1,8 +1,9 @@
 """Running a draft folder beside its target: the layers are the draft's, embedding and output head the target's.
 
-Owns how the two are put together. Invariant: nothing of the target is stored twice in one process but the rows of a reduced head, and those
-as the draft is; a draft of another target is refused. Where either is inflated, what the draft shares is that of the target's source: a
-draft as it was made keeps its own size, an inflated one has an embedding and a head of its shape.
+Owns how the two are put together. Invariant: nothing of the target is stored twice in one process but the rows of a
+reduced head, and those as the draft is; a draft of another target is refused. Where either is inflated, what the draft
+shares is that of the target's source: a draft as it was made keeps its own size, an inflated one has an embedding and a
+head of its shape.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from specbranch.models.files.inflation import is_inflation, read_inflation, unin
 from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.files.weights import HUGGING_FACE, LayerWeights, ReducedHead, Weights, part_shape, read_part, read_weights
+from specbranch.models.files.weights import (
+    HUGGING_FACE,
+    LayerWeights,
+    ReducedHead,
+    Weights,
+    part_shape,
+    read_part,
+    read_weights,
+)
 from specbranch.models.native import NativeRunner, native_runner, open_model
 from specbranch.models.room import pool_pages
 from specbranch.models.storage import agreed, tell
@@ -56,7 +65,7 @@ def load_draft(
     folder: str | Path,
     target: str | Path,
     *,
-    beside: Runner | None = None,
+    target_runner: Runner | None = None,
     context_length: int | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
@@ -71,12 +80,16 @@ def load_draft(
     place = torch.device(device)
     precision, stored = agreed(dtype, weights, place)
     recipe = read_inflation(folder) if is_inflation(folder) else None
-    found = open_beside(folder if recipe is None else checked_source(recipe).path, target)
-    arch = found.arch if recipe is None else inflated_architecture(found.arch, recipe.sizes, recipe.head_rows, recipe.name)
+    found = open_for_target(folder if recipe is None else checked_source(recipe).path, target)
+    arch = (
+        found.arch if recipe is None else inflated_architecture(found.arch, recipe.sizes, recipe.head_rows, recipe.name)
+    )
     context = arch.choose_context(context_length, shorten=True)
     if recipe is None:
         stored = _own_storage(found.draft, place, precision) if weights is None else stored
-        shared = None if is_inflation(target) else Shared.of(beside, place, precision)  # an inflated target's embedding is padded
+        shared = (
+            None if is_inflation(target) else Shared.of(target_runner, place, precision)
+        )  # an inflated target's embedding is padded
         shared = shared or _read_shared(found.target, found.source, place, precision, stored)
         held = _Builder(arch, found.draft, place, precision, stored).weights(shared)
         pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0)
@@ -88,8 +101,9 @@ def load_draft(
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """A draft as it was made, opened beside the target it was made for, as a source of all its tensors; nothing is read yet."""
+class DraftOfTarget:
+    """A draft as it was made, opened beside the target it was made for, as a source of all its tensors; nothing is
+    read yet."""
 
     draft: DraftFile
     arch: Architecture
@@ -112,21 +126,29 @@ class Beside:
             self.draft.read(tensor, into, leading=leading)
 
 
-def open_beside(folder: str | Path, target: str | Path) -> Beside:
+def open_for_target(folder: str | Path, target: str | Path) -> DraftOfTarget:
     """Open a draft beside its target, or beside what an inflated target was made of; another target's is refused."""
     target_arch, source = open_model(uninflated(locate(str(target))))
     draft = read_draft(folder, fingerprint_of(target_arch, source))
     arch = Architecture.from_config(draft.config, draft.name)
     if (arch.hidden, arch.vocabulary) != (target_arch.hidden, target_arch.vocabulary):
         sizes = f"{arch.hidden} × {arch.vocabulary}, its target's is {target_arch.hidden} × {target_arch.vocabulary}"
-        raise ModelError(f"{draft.name}: by its config.json the embedding is {sizes}. Make the draft again, or fetch it again.")
-    return Beside(draft, arch, target_arch, source)
+        raise ModelError(
+            f"{draft.name}: by its config.json the embedding is {sizes}. Make the draft again, or fetch it again."
+        )
+    return DraftOfTarget(draft, arch, target_arch, source)
 
 
 def _inflated(
-    found: Beside, large: Architecture, seed: int, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
+    found: DraftOfTarget,
+    large: Architecture,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: WeightsName | None,
 ) -> Weights:
-    """Make the weights of an inflated draft; behind a reduced head's rows come random ones, as tokens that nobody has."""
+    """Make the weights of an inflated draft; behind a reduced head's rows come random ones, as tokens that nobody
+    has."""
     ids = found.draft.head_ids
     held = read_weights(large, InflatedSource(found.arch, found, large, seed, ids), device, dtype, stored)
     if ids is None:
@@ -137,12 +159,15 @@ def _inflated(
 
 
 def _own_storage(draft: DraftFile, device: torch.device, dtype: torch.dtype) -> WeightsName | None:
-    """How a draft is stored unless told: as its file is, but on a CPU without the kernel, which would write int8 out at every step."""
+    """How a draft is stored unless told: as its file is, but on a CPU without the kernel, which would write int8 out
+    at every step."""
     worth = device.type != "cpu" or takes("int8", device, dtype)
     return "int8" if draft.info.storage == "int8" and worth else None
 
 
-def _read_shared(arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype, stored: WeightsName | None) -> Shared:
+def _read_shared(
+    arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
+) -> Shared:
     """Read embedding and head, and of the layers only one, which is forgotten at once."""
     whole = read_weights(replace(arch, layers=1), source, device, dtype, stored)
     return Shared(whole.embedding, whole.head)
@@ -160,7 +185,9 @@ class _Builder:
 
     def weights(self, shared: Shared) -> Weights:
         layers = tuple(self._layer(index) for index in range(self.arch.layers))
-        return Weights(shared.embedding, layers, self._tensor("norm", self.dtype), shared.head, self._reduced(shared.head))
+        return Weights(
+            shared.embedding, layers, self._tensor("norm", self.dtype), shared.head, self._reduced(shared.head)
+        )
 
     def _layer(self, index: int) -> LayerWeights:
         a, dtype = self.arch, self.dtype

@@ -1,7 +1,9 @@
-"""What a target wrote, as training material: conversations one after the other, kept in one file and dealt out in packed batches.
+"""What a target wrote, as training material: conversations one after the other, kept in one file and dealt out in
+packed batches.
 
-Owns the file and the packing, not how the text came about. Invariants: a conversation is never split over two rows of a batch, and a batch
-depends on nothing but the material, the sizes asked for, the seed, the epoch and its index, so that training can go on at any batch.
+Owns the file and the packing, not how the text came about. Invariants: a conversation is never split over two rows of a
+batch, and a batch depends on nothing but the material, the sizes asked for, the seed, the epoch and its index, so that
+training can go on at any batch.
 """
 
 from __future__ import annotations
@@ -28,18 +30,23 @@ PADDING = -1  # segment of the places no conversation fills
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed conversations; what stands at a place is read there, and `weight` tells how much its prediction of the next token counts."""
+    """Packed conversations; what stands at a place is read there, and `weight` tells how much its prediction of the
+    next token counts."""
 
     tokens: Tensor  # int64 [rows, length]
     positions: Tensor  # int64 [rows, length], from 0 in each conversation
     segments: Tensor  # int64 [rows, length], numbered from 0 in each row; PADDING where nothing is
     weight: Tensor  # float32 [rows, length], 0 at the last token of a conversation and in padding
     source: Tensor  # int64 [rows, length], where the token stands in the material; 0 in padding
-    edges: Tensor | None = None  # int32 [stretches + 1], where each stretch of one segment begins in the flattened batch; see `with_edges`
+    edges: Tensor | None = (
+        None  # int32 [stretches + 1], where each stretch of one segment begins in the flattened batch; see `with_edges`
+    )
 
     def parts(self, rows: int) -> Iterator[Batch]:
         """Cut into batches of at most so many rows."""
-        pieces = (torch.split(getattr(self, name), rows) for name in ("tokens", "positions", "segments", "weight", "source"))
+        pieces = (
+            torch.split(getattr(self, name), rows) for name in ("tokens", "positions", "segments", "weight", "source")
+        )
         return (Batch(*piece) for piece in zip(*pieces, strict=True))
 
     def with_edges(self) -> Batch:
@@ -95,11 +102,14 @@ class Material:
         return Material(tokens, _starts(lengths), self.answers[chosen], self.about)
 
     def split(self, held_out: float, seed: int = 0) -> tuple[Material, Material]:
-        """Set a share of the conversations apart, at least one; returns (the others, those set apart), each in the order written."""
+        """Set a share of the conversations apart, at least one; returns (the others, those set apart), each in the
+        order written."""
         if not 0 < held_out < 1:
             raise BadParameter(f"held_out is {held_out}; expected a share between 0 and 1.")
         if len(self) < 2:
-            raise BadParameter(f"The material holds {len(self)} conversations; setting some apart needs two or more. Write longer.")
+            raise BadParameter(
+                f"The material holds {len(self)} conversations; setting some apart needs two or more. Write longer."
+            )
         order = torch.randperm(len(self), generator=_generator(seed, "split"))
         apart = min(max(round(held_out * len(self)), 1), len(self) - 1)
         return self.select(order[apart:].sort().values), self.select(order[:apart].sort().values)
@@ -109,14 +119,24 @@ class Material:
         return -(-len(self._rows(length, seed, epoch)) // size)
 
     def batches(
-        self, length: int, size: int, seed: int, epoch: int, first: int = 0, question_weight: float = 0.0, answer_weight: float = 1.0
+        self,
+        length: int,
+        size: int,
+        seed: int,
+        epoch: int,
+        first: int = 0,
+        question_weight: float = 0.0,
+        answer_weight: float = 1.0,
     ) -> Iterator[Batch]:
-        """Deal all conversations once, shuffled and packed in `size` rows of `length` places, from batch number `first` on.
+        """Deal all conversations once, shuffled and packed in `size` rows of `length` places, from batch number `first`
+        on.
 
         A conversation longer than a row loses its end. The last batch is filled up with empty rows.
         """
         if length < 2 or size < 1:
-            raise BadParameter(f"A batch of {size} rows of {length} tokens holds nothing; expected at least 1 row of 2.")
+            raise BadParameter(
+                f"A batch of {size} rows of {length} tokens holds nothing; expected at least 1 row of 2."
+            )
         rows = self._rows(length, seed, epoch)
         for start in range(first * size, len(rows), size):
             yield self._batch(rows[start : start + size], length, size, question_weight, answer_weight)
@@ -131,7 +151,9 @@ class Material:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata)
             part.replace(path)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"The material could not be written to {path}: {error}. Free some space, or choose another folder.") from None
+            raise ModelError(
+                f"The material could not be written to {path}: {error}. Free some space, or choose another folder."
+            ) from None
         finally:
             part.unlink(missing_ok=True)
 
@@ -154,8 +176,15 @@ class Material:
     def join(cls, parts: Sequence[Material], about: Mapping[str, Any] | None = None) -> Self:
         """Put several together, in order."""
         lengths = torch.cat([part.lengths for part in parts])
-        tokens, answers = (torch.cat(pieces) for pieces in ([part.tokens for part in parts], [part.answers for part in parts]))
-        return cls(tokens, _starts(lengths), answers, about if about is not None else {"parts": [dict(part.about) for part in parts]})
+        tokens, answers = (
+            torch.cat(pieces) for pieces in ([part.tokens for part in parts], [part.answers for part in parts])
+        )
+        return cls(
+            tokens,
+            _starts(lengths),
+            answers,
+            about if about is not None else {"parts": [dict(part.about) for part in parts]},
+        )
 
     def _rows(self, length: int, seed: int, epoch: int) -> list[Tensor]:
         """Return the conversations of each row: in shuffled order, a row takes as many of the next ones as fit."""
@@ -168,7 +197,9 @@ class Material:
             filled += tokens
         return [order[start:stop] for start, stop in pairwise([*cuts, len(order)]) if start < stop]
 
-    def _batch(self, rows: Sequence[Tensor], length: int, size: int, question_weight: float, answer_weight: float) -> Batch:
+    def _batch(
+        self, rows: Sequence[Tensor], length: int, size: int, question_weight: float, answer_weight: float
+    ) -> Batch:
         chosen = torch.cat(list(rows))
         within, owner = _places(self.lengths[chosen].clamp(max=length))
         last = torch.ones_like(within, dtype=torch.bool)
@@ -176,11 +207,15 @@ class Material:
         # The prediction at the place before an answer's first token is that token's.
         answering = within + 1 >= self.answers[chosen][owner]
         weight = torch.where(answering, answer_weight, question_weight).masked_fill(last, 0.0).to(torch.float32)
-        place = _first_places(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
+        place = (
+            _first_places(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
+        )
         segment = torch.cat([torch.arange(len(row)) for row in rows])[owner]
         source = self.starts[chosen][owner] + within
         tokens = self.tokens[source].long()
-        filled = (_scatter(place, values, size * length) for values in (tokens, within, segment - PADDING, weight, source))
+        filled = (
+            _scatter(place, values, size * length) for values in (tokens, within, segment - PADDING, weight, source)
+        )
         tokens, positions, segments, weight, source = (whole.view(size, length) for whole in filled)
         return Batch(tokens, positions, segments + PADDING, weight, source)
 

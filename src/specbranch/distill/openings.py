@@ -1,7 +1,8 @@
-"""How the conversations open that a target writes: system prompts, the first words of questions, and what leads to the answer.
+"""How the conversations open that a target writes: system prompts, the first words of questions, and what leads to the
+answer.
 
-Owns what is given to the target; all words here are ours. Invariant: an opening is what the target's chat template puts before a question,
-with at most a few first words; the rest of a question is the target's own.
+Owns what is given to the target; all words here are ours. Invariant: an opening is what the target's chat template puts
+before a question, with at most a few first words; the rest of a question is the target's own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ log = logging.getLogger("specbranch")
 SYSTEMS: tuple[str | None, ...] = (  # None: whatever the template itself puts there
     *(None,) * 16,  # most people leave it at that
     "You are a patient teacher. The user asks about a school subject, and you explain it step by step.",
-    "You are an experienced programmer. The user wants a function or a short program, and you write it with a few words of comment.",
+    "You are an experienced programmer. The user wants a function or a short program, and you write it with a few "
+    "words of comment.",
     "You solve word problems in arithmetic. Show each calculation on its own line, then state the result.",
     "You are a careful editor. The user hands you a text, and you rewrite, shorten or correct it.",
     "You are a writer of short stories, letters and poems in whatever tone the user likes.",
@@ -37,12 +39,47 @@ SYSTEMS: tuple[str | None, ...] = (  # None: whatever the template itself puts t
 )
 TALK = (  # first words of what people ask; mostly none, so that the target chooses
     *("",) * 12,
-    *("How", "What", "Why", "Can you", "Write a", "Write an email", "Explain", "Describe", "Imagine", "Compare", "Give me", "Pretend"),
+    *(
+        "How",
+        "What",
+        "Why",
+        "Can you",
+        "Write a",
+        "Write an email",
+        "Explain",
+        "Describe",
+        "Imagine",
+        "Compare",
+        "Give me",
+        "Pretend",
+    ),
     *("Suggest", "Tell me", "Which", "Is it true that", "Translate", "Rewrite", "Plan", "Solve", "Draft a", "Think of"),
 )
 SUMS = (  # word problems in arithmetic
-    *("A farmer", "Maria", "If a", "There are", "Suppose", "A train", "Tom has", "Lena buys", "A bakery sells", "A shop", "Every day"),
-    *("In a class of", "Omar earns $", "The price of", "A box holds", "Half of", "Two friends", "A tank", "At the market", "Nina reads"),
+    *(
+        "A farmer",
+        "Maria",
+        "If a",
+        "There are",
+        "Suppose",
+        "A train",
+        "Tom has",
+        "Lena buys",
+        "A bakery sells",
+        "A shop",
+        "Every day",
+    ),
+    *(
+        "In a class of",
+        "Omar earns $",
+        "The price of",
+        "A box holds",
+        "Half of",
+        "Two friends",
+        "A tank",
+        "At the market",
+        "Nina reads",
+    ),
     *(
         "Ben and his sister",
         "A ticket costs",
@@ -57,12 +94,40 @@ SUMS = (  # word problems in arithmetic
 )
 CODE = (  # programs, asked for in words or begun
     *("def",) * 6,
-    *("import", "from typing import", "class", "Write a Python function", "Write a function that", "Complete this code:", "Fix this code:"),
-    *("Given a list", "Given a string", "Implement", "Write a program", "What does this code do?", "Write a SQL query", "Refactor"),
-    *("Complete the following Python function:\n\n```python\ndef", "Write a class", "Write a test for", "How do I", "```python\n"),
+    *(
+        "import",
+        "from typing import",
+        "class",
+        "Write a Python function",
+        "Write a function that",
+        "Complete this code:",
+        "Fix this code:",
+    ),
+    *(
+        "Given a list",
+        "Given a string",
+        "Implement",
+        "Write a program",
+        "What does this code do?",
+        "Write a SQL query",
+        "Refactor",
+    ),
+    *(
+        "Complete the following Python function:\n\n```python\ndef",
+        "Write a class",
+        "Write a test for",
+        "How do I",
+        "```python\n",
+    ),
 )
 TEXTS = (  # a text is handed over, longer than a question; these may be as long as leaves room for an answer
-    *("Summarize:", "Summarize the following article:", "Summarize this report:", "Shorten this text:", "Read this story:"),
+    *(
+        "Summarize:",
+        "Summarize the following article:",
+        "Summarize this report:",
+        "Shorten this text:",
+        "Read this story:",
+    ),
     *(
         "Here is an article:",
         "What are the main points of this text?",
@@ -94,21 +159,29 @@ class Script:
     def of(cls, tokenizer: Tokenizer, arch: Architecture, settings: WriterSettings) -> Script:
         """Write the openings as the model's chat template wants them."""
         if not tokenizer.has_chat_template:
-            log.warning("%s has no chat template: its conversations are written as plain text, 'user: … assistant: …'.", arch.name)
+            log.warning(
+                "%s has no chat template: its conversations are written as plain text, 'user: … assistant: …'.",
+                arch.name,
+            )
         ends = tuple(dict.fromkeys(token for token in (*tokenizer.eos_ids, *arch.eos_ids) if token < arch.vocabulary))
         if not ends:
-            log.warning("%s names no token that ends a turn: every answer goes on to %d tokens.", arch.name, settings.length)
+            log.warning(
+                "%s names no token that ends a turn: every answer goes on to %d tokens.", arch.name, settings.length
+            )
         frames, prompts = _frames(tokenizer, settings), _prompts(tokenizer, settings)
         bridge = frames[0].behind
         lines = list(_interleaved(_shuffled(frames, settings.seed), _shuffled(prompts, settings.seed)))
         told = ((line.before, not line.behind, (line.least, line.most), line.kind) for line in lines)
         openings, asked, limits, kinds = zip(*told, strict=True)
-        script = cls(openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends, kinds)
+        script = cls(
+            openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends, kinds
+        )
         script.check(arch)
         return script
 
     def kind_of(self, tokens: Sequence[int]) -> str:
-        """Return the kind of a conversation that was written by this script: that of the longest opening it begins with."""
+        """Return the kind of a conversation that was written by this script: that of the longest opening it begins
+        with."""
         kinds = dict(zip(self.openings, self.kinds, strict=True))
         lengths = sorted({len(opening) for opening in self.openings}, reverse=True)
         begun = (kinds.get(tuple(tokens[:length])) for length in lengths)
@@ -118,12 +191,16 @@ class Script:
         """Refuse ids that the model does not know."""
         highest = max(*self.bridge, *(max(opening) for opening in self.openings))
         if highest >= arch.vocabulary:
-            raise ModelError(f"The tokenizer gives id {highest}, but {arch.name} knows {arch.vocabulary}. They do not belong together.")
+            raise ModelError(
+                f"The tokenizer gives id {highest}, but {arch.name} knows {arch.vocabulary}. They do not belong "
+                "together."
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What stands around the words of a question, and how long they may be; nothing stands behind a question that is there already."""
+    """What stands around the words of a question, and how long they may be; nothing stands behind a question that is
+    there already."""
 
     before: tuple[int, ...]
     behind: tuple[int, ...]
@@ -149,7 +226,9 @@ def _frames(tokenizer: Tokenizer, settings: WriterSettings) -> list[_Frame]:
     fitting = [frame for frame in frames if frame.needed <= settings.length and frame.least <= frame.most]
     if not fitting:
         least = min(frame.needed for frame in frames)
-        raise BadParameter(f"length is {settings.length}; the openings of this model's conversations need at least {least}.")
+        raise BadParameter(
+            f"length is {settings.length}; the openings of this model's conversations need at least {least}."
+        )
     return fitting
 
 
@@ -163,12 +242,15 @@ def _accepted_systems(tokenizer: Tokenizer) -> tuple[str | None, ...]:
 
 
 def _around(tokenizer: Tokenizer, system: str | None, starter: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Compare two questions that share nothing but the starter: what both begin and end with stands around the question."""
+    """Compare two questions that share nothing but the starter: what both begin and end with stands around the
+    question."""
     one, other = (_chat(tokenizer, system, f"{starter} {word}".lstrip()) for word in ("apple", "Zulu"))
     before = _common(one, other)
     behind = _common(one[before:][::-1], other[before:][::-1])
     if not before or not behind:
-        raise ModelError("The model's chat template puts nothing around a question, so nothing tells the target to ask or to answer.")
+        raise ModelError(
+            "The model's chat template puts nothing around a question, so nothing tells the target to ask or to answer."
+        )
     return tuple(one[:before]), tuple(one[-behind:])
 
 

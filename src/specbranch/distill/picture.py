@@ -30,7 +30,9 @@ def _panel(points: Sequence[tuple[float, float]], title: str, colour: str, top: 
     steps, values = [step for step, _ in points], [value for _, value in points]
     low, high, last = min(values), max(values), max(max(steps), 1)
     span = (high - low) or 1.0
-    line = " ".join(f"{LEFT + WIDTH * step / last:.1f},{top + HEIGHT * (1 - (value - low) / span):.1f}" for step, value in points)
+    line = " ".join(
+        f"{LEFT + WIDTH * step / last:.1f},{top + HEIGHT * (1 - (value - low) / span):.1f}" for step, value in points
+    )
     marks = f'<text x="{LEFT - 6}" y="{top + 10}" text-anchor="end">{high:.3f}</text>'
     marks += f'<text x="{LEFT - 6}" y="{top + HEIGHT}" text-anchor="end">{low:.3f}</text>'
     marks += f'<text x="{LEFT + WIDTH}" y="{top + HEIGHT + 16}" text-anchor="end">step {last:,.0f}, now {values[-1]:.3f}</text>'

@@ -1,7 +1,7 @@
 """From a model's name and a shape to the recipe of an inflation.
 
-Owns what is read of a model for that: its architecture, and how many tokens it scores. Invariant: a recipe that is returned can be made,
-and nothing was loaded to know it.
+Owns what is read of a model for that: its architecture, and how many tokens it scores. Invariant: a recipe that is
+returned can be made, and nothing was loaded to know it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Sized:
 
 
 def sized(model: str, source: str, shape: ShapeChoice, target: str | None = None, seed: int = 0) -> Sized:
-    """Put a model into a shape. `model` is its name, `source` its path, `target` that of what a draft made by `distill` runs beside."""
+    """Put a model into a shape. `model` is its name, `source` its path, `target` that of what a draft made by
+    `distill` runs beside."""
     if is_inflation(source):
         raise BadParameter(f"{source} is inflated already. Inflate its source instead.")
     is_draft = is_draft_folder(source)
@@ -55,8 +56,8 @@ def _opened(source: str, target: str | None) -> tuple[Architecture, int]:
     if target is None:
         arch, _ = open_model(locate(source))
         return arch, arch.vocabulary
-    from specbranch.distill.load import open_beside
+    from specbranch.distill.load import open_for_target
 
-    found = open_beside(source, target)
+    found = open_for_target(source, target)
     ids = found.draft.head_ids
     return found.arch, found.arch.vocabulary if ids is None else len(ids)

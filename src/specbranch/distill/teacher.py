@@ -1,7 +1,8 @@
-"""What the target says to its own material: computed batch by batch, or once for all where there is room to remember it.
+"""What the target says to its own material: computed batch by batch, or once for all where there is room to remember
+it.
 
-Owns that memory. Invariant: a remembered state is the one a pass over the same token of the same conversation gave; conversations see
-nothing of each other, so how they are packed changes it by rounding alone.
+Owns that memory. Invariant: a remembered state is the one a pass over the same token of the same conversation gave;
+conversations see nothing of each other, so how they are packed changes it by rounding alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def moved(batch: Batch, stack: Stack) -> Batch:
     """Bring what the stacks read to their device; the weights stay, see `counted`."""
     device, dtype = stack.embedding.device, stack.embedding.dtype
     edges = batch.with_edges().edges if has_stretches(device, dtype, stack.arch.head_dim) else None
-    tokens, positions, segments, source = (sent(one, device) for one in (batch.tokens, batch.positions, batch.segments, batch.source))
+    tokens, positions, segments, source = (
+        sent(one, device) for one in (batch.tokens, batch.positions, batch.segments, batch.source)
+    )
     return Batch(tokens, positions, segments, batch.weight, source, None if edges is None else sent(edges, device))
 
 
@@ -55,7 +58,9 @@ class Teacher:
         for batch in material.batches(length, rows, seed=0, epoch=0):
             filled = (batch.segments != PADDING).flatten().nonzero().view(-1)
             at = moved(batch, self.stack)
-            memory[at.source.flatten()[sent(filled, table.device)]] = self.stack(at).flatten(0, 1)[sent(filled, table.device)]
+            memory[at.source.flatten()[sent(filled, table.device)]] = self.stack(at).flatten(0, 1)[
+                sent(filled, table.device)
+            ]
             done += filled.numel()
             heard(done, whole)
         self._memory = memory

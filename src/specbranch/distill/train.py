@@ -1,7 +1,8 @@
 """Training a draft to give its target's distribution: steps, measurements, and when to keep what there is.
 
-Owns the schedule and the files of a run (metrics.jsonl, checkpoint.safetensors, training.svg). Invariant: what a step does depends on the
-settings, the material and the step's number alone, so a run that was killed and resumed ends with the weights of one that was not.
+Owns the schedule and the files of a run (metrics.jsonl, checkpoint.safetensors, training.svg). Invariant: what a step
+does depends on the settings, the material and the step's number alone, so a run that was killed and resumed ends with
+the weights of one that was not.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class Trained:
     figures: dict[str, float]
 
 
-Report = Callable[[Mapping[str, Any]], None]  # given each line of the metrics, and under "of" how many steps there are, once known
+OnMetrics = Callable[
+    [Mapping[str, Any]], None
+]  # given each line of the metrics, and under "of" how many steps there are, once known
 
 
 def unheard(record: Mapping[str, Any]) -> None:
@@ -99,7 +102,9 @@ def unwatched(tokens: int, of: int) -> None:
 def frequent_tokens(material: Material, vocabulary: int, count: int) -> Tensor:
     """Return the `count` ids the target wrote most often, ascending."""
     if not 1 <= count < vocabulary:
-        raise BadParameter(f"A head of {count} tokens was asked for; expected 1 to {vocabulary - 1}, or none for all {vocabulary}.")
+        raise BadParameter(
+            f"A head of {count} tokens was asked for; expected 1 to {vocabulary - 1}, or none for all {vocabulary}."
+        )
     order = material.frequencies(vocabulary).argsort(descending=True, stable=True)
     return order[:count].sort().values
 
@@ -113,17 +118,18 @@ def train(
     folder: Path,
     *,
     resume: bool = False,
-    report: Report = unheard,
+    report: OnMetrics = unheard,
     heard: Heard = unwatched,
 ) -> Trained:
     """Train a draft; with `resume`, go on from the folder's checkpoint if it has one."""
     if not len(material) or not len(held_out):
         raise BadParameter(
-            f"There are {len(material)} conversations to train on and {len(held_out)} to compare with; expected some of both."
+            f"There are {len(material)} conversations to train on and {len(held_out)} to compare with; expected some "
+            "of both."
         )
     with spoken(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    run = _Run(arch, weights, material, held_out, settings, folder, report)
+    run = _Training(arch, weights, material, held_out, settings, folder, report)
     if resume and run.checkpoint.exists():
         run.restore()
     else:
@@ -134,7 +140,7 @@ def train(
     return Trained(run.student, run.step, run.tokens, run.seconds, figures)
 
 
-class _Run:
+class _Training:
     """A training under way."""
 
     def __init__(
@@ -145,7 +151,7 @@ class _Run:
         held_out: Material,
         settings: TrainSettings,
         folder: Path,
-        report: Report,
+        report: OnMetrics,
     ) -> None:
         self.settings, self.material, self.held_out, self.report = settings, material, held_out, report
         self.checkpoint, self.metrics, self.picture = (folder / name for name in (CHECKPOINT, METRICS, PICTURE))
@@ -153,7 +159,9 @@ class _Run:
         self.device = weights.norm.device
         self.teacher = Teacher(Stack(arch, weights))
         self.remembering = self.teacher.has_room(material)
-        self.student = Stack(arch, weights, settings.layers, trained=True, head_ids=None if ids is None else ids.to(self.device))
+        self.student = Stack(
+            arch, weights, settings.layers, trained=True, head_ids=None if ids is None else ids.to(self.device)
+        )
         self.optimiser = _optimiser(self.student, settings)
         self.identity = _identity(settings, material, weights)
         self.total = settings.steps
@@ -169,7 +177,10 @@ class _Run:
         while self.remembering and self.step != self.total and not self._remembered(rows, heard):
             rows //= 2
             self.remembering = rows > 0
-            log.warning("Out of memory: %s.", f"listening to {rows} rows at a time" if rows else "the target is asked at every step")
+            log.warning(
+                "Out of memory: %s.",
+                f"listening to {rows} rows at a time" if rows else "the target is asked at every step",
+            )
 
     def _remembered(self, rows: int, heard: Heard) -> bool:
         """Whether there was memory to listen to so many rows at a time."""
@@ -203,7 +214,9 @@ class _Run:
     def finish(self) -> dict[str, float]:
         """Measure the draft a last time, and leave everything of the run on disk."""
         figures = self.evaluate()
-        self._write({"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 2), "final": True, **figures})
+        self._write(
+            {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 2), "final": True, **figures}
+        )
         self.save()
         write_whole(self.picture, picture(_records(self.metrics)).encode())
         return figures
@@ -227,7 +240,8 @@ class _Run:
         return loss
 
     def _fitting(self, work: Callable[[], T]) -> T:
-        """Do what takes `micro` rows at a time. Out of memory: all of it again with half as many, which changes nothing else."""
+        """Do what takes `micro` rows at a time. Out of memory: all of it again with half as many, which changes
+        nothing else."""
         while True:
             try:
                 return work()
@@ -253,7 +267,9 @@ class _Run:
     def _halve(self) -> None:
         self.optimiser.zero_grad(set_to_none=True)
         if self.micro == 1:
-            raise BadParameter(f"One row of {self.settings.length} tokens does not fit into memory. Use shorter rows or fewer layers.")
+            raise BadParameter(
+                f"One row of {self.settings.length} tokens does not fit into memory. Use shorter rows or fewer layers."
+            )
         self.micro = (self.micro + 1) // 2
         log.warning("Out of memory: going on with %d rows at a time instead of %d.", self.micro, self.settings.rows)
         self._let_go()
@@ -280,10 +296,16 @@ class _Run:
         """Whether the clock is looked at, which waits for the device."""
         s = self.settings
         calibrating = self.total is None and self.step in (WARM, CALIBRATION)
-        return calibrating or self.step == self.total or self.step % s.record_every == 0 or self.step % s.evaluate_every == 0
+        return (
+            calibrating
+            or self.step == self.total
+            or self.step % s.record_every == 0
+            or self.step % s.evaluate_every == 0
+        )
 
     def _budget(self) -> None:
-        """Turn a time budget into steps once it is known how long one takes; kept at once, so that a resumed run has the same."""
+        """Turn a time budget into steps once it is known how long one takes; kept at once, so that a resumed run has
+        the same."""
         if self.step == WARM:
             self._warm = self.step, self.seconds
         if self.total is not None or self.step < CALIBRATION or self.settings.seconds is None:
@@ -300,9 +322,14 @@ class _Run:
         loss = torch.stack(self._losses).mean().item()
         self._losses.clear()
         if not math.isfinite(loss):
-            raise BadParameter(f"The loss became {loss} at step {self.step}. Use a lower learning rate than {s.learning_rate}.")
+            raise BadParameter(
+                f"The loss became {loss} at step {self.step}. Use a lower learning rate than {s.learning_rate}."
+            )
         record = {"step": self.step, "tokens": self.tokens, "loss": loss, "seconds": round(self.seconds, 2)}
-        record |= {"learning_rate": learning_rate(s, self.step - 1, self.total), "tokens_per_second": self.tokens / max(self.seconds, 1e-9)}
+        record |= {
+            "learning_rate": learning_rate(s, self.step - 1, self.total),
+            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
+        }
         self._write({**record, **(self.evaluate() if evaluated else {})})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -371,14 +398,22 @@ def _identity(settings: TrainSettings, material: Material, weights: Weights) -> 
     digest = sha256(material.tokens.numpy().data)
     digest.update(material.starts.numpy().data)
     sample = weights.embedding[:: max(weights.embedding.shape[0] // 64, 1)].float().cpu().contiguous()
-    return {**values, "layers": list(settings.layers), "material": digest.hexdigest(), "target": sha256(sample.numpy().data).hexdigest()}
+    return {
+        **values,
+        "layers": list(settings.layers),
+        "material": digest.hexdigest(),
+        "target": sha256(sample.numpy().data).hexdigest(),
+    }
 
 
 def _refuse_other_run(held: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     other = [name for name in ours if held.get(name) != ours[name]]
     if other:
         told = ", ".join(f"{name} was {_short(held.get(name))}, now {_short(ours[name])}" for name in other)
-        raise BadParameter(f"The checkpoint {path} is of another run: {told}. Resume with the same settings, or begin in another folder.")
+        raise BadParameter(
+            f"The checkpoint {path} is of another run: {told}. Resume with the same settings, or begin in another "
+            "folder."
+        )
 
 
 def _short(value: Any) -> str:
@@ -387,9 +422,13 @@ def _short(value: Any) -> str:
 
 def _optimiser(student: Stack, settings: TrainSettings) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in student.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in student.parameters() if parameter.dim() < 2]  # norms and biases are not drawn to 0
+    vectors = [
+        parameter for parameter in student.parameters() if parameter.dim() < 2
+    ]  # norms and biases are not drawn to 0
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].device.type == "cuda")
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].device.type == "cuda"
+    )
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""The target writes its own training material: it invents questions and answers them, in many rows at once over a static cache.
+"""The target writes its own training material: it invents questions and answers them, in many rows at once over a
+static cache.
 
-Owns the batch of rows and what each does next; the chat template and the model's arithmetic follow `text` and `models`. Invariants: every
-token that was not given (an opening, the turn to the answer, a prompt of the user's) is the target's own choice after all that stands
-before it in its row; a row that ends its conversation begins the next at once, so that shapes never change and no row waits for another;
-one machine writes the same for the same seed and settings.
+Owns the batch of rows and what each does next; the chat template and the model's arithmetic follow `text` and `models`.
+Invariants: every token that was not given (an opening, the turn to the answer, a prompt of the user's) is the target's
+own choice after all that stands before it in its row; a row that ends its conversation begins the next at once, so that
+shapes never change and no row waits for another; one machine writes the same for the same seed and settings.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ UNKNOWN = 1 << 30  # where an answer begins whose question is still being writte
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WritingTarget:
     """The model that writes."""
 
     arch: Architecture
@@ -51,7 +52,7 @@ class Written:
     seconds: float
 
 
-Progress = Callable[[Written], None]
+OnWritten = Callable[[Written], None]
 
 
 def quiet(written: Written) -> None:
@@ -59,7 +60,9 @@ def quiet(written: Written) -> None:
 
 
 @torch.no_grad()  # not inference_mode: what is returned goes into training
-def write(target: Target, tokenizer: Tokenizer, settings: WriterSettings, progress: Progress = quiet) -> Material:
+def write(
+    target: WritingTarget, tokenizer: Tokenizer, settings: WriterSettings, progress: OnWritten = quiet
+) -> Material:
     """Let the target write until time or tokens are spent; with memory for fewer rows than asked for, fewer write."""
     settings = replace(settings, length=target.arch.choose_context(None, most=settings.length))
     script = Script.of(tokenizer, target.arch, settings)
@@ -71,8 +74,13 @@ def write(target: Target, tokenizer: Tokenizer, settings: WriterSettings, progre
         history.add(*desk.advance())
         written = Written(history.tokens, history.finished, time.monotonic() - start)
         progress(written)
-    about = {"settings": {**asdict(settings), "prompts": len(settings.prompts), "rows": desk.rows}, "seconds": written.seconds}
-    return history.material(desk.unfinished(), {**about, "target": Path(target.arch.name).name, "torch": torch.__version__})
+    about = {
+        "settings": {**asdict(settings), "prompts": len(settings.prompts), "rows": desk.rows},
+        "seconds": written.seconds,
+    }
+    return history.material(
+        desk.unfinished(), {**about, "target": Path(target.arch.name).name, "torch": torch.__version__}
+    )
 
 
 def _spent(settings: WriterSettings, written: Written) -> bool:
@@ -97,32 +105,38 @@ class _History:
         self.finished += int((ended > 0).sum())
 
     def material(self, unfinished: Tensor, about: dict[str, object]) -> Material:
-        """Lay out the conversations row by row; one that is unfinished counts as far as it goes, if its answer has begun."""
+        """Lay out the conversations row by row; one that is unfinished counts as far as it goes, if its answer has
+        begun."""
         tokens, ended = (torch.cat(pieces).T.contiguous() for pieces in (self._tokens, self._ended))
         ended[:, -1] = torch.where(ended[:, -1] > 0, ended[:, -1], unfinished)
         last = ended.view(-1).nonzero().view(-1)
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), last + 1))
         whole = Material(tokens.view(-1), starts, ended.view(-1)[last].long().clamp(max=starts.diff()), about)
         answered = whole.select((whole.answers < whole.lengths).nonzero().view(-1))
-        return replace(answered, about={**about, "conversations": len(answered), "answer_tokens": answered.answer_tokens})
+        return replace(
+            answered, about={**about, "conversations": len(answered), "answer_tokens": answered.answer_tokens}
+        )
 
 
 class Desk:
     """The rows and their state, all on the device: a step feeds one token a row and decides the next."""
 
-    def __init__(self, target: Target, script: Script, settings: WriterSettings) -> None:
+    def __init__(self, target: WritingTarget, script: Script, settings: WriterSettings) -> None:
         self.settings, self.rows = settings, settings.rows
         self.device = target.weights.norm.device
         self.model = Texts(Decoder(target.arch, target.weights, settings.length), self.rows, settings.length)
         self._generator = torch.Generator(self.device).manual_seed(settings.seed)
         self._script = _DeviceScript(script, target.arch.vocabulary, self.device)
-        self._temperature = torch.tensor([0.0, settings.temperature], device=self.device).repeat(-(-self.rows // 2))[: self.rows]
+        self._temperature = torch.tensor([0.0, settings.temperature], device=self.device).repeat(-(-self.rows // 2))[
+            : self.rows
+        ]
         self._state = self._first_state()
         self._log = torch.zeros(2, settings.steps, self.rows, dtype=torch.int32, device=self.device)
         self._step = self._captured() if self.device.type == "cuda" else self._once
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Make the settings' number of steps; returns the tokens fed [steps, rows] and where which conversations ended (see _History)."""
+        """Make the settings' number of steps; returns the tokens fed [steps, rows] and where which conversations
+        ended (see _History)."""
         for _ in range(self.settings.steps):
             self._step()
         tokens, ended = self._log.cpu().clone()
@@ -130,7 +144,8 @@ class Desk:
 
     def unfinished(self) -> Tensor:
         """Return where the answer of each row's open conversation begins, if it has one; UNKNOWN else [rows]."""
-        # A row that has just restarted holds nothing yet; its last token ended the conversation before and is marked as such.
+        # A row that has just restarted holds nothing yet; its last token ended the conversation before and is marked as
+        # such.
         return self._state.answer.to("cpu", torch.int32)
 
     def _first_state(self) -> _State:
@@ -152,7 +167,9 @@ class Desk:
         """Feed every row's token, note it, and put the next in its place."""
         state = self._state
         logits = self.model.scores(state.token, state.position)
-        ended = self._script.ends_answer[state.token] & (state.position >= state.answer) | (state.position + 1 == self.settings.length)
+        ended = self._script.ends_answer[state.token] & (state.position >= state.answer) | (
+            state.position + 1 == self.settings.length
+        )
         entry = torch.stack((state.token, torch.where(ended, state.answer, 0))).to(torch.int32)
         self._log.index_copy_(1, state.step, entry[:, None])
         self._go_on(state, self._choose(state, logits))
@@ -160,9 +177,12 @@ class Desk:
         state.step.add_(1).remainder_(self.settings.steps)
 
     def _choose(self, state: _State, logits: Tensor) -> Tensor:
-        """Draw a token a row by Gumbel's trick, which needs no sorting: argmax(logit − T·log E), E exponential; T = 0 is greedy."""
+        """Draw a token a row by Gumbel's trick, which needs no sorting: argmax(logit − T·log E), E exponential; T =
+        0 is greedy."""
         answering = state.position + 1 >= state.answer
-        temperature = torch.where(answering, self._temperature, self.settings.question_temperature)[:, None].to(logits.dtype)
+        temperature = torch.where(answering, self._temperature, self.settings.question_temperature)[:, None].to(
+            logits.dtype
+        )
         early = self._asked(state) < self._script.least[state.opening]
         closing = self._script.closing
         logits[:, closing] = logits[:, closing].masked_fill(early[:, None], -torch.inf)
@@ -172,7 +192,8 @@ class Desk:
         return logits.addcmul_(noise, -temperature).masked_fill_(below, -torch.inf).argmax(-1)
 
     def _asked(self, state: _State) -> Tensor:
-        """How many tokens of its own a row's question has, were one chosen now the next; UNKNOWN where no question is being written."""
+        """How many tokens of its own a row's question has, were one chosen now the next; UNKNOWN where no question
+        is being written."""
         own = state.position + 1 - self._script.lengths[state.opening]
         return torch.where((own >= 0) & (state.answer == UNKNOWN), own, UNKNOWN)
 
@@ -197,7 +218,8 @@ class Desk:
         state.used.add_(ended.sum())
 
     def _captured(self) -> Callable[[], None]:
-        """Record one step as a CUDA graph, after some that let libraries set themselves up; then begin from the start."""
+        """Record one step as a CUDA graph, after some that let libraries set themselves up; then begin from the
+        start."""
         side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -235,10 +257,14 @@ class _DeviceScript:
         self.openings = torch.tensor(padded, device=device)  # [openings, longest]
         self.lengths = torch.tensor([len(opening) for opening in script.openings], device=device)
         self.answers = self.lengths.where(torch.tensor(script.asked, device=device), UNKNOWN)
-        self.least, self.most = torch.tensor(script.limits, device=device).unbind(1)  # tokens of a question, each [openings]
+        self.least, self.most = torch.tensor(script.limits, device=device).unbind(
+            1
+        )  # tokens of a question, each [openings]
         self.bridge = torch.tensor(script.bridge, device=device)
         self.closing = torch.tensor(script.question_ends, dtype=torch.int64, device=device)
-        self.closes_question = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, self.closing, True)
+        self.closes_question = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(
+            0, self.closing, True
+        )
         ends = torch.tensor(script.answer_ends, dtype=torch.int64, device=device)
         self.ends_answer = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, ends, True)
 
@@ -252,18 +278,21 @@ class _DeviceScript:
         return self.bridge[(place - answer + last + 1).clamp(0, last)]
 
 
-def _fitting_desk(target: Target, script: Script, settings: WriterSettings) -> Desk:
+def _fitting_desk(target: WritingTarget, script: Script, settings: WriterSettings) -> Desk:
     """Set up as many of the rows asked for as memory allows, halving."""
     rows = settings.rows
     while (desk := _desk_or_none(target, script, replace(settings, rows=rows))) is None:
         if rows == 1:
-            raise ModelError(f"There is no memory for even one row of {settings.length} tokens of {target.arch.name}. Lower the length.")
+            raise ModelError(
+                f"There is no memory for even one row of {settings.length} tokens of {target.arch.name}. Lower the "
+                "length."
+            )
         log.warning("%d rows of %d tokens do not fit in memory; trying %d.", rows, settings.length, rows // 2)
         rows //= 2
     return desk
 
 
-def _desk_or_none(target: Target, script: Script, settings: WriterSettings) -> Desk | None:
+def _desk_or_none(target: WritingTarget, script: Script, settings: WriterSettings) -> Desk | None:
     try:
         return Desk(target, script, settings)
     except torch.OutOfMemoryError:

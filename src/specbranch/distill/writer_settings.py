@@ -18,7 +18,9 @@ class WriterSettings:
     tokens: int | None = None  # or when this many were written, questions and all
     rows: int = 1024  # conversations written at once; halved while they do not fit
     length: int = 640  # most tokens of a conversation
-    question_tokens: int = 192  # most tokens of an invented question, one that hands over a text aside; a longer one is closed there
+    question_tokens: int = (
+        192  # most tokens of an invented question, one that hands over a text aside; a longer one is closed there
+    )
     question_temperature: float = 1.0
     temperature: float = 0.8  # of the answers in every second row; those of the others are greedy, and all of them at 0
     min_p: float = 0.03  # least probability of a sampled token, as a share of the most likely one's

@@ -1,7 +1,8 @@
-"""Is all well with this installation and this pair, and what is to be gained? Checks whose findings are sentences for people.
+"""Is all well with this installation and this pair, and what is to be gained? Checks whose findings are sentences for
+people.
 
-Owns the checks and their wording. Invariants: a check never raises for what it looks for, it reports; whatever was not checked, because
-something before it failed, is not called well.
+Owns the checks and their wording. Invariants: a check never raises for what it looks for, it reports; whatever was not
+checked, because something before it failed, is not called well.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbranch.assembly import ModelChoice, beside, common_vocabulary, load_tokenizer
-from specbranch.measure.pair import QUICK, Progress, decode, measure, silent
-from specbranch.measure.workers import Workers, load_workers
+from specbranch.assembly import ModelChoice, common_vocabulary, fitted_to_target, load_tokenizer
 from specbranch.config import ExecutorName, SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.serial import Serial
 from specbranch.extras import EXTRAS, Extra
+from specbranch.measure.pair import QUICK, StepsDone, decode, measure, silent
+from specbranch.measure.workers import Workers, load_workers
 from specbranch.pairs import PAIRS, draft_folder
 
 if TYPE_CHECKING:
-    from specbranch.replay.decode import Player
     from specbranch.distill.agreement import Agreement
+    from specbranch.replay.decode import RecordDecoder
     from specbranch.sim.profile import CostProfile
 
 Level = Literal["ok", "note", "problem"]
@@ -69,7 +70,12 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        return {"method": self.method, "setting": self.setting, "speedup": self.speedup, "tokens_per_forward": self.tokens_per_forward}
+        return {
+            "method": self.method,
+            "setting": self.setting,
+            "speedup": self.speedup,
+            "tokens_per_forward": self.tokens_per_forward,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class Patient:
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """All findings, and what speculation is predicted to gain, if it came to that."""
 
     findings: list[Finding]
@@ -99,9 +105,9 @@ class Report:
 Tell = Callable[[Finding], None]
 
 
-def examine(patient: Patient, tell: Tell = lambda finding: None, progress: Progress = silent) -> Report:
+def examine(patient: Patient, tell: Tell = lambda finding: None, progress: StepsDone = silent) -> DoctorReport:
     """Check the installation, then the pair; each finding is told as soon as it is made."""
-    report = Report([], [])
+    report = DoctorReport([], [])
 
     def note(findings: Iterator[Finding]) -> bool:
         start = len(report.findings)
@@ -112,7 +118,11 @@ def examine(patient: Patient, tell: Tell = lambda finding: None, progress: Progr
 
     note(installation())
     if not note(models_at_hand(patient)):
-        note(iter([Finding("note", "Pair", "agreement, costs and gain were not looked at, because of the problem above.")]))
+        note(
+            iter(
+                [Finding("note", "Pair", "agreement, costs and gain were not looked at, because of the problem above.")]
+            )
+        )
         return report
     try:
         note(_pair(patient, report, progress))
@@ -141,7 +151,9 @@ def libraries() -> Iterator[Finding]:
     yield _at_least("torch", _version("torch"), TORCH)
     yield _at_least("transformers", _version("transformers"), TRANSFORMERS)
     if _version("llvmlite") is None:
-        yield Finding("note", "llvmlite", "is not installed, so that the CPU kernels are not compiled.", "pip install llvmlite")
+        yield Finding(
+            "note", "llvmlite", "is not installed, so that the CPU kernels are not compiled.", "pip install llvmlite"
+        )
     for extra in EXTRAS:
         yield _optional(extra)
 
@@ -154,9 +166,13 @@ def processor() -> Finding:
     threads = torch.get_num_threads()
     said = f"{platform.machine()}, {usable} usable cores, {threads} threads{_features()}"
     if threads < usable:
-        return Finding("note", "CPU", f"{said}.", f"torch uses {threads} of {usable} cores: unset OMP_NUM_THREADS to use them all.")
+        return Finding(
+            "note", "CPU", f"{said}.", f"torch uses {threads} of {usable} cores: unset OMP_NUM_THREADS to use them all."
+        )
     if threads > usable:
-        return Finding("note", "CPU", f"{said}.", f"More threads than cores hinder one another: set OMP_NUM_THREADS={usable}.")
+        return Finding(
+            "note", "CPU", f"{said}.", f"More threads than cores hinder one another: set OMP_NUM_THREADS={usable}."
+        )
     busy = _load()
     if busy is not None and busy > usable * 0.7:
         return Finding(
@@ -185,7 +201,9 @@ def memory() -> Finding:
         return Finding("note", "Memory", "how much is free cannot be found out on this system.")
     if free < 1 * GIB:
         advice = "Close other programs: the default pair needs about 0.8 GiB, larger models more."
-        return Finding("problem" if free < 0.4 * GIB else "note", "Memory", f"only {free / GIB:.1f} GiB are free.", advice)
+        return Finding(
+            "problem" if free < 0.4 * GIB else "note", "Memory", f"only {free / GIB:.1f} GiB are free.", advice
+        )
     return Finding("ok", "Memory", f"{free / GIB:.1f} GiB are free.")
 
 
@@ -222,7 +240,10 @@ def agreement(found: Agreement) -> Finding:
     )
     if found.top1 < 0.3:
         return Finding(
-            "problem", "Agreement", said, "This draft is hardly better than none: take another one, or train one with `specbranch distill`."
+            "problem",
+            "Agreement",
+            said,
+            "This draft is hardly better than none: take another one, or train one with `specbranch distill`.",
         )
     if found.top1 < 0.5:
         return Finding("note", "Agreement", said, "That is little: only short drafts pay.")
@@ -234,11 +255,14 @@ def costs(profile: CostProfile) -> Finding:
     target, draft = profile.target_seconds(1), profile.draft_seconds(1)
     ratio, more = target / draft, profile.target_seconds(4) / target
     said = (
-        f"c = {ratio:.1f}: a target forward takes {target * 1e3:.1f} ms, a draft step {draft * 1e3:.1f} ms; verifying 4 tokens costs "
+        f"c = {ratio:.1f}: a target forward takes {target * 1e3:.1f} ms, a draft step {draft * 1e3:.1f} ms; verifying "
+        "4 tokens costs "
         f"{more:.2f} times as much as one."
     )
     if ratio < 2:
-        return Finding("note", "Costs", said, "The draft is dear: take a smaller one, or method lookup, which needs none.")
+        return Finding(
+            "note", "Costs", said, "The draft is dear: take a smaller one, or method lookup, which needs none."
+        )
     return Finding("ok", "Costs", said)
 
 
@@ -249,22 +273,27 @@ def recommendation(predictions: Sequence[Prediction]) -> tuple[Prediction, Findi
         plain = next((one for one in predictions if one.method == "autoregressive"), best)
         advice = "Use --method autoregressive here, or a cheaper or better draft."
         return plain, Finding(
-            "note", "Method", f"speculation does not pay: at best {best.speedup:.2f} times plain decoding, with {best.method}.", advice
+            "note",
+            "Method",
+            f"speculation does not pay: at best {best.speedup:.2f} times plain decoding, with {best.method}.",
+            advice,
         )
-    setting = "".join(f" --num-speculative-tokens {best.setting[key]}" for key in ("num_speculative_tokens",) if key in best.setting)
+    setting = "".join(
+        f" --num-speculative-tokens {best.setting[key]}" for key in ("num_speculative_tokens",) if key in best.setting
+    )
     said = f"{best.method} is predicted to be {best.speedup:.2f} times as fast as plain decoding."
     return best, Finding("ok", "Method", said, f"Use --method {best.method}{setting}.")
 
 
-def _pair(patient: Patient, report: Report, progress: Progress) -> Iterator[Finding]:
+def _pair(patient: Patient, report: DoctorReport, progress: StepsDone) -> Iterator[Finding]:
     """Load the pair; look at kernels, agreement, costs, gain."""
-    from specbranch.distill.agreement import Text, compare
+    from specbranch.distill.agreement import AnsweredPrompt, compare
 
     progress("Loading the pair", 0, 5)
     workers = load_workers(patient.target, patient.draft, patient.pair, patient.executor)
     yield from _kernels(workers)
     progress("The target answers", 1, 5)
-    texts = [Text(tuple(prompt), _answer(workers, prompt)) for prompt in workers.prompts()]
+    texts = [AnsweredPrompt(tuple(prompt), _answer(workers, prompt)) for prompt in workers.prompts()]
     progress("The draft reads along", 2, 5)
     yield agreement(compare(workers.drafter.runner, texts))
     progress("Timing both", 3, 5)
@@ -278,32 +307,37 @@ def _pair(patient: Patient, report: Report, progress: Progress) -> Iterator[Find
 
 
 def predict(workers: Workers, texts: Sequence[Any], profile: CostProfile) -> list[Prediction]:
-    """Decode the target's answers again by each method, with the draft's real proposals and modelled time; best setting of each."""
-    from specbranch.replay.decode import Draft, Player
-    from specbranch.replay.record import Record, Task
-    from specbranch.replay.runners import Memory
+    """Decode the target's answers again by each method, with the draft's real proposals and modelled time; best
+    setting of each."""
     from specbranch.config import SamplingParams
+    from specbranch.replay.decode import RecordDecoder, ReplayDraft
+    from specbranch.replay.record import Record, Task
+    from specbranch.replay.runners import ProposalStore
 
     eos = tuple(workers.tokenizer.eos_ids)
     records = [
-        Record(Task(text.prompt, SamplingParams(max_tokens=TOKENS), 0, eos), text.answer, ()) for text in texts if len(text.answer) > 1
+        Record(Task(text.prompt, SamplingParams(max_tokens=TOKENS), 0, eos), text.answer, ())
+        for text in texts
+        if len(text.answer) > 1
     ]
     if not records:
-        raise ModelError("The target ends each of three answers at once, so nothing can be predicted. Is it a chat model?")
-    tried = dict.fromkeys(_settings(), Tried())
+        raise ModelError(
+            "The target ends each of three answers at once, so nothing can be predicted. Is it a chat model?"
+        )
+    tried = dict.fromkeys(_settings(), TriedMethod())
     with tempfile.TemporaryDirectory() as folder:
-        memory = Memory(Path(folder) / "memory.sqlite")
-        draft = Draft("draft", memory, workers.drafter.runner)
+        memory = ProposalStore(Path(folder) / "memory.sqlite")
+        draft = ReplayDraft("draft", memory, workers.drafter.runner)
         try:
             for record in records:
-                tried = _played(Player(record, draft), tried, profile)
+                tried = _played(RecordDecoder(record, draft), tried, profile)
         finally:
             memory.close()
     return _best(tried)
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedMethod:
     """What a method took for some requests."""
 
     seconds: float = 0.0
@@ -321,21 +355,25 @@ def _settings() -> Iterator[tuple[str, int | None]]:
         yield from ((method, length) for length in lengths)
 
 
-def _played(player: Player, tried: Mapping[tuple[str, int | None], Tried], profile: CostProfile) -> dict[tuple[str, int | None], Tried]:
+def _played(
+    player: RecordDecoder, tried: Mapping[tuple[str, int | None], TriedMethod], profile: CostProfile
+) -> dict[tuple[str, int | None], TriedMethod]:
     """Play one record by every setting, and add up."""
     found = {}
     try:
         for (method, length), so_far in tried.items():
-            config = SpeculativeConfig.from_dict({"method": method, **({"num_speculative_tokens": length} if length else {})})
+            config = SpeculativeConfig.from_dict(
+                {"method": method, **({"num_speculative_tokens": length} if length else {})}
+            )
             stats = player.play(config, profile)
             seconds, tokens = so_far.seconds + stats.decode_seconds, so_far.tokens + stats.emitted - 1
-            found[method, length] = Tried(seconds, tokens, so_far.forwards + stats.target_forwards)
+            found[method, length] = TriedMethod(seconds, tokens, so_far.forwards + stats.target_forwards)
     finally:
         player.close()
     return found
 
 
-def _best(tried: Mapping[tuple[str, int | None], Tried]) -> list[Prediction]:
+def _best(tried: Mapping[tuple[str, int | None], TriedMethod]) -> list[Prediction]:
     """Return each method at its best."""
     plain = tried["autoregressive", None].seconds
     found: dict[str, Prediction] = {}
@@ -376,7 +414,12 @@ def _kernel(name: str, runner: Any) -> Finding:
     if dtype != "float32":
         return Finding("note", about, f"there is no compiled step for {dtype}.", "Leave --dtype out for float32.")
     if runner.weights == "int4":
-        return Finding("note", about, "there is no compiled step for int4.", "Choose int8 with --weights, of a draft with --draft-weights.")
+        return Finding(
+            "note",
+            about,
+            "there is no compiled step for int4.",
+            "Choose int8 with --weights, of a draft with --draft-weights.",
+        )
     advice = "Install llvmlite if it is missing; if it is there, this processor or these shapes have no kernel."
     return Finding("note", about, "the compiled step is not used here, so that small forwards are slower.", advice)
 
@@ -390,7 +433,10 @@ def _target(choice: ModelChoice) -> Finding:
         path = store.installed(choice.name)
         if path is None:
             return Finding(
-                "problem", "Target", f"{choice.name} is not here, or damaged.", f"Fetch it: specbranch models pull {choice.name}"
+                "problem",
+                "Target",
+                f"{choice.name} is not here, or damaged.",
+                f"Fetch it: specbranch models pull {choice.name}",
             )
         return Finding("ok", "Target", f"{choice.name} is here and whole: its sha256 is the pinned one.")
     if not Path(choice.name).expanduser().exists():
@@ -416,7 +462,10 @@ def _draft(patient: Patient) -> Finding:
         return Finding("ok", "Draft", f"{name} is here.")
     if not (folder / "model.safetensors").is_file():
         return Finding(
-            "problem", "Draft", f"{folder} has no model.safetensors.", "Train it again with `specbranch distill`, or take another draft."
+            "problem",
+            "Draft",
+            f"{folder} has no model.safetensors.",
+            "Train it again with `specbranch distill`, or take another draft.",
         )
     return Finding("ok", "Draft", f"{name} is here, with all of its files.")
 
@@ -424,14 +473,15 @@ def _draft(patient: Patient) -> Finding:
 def _vocabulary(patient: Patient) -> Finding:
     try:
         tokenizer = load_tokenizer(patient.target)
-        shared = common_vocabulary(tokenizer, beside(patient.draft, patient.target.name))
+        shared = common_vocabulary(tokenizer, fitted_to_target(patient.draft, patient.target.name))
     except SpecBranchError as error:
         return Finding("problem", "Vocabulary", str(error))
     if shared < tokenizer.vocabulary_size:
         return Finding(
             "note",
             "Vocabulary",
-            f"draft and target share the first {shared} of {tokenizer.vocabulary_size} tokens; the others are never drafted.",
+            f"draft and target share the first {shared} of {tokenizer.vocabulary_size} tokens; the others are never "
+            "drafted.",
         )
     return Finding("ok", "Vocabulary", f"draft and target share all {shared} tokens.")
 
@@ -441,7 +491,11 @@ def _at_least(name: str, version: str | None, least: tuple[int, int]) -> Finding
     if version is None:
         return Finding("problem", name, "is not installed.", wanted)
     parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return Finding("ok", name, f"{version}.") if parts >= least else Finding("problem", name, f"{version} is too old.", wanted)
+    return (
+        Finding("ok", name, f"{version}.")
+        if parts >= least
+        else Finding("problem", name, f"{version} is too old.", wanted)
+    )
 
 
 def _optional(extra: Extra) -> Finding:

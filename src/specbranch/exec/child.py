@@ -1,7 +1,7 @@
 """The draft worker's process: makes its model, then answers orders until the other end hangs up.
 
-Started as `python -m specbranch.exec.child FD` with one end of a socket pair; a module of its own, so that a user's script is never
-imported again. Invariant: it exits when its parent does.
+Started as `python -m specbranch.exec.child FD` with one end of a socket pair; a module of its own, so that a user's
+script is never imported again. Invariant: it exits when its parent does.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from specbranch.exec.messages import (
     HeadsDrawn,
     Hello,
     Leave,
-    Message,
     Open,
     Ready,
     Recipe,
     RoundDrafted,
     StaleHolding,
     TargetDone,
+    WireMessage,
     Work,
 )
-from specbranch.exec.wire import BadMessage, Line
+from specbranch.exec.wire import BadMessage, Wire
 
 
 def main(descriptor: int) -> None:
     """Serve on an inherited socket until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it hangs up afterwards
-    line = Line(descriptor)
+    line = Wire(descriptor)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         try:
             serve(line)
@@ -43,7 +43,7 @@ def main(descriptor: int) -> None:
             line.send(Broken(str(error)))
 
 
-def serve(line: Line) -> None:
+def serve(line: Wire) -> None:
     """Make the worker, then carry out orders."""
     try:
         drafter = _greeted(line.receive())
@@ -51,12 +51,12 @@ def serve(line: Line) -> None:
         line.send(Broken(f"{type(error).__name__}: {error}"))
         return
     line.send(Ready())
-    backlog: deque[Message] = deque()  # what came while a round was drafted
+    backlog: deque[WireMessage] = deque()  # what came while a round was drafted
     while True:
         _answer(line, drafter, backlog.popleft() if backlog else line.receive(), backlog)
 
 
-def _greeted(message: Message) -> Drafter:
+def _greeted(message: WireMessage) -> Drafter:
     assert isinstance(message, Hello), "a parent says Hello first"
     sys.path[:] = [*message.path, *(p for p in sys.path if p not in message.path)]
     return _made(message.recipe)
@@ -68,7 +68,7 @@ def _made(recipe: Recipe) -> Drafter:
     return drafter
 
 
-def _answer(line: Line, drafter: Drafter, message: Message, backlog: deque[Message]) -> None:
+def _answer(line: Wire, drafter: Drafter, message: WireMessage, backlog: deque[WireMessage]) -> None:
     match message:
         case Open(session, request):
             drafter.leave(session)
@@ -81,7 +81,7 @@ def _answer(line: Line, drafter: Drafter, message: Message, backlog: deque[Messa
             pass  # came after the round was drafted
 
 
-def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[Message]) -> None:
+def _work(line: Wire, drafter: Drafter, work: Work, backlog: deque[WireMessage]) -> None:
     if stale := tuple(session for session, order in work.orders.items() if drafter.stale(session, order.on)):
         line.send(StaleHolding(work.ticket, stale))
         return
@@ -103,7 +103,7 @@ def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[Message]) -> 
 class _TargetDone:
     """Asks whether the parent has said that the target is done; whatever else it says meanwhile is kept for later."""
 
-    def __init__(self, line: Line, ticket: int, backlog: deque[Message]) -> None:
+    def __init__(self, line: Wire, ticket: int, backlog: deque[WireMessage]) -> None:
         self._line = line
         self._ticket = ticket
         self._backlog = backlog

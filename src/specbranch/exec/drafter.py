@@ -19,7 +19,9 @@ from specbranch.errors import CacheFull
 from specbranch.exec.grower import grow, never
 from specbranch.exec.worker import Worker, chain_after
 
-Announce = Callable[[dict[int, Branch]], None]  # told of the sessions' first heads as soon as they are drawn, where there are any
+Announce = Callable[
+    [dict[int, Branch]], None
+]  # told of the sessions' first heads as soon as they are drawn, where there are any
 
 
 class NoNumber(RuntimeError):
@@ -47,7 +49,8 @@ class Lane:
         self.open = len(self.tokens) < self.order.plan.length
 
     def extend(self, proposal: Proposal) -> None:
-        """Take the next token, or end at an unsure one, by the plan before it or after it; its confidence is told in any case."""
+        """Take the next token, or end at an unsure one, by the plan before it or after it; its confidence is told in
+        any case."""
         plan = self.order.plan
         unsure = proposal.confidence < plan.stop_below
         if unsure and not plan.keep_unsure:
@@ -65,11 +68,16 @@ class Lane:
 class Drafter(Worker):
     """The draft model at work."""
 
-    def draft(self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None) -> dict[int, Drafted]:
+    def draft(
+        self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
+    ) -> dict[int, Drafted]:
         """Carry out the orders; `done` ends those that draft only until the target is done."""
         trees = {session: order for session, order in orders.items() if isinstance(order, Grow)}
         chains = {session: order for session, order in orders.items() if isinstance(order, Draft)}
-        return {**(self._branches(chains, done, announce) if chains else {}), **(self._trees(trees, done) if trees else {})}
+        return {
+            **(self._branches(chains, done, announce) if chains else {}),
+            **(self._trees(trees, done) if trees else {}),
+        }
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Feed nodes and ask about some; raises NoNumber where the answer is none."""
@@ -81,19 +89,27 @@ class Drafter(Worker):
         """Grow trees; one that has come out of reach stays as it is."""
         within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order, 1)}
         grown = grow(self, within, done)
-        _check(node.said for tree in grown.values() for node in tree.nodes)  # one that a device grew by itself was not asked
+        _check(
+            node.said for tree in grown.values() for node in tree.nodes
+        )  # one that a device grew by itself was not asked
         return {session: order.tree for session, order in orders.items()} | grown
 
-    def _branches(self, orders: Mapping[int, Draft], done: Done, announce: Announce | None) -> dict[int, tuple[Branch, ...]]:
+    def _branches(
+        self, orders: Mapping[int, Draft], done: Done, announce: Announce | None
+    ) -> dict[int, tuple[Branch, ...]]:
         lanes = self._forked(orders)
         if announce:
             announce(_heads(lanes))
         while growing := self._growing(lanes, done):
             self._grow(growing)
-        return {session: tuple(lane.branch() for lane in lanes if lane.session == session and lane.tokens) for session in orders}
+        return {
+            session: tuple(lane.branch() for lane in lanes if lane.session == session and lane.tokens)
+            for session in orders
+        }
 
     def _forked(self, orders: Mapping[int, Draft]) -> list[Lane]:
-        """Read what is unread of each context and open the lanes asked for, all in one forward. What the draft cannot read is left out."""
+        """Read what is unread of each context and open the lanes asked for, all in one forward. What the draft
+        cannot read is left out."""
         work: list[Feed] = []
         asks: list[Ask] = []
         lines: dict[int, list[int]] = {}
@@ -105,7 +121,10 @@ class Drafter(Worker):
                     lines[session] = line
                     asks += _asks(session, order, line)
         answers = iter(self.propose(work, asks))
-        for session, line in lines.items():  # all but the pending tokens join the prefix, so that the next order can build on them
+        for (
+            session,
+            line,
+        ) in lines.items():  # all but the pending tokens join the prefix, so that the next order can build on them
             self.runner.keep(session, line[1:], len(line) - 1 - orders[session].pending)
         return [lane for session in lines for lane in self._opened(session, orders[session], answers)]
 
@@ -118,14 +137,16 @@ class Drafter(Worker):
         return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), line
 
     def _out_of_reach(self, session: int, order: DraftOrder, length: int) -> bool:
-        """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without one, for good."""
+        """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without
+        one, for good."""
         held = self._held[session]
         too_long = len(order.on) + length > self.runner.context_length
         held.out_of_reach |= too_long or max(order.on.tail, default=0) >= self.runner.vocabulary
         return held.out_of_reach
 
     def _opened(self, session: int, order: Draft, answers: Iterator[Proposal]) -> list[Lane]:
-        """Open the lanes an order asks for, each with its head; a plan without forks has one, which may end before its first token."""
+        """Open the lanes an order asks for, each with its head; a plan without forks has one, which may end before
+        its first token."""
         if order.plan.length < 1:
             return []
         if not order.plan.forks:
@@ -134,7 +155,9 @@ class Drafter(Worker):
             return [lane]
         lanes: list[Lane] = []
         for (after, width), proposal in zip(order.plan.forks, answers, strict=False):
-            lanes += [_lane(session, order, after, rank, proposal) for rank in range(self._width(order, width, proposal))]
+            lanes += [
+                _lane(session, order, after, rank, proposal) for rank in range(self._width(order, width, proposal))
+            ]
         return lanes
 
     def _width(self, order: Draft, width: int, proposal: Proposal) -> int:
@@ -165,11 +188,16 @@ class Drafter(Worker):
         by_session: dict[int, list[Lane]] = {}
         for lane in lanes:
             by_session.setdefault(lane.session, []).append(lane)
-        work = [Feed(s, tuple(la.tokens[-1] for la in group), tuple(la.node for la in group)) for s, group in by_session.items()]
+        work = [
+            Feed(s, tuple(la.tokens[-1] for la in group), tuple(la.node for la in group))
+            for s, group in by_session.items()
+        ]
         for session, group in by_session.items():
             for node, lane in enumerate(group, len(self.slots(session).tokens)):
                 lane.node = node
-        asks = [Ask(lane.session, lane.node, measure=lane.order.plan.measure, attempt=lane.order.number) for lane in lanes]
+        asks = [
+            Ask(lane.session, lane.node, measure=lane.order.plan.measure, attempt=lane.order.number) for lane in lanes
+        ]
         for lane, proposal in zip(lanes, self.propose(work, asks), strict=True):
             lane.extend(proposal)
 
@@ -186,7 +214,9 @@ def _asks(session: int, order: Draft, line: list[int]) -> list[Ask]:
         return []
     if not plan.forks:
         return [Ask(session, line[start + order.pending], measure=plan.measure, attempt=order.number)]
-    return [Ask(session, line[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks]
+    return [
+        Ask(session, line[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks
+    ]
 
 
 def _lane(session: int, order: Draft, after: int, rank: int, proposal: Proposal) -> Lane:

@@ -1,7 +1,7 @@
 """Growing trees: carries out Grow orders of several sessions in step, a forward a step for all their nodes.
 
-Owns which nodes are read next; what that is worth is said by the order. Invariant: a tree that comes back holds what was ordered, and every
-node of it that is marked as read has its place in the cache.
+Owns which nodes are read next; what that is worth is said by the order. Invariant: a tree that comes back holds what
+was ordered, and every node of it that is marked as read has its place in the cache.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import replace
 from specbranch.core.orders import Grow
 from specbranch.core.runner import Ask, Done, Feed, Growing, GrowsTrees, Proposal
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import Sapling, Tree
+from specbranch.core.trees import GrowingTree, Tree
 from specbranch.errors import CacheFull
 from specbranch.exec.worker import Worker, chain_after
 
 
-class _Plot:
+class _GrowingOrder:
     """One session's tree while it grows: `places` are the cache's nodes of those that were read."""
 
     def __init__(self, worker: Worker, session: int, order: Grow) -> None:
@@ -26,21 +26,21 @@ class _Plot:
         within = worker.runner.context_length - len(order.on)
         self.growth = order.growth if order.growth.deepest <= within else replace(order.growth, deepest=within)
         self.rest, held = worker.settle(session, order.on, order.tree)
-        self.sapling = Sapling(order.tree)
+        self.growing = GrowingTree(order.tree)
         self.places: dict[int, int] = {ROOT: ROOT, **held}
-        self.sapling.nodes = [node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)]
+        self.growing.nodes = [node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)]
         self.spent = 0.0
 
     @property
     def unread(self) -> bool:
         """Whether the draft has not yet said what follows the text itself."""
-        return not self.sapling.read
+        return not self.growing.read
 
     def opening(self) -> Feed:
         """What has to be read of the text before anything can grow."""
         if self.rest:
             self.spent += self.growth.seconds(self.spent, min(len(self.rest), len(self.growth.step)))
-            self.sapling.steps.append(len(self.rest))
+            self.growing.steps.append(len(self.rest))
         return Feed(self.session, tuple(self.rest), chain_after(ROOT, 0, len(self.rest)))
 
     def opened(self) -> None:
@@ -50,35 +50,37 @@ class _Plot:
 
     def next_nodes(self) -> list[int]:
         """Choose what to read in the next step."""
-        thirsty = self.sapling.thirsty(self.growth)[: self.worker.slots(self.session).room]
-        width = self.growth.pace(self.spent, [thirst for _, thirst in thirsty])
+        readable = self.growing.readable(self.growth)[: self.worker.slots(self.session).room]
+        width = self.growth.pace(self.spent, [gain for _, gain in readable])
         if not width or not self.worker.make_room(self.session, width):
             return []
         self.spent += self.growth.seconds(self.spent, width)
-        return sorted(n for n, _ in thirsty[:width])
+        return sorted(n for n, _ in readable[:width])
 
     def feed(self, numbers: list[int]) -> Feed:
         """Give nodes their places; returns the work of a step."""
-        nodes = self.sapling.nodes
-        work = Feed(self.session, tuple(nodes[n].token for n in numbers), tuple(self.places[nodes[n].parent] for n in numbers))
+        nodes = self.growing.nodes
+        work = Feed(
+            self.session, tuple(nodes[n].token for n in numbers), tuple(self.places[nodes[n].parent] for n in numbers)
+        )
         self.places.update((n, place) for place, n in enumerate(numbers, len(self.worker.slots(self.session).tokens)))
-        self.sapling.feed(numbers)
+        self.growing.feed(numbers)
         return work
 
     def ask(self, place: int) -> Ask:
         """Ask what the draft proposes after a node of the cache."""
         return Ask(self.session, place, self.growth.children, "top", attempt=self.order.number)
 
-    def sprout(self, number: int, proposal: Proposal) -> None:
+    def add_candidates(self, number: int, proposal: Proposal) -> None:
         """Take in what the draft proposes."""
-        self.sapling.sprout(number, self.growth, proposal.tokens, _said(proposal))
+        self.growing.add_candidates(number, self.growth, proposal.tokens, _said(proposal))
 
     def grown_at_once(self, done: Done) -> Tree | None:
         """Have the model grow the tree by itself, if it can."""
         if not self.worker.lets_grow or not isinstance(self.worker.runner, GrowsTrees):
             return None
         held = {n: place for n, place in self.places.items() if n != ROOT}
-        tree = Tree(tuple(self.sapling.nodes), self.sapling.read)
+        tree = Tree(tuple(self.growing.nodes), self.growing.read)
         grown = self.worker.runner.grow(Growing(self.session, tuple(self.rest), tree, held, self.growth), done)
         if grown is not None:
             self.worker.rows_fed += sum(grown.steps)
@@ -99,38 +101,45 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
     while steps := _steps(plots, done):
         work = [plot.feed(numbers) for plot, numbers in steps]
         ends = [(plot, n) for plot, numbers in steps for n in numbers]
-        for (plot, n), proposal in zip(ends, worker.propose(work, [plot.ask(plot.places[n]) for plot, n in ends]), strict=True):
-            plot.sprout(n, proposal)
-    return {plot.session: plot.sapling.tree() for plot in plots}
+        for (plot, n), proposal in zip(
+            ends, worker.propose(work, [plot.ask(plot.places[n]) for plot, n in ends]), strict=True
+        ):
+            plot.add_candidates(n, proposal)
+    return {plot.session: plot.growing.tree() for plot in plots}
 
 
-def _plots(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_Plot]:
+def _plots(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder]:
     """Make ready what can be held; a text there is no memory for goes on without a draft."""
     for session, order in orders.items():
         with suppress(CacheFull):
-            plot = _Plot(worker, session, order)
+            plot = _GrowingOrder(worker, session, order)
             worker.runner.demand(session, len(plot.rest))
             yield plot
 
 
-def _open(worker: Worker, plots: list[_Plot]) -> None:
+def _open(worker: Worker, plots: list[_GrowingOrder]) -> None:
     """Read what is unread of the texts, and ask what follows them where that was not said before."""
     unread = [plot for plot in plots if plot.unread]
-    said = worker.propose([plot.opening() for plot in plots], [plot.ask(len(plot.rest) - 1) for plot in unread]) if plots else []
+    said = (
+        worker.propose([plot.opening() for plot in plots], [plot.ask(len(plot.rest) - 1) for plot in unread])
+        if plots
+        else []
+    )
     for plot in plots:
         plot.opened()
     for plot, proposal in zip(unread, said, strict=True):
-        plot.sprout(ROOT, proposal)
+        plot.add_candidates(ROOT, proposal)
 
 
-def _steps(plots: list[_Plot], done: Done) -> list[tuple[_Plot, list[int]]]:
+def _steps(plots: list[_GrowingOrder], done: Done) -> list[tuple[_GrowingOrder, list[int]]]:
     over = done()
     growing = [plot for plot in plots if not (over and plot.order.until_target)]
     return [(plot, numbers) for plot in growing if (numbers := plot.next_nodes())]
 
 
 def _said(proposal: Proposal) -> list[float]:
-    """The draft's own probability of each candidate; where it does not tell them apart, the others share what the first leaves."""
+    """The draft's own probability of each candidate; where it does not tell them apart, the others share what the
+    first leaves."""
     others = len(proposal.tokens) - 1
     odds = proposal.odds or (1.0, *[(1.0 / max(proposal.confidence, 1e-9) - 1.0) / max(others, 1)] * others)
     return [proposal.confidence * one for one in odds]

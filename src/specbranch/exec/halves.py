@@ -1,6 +1,7 @@
 """The two halves of a round as executors put them together: what is drafted, what is verified, and how long each took.
 
-Owns no model and no order of work; the executors say which half begins. Invariant: every session that ordered has a report.
+Owns no model and no order of work; the executors say which half begins. Invariant: every session that ordered has a
+report.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Note = Callable[[], Moment]  # notes the present moment, or the one at which a d
 
 
 class Stretch:
-    """A stretch of a worker's work: by the host's clock, or by that of a device, which notes moments as it comes to them."""
+    """A stretch of a worker's work: by the host's clock, or by that of a device, which notes moments as it comes to
+    them."""
 
     def __init__(self, worker: Worker, now: Callable[[], float], note: Note | None = None) -> None:
         self.by_device = note is not None
@@ -26,7 +28,8 @@ class Stretch:
         self._begun = self._ended = self._note()
 
     def end(self) -> None:
-        """Note the end: by the host's clock when the work is done, by the device's when all of it was given to the device."""
+        """Note the end: by the host's clock when the work is done, by the device's when all of it was given to the
+        device."""
         self._ended = self._note()
 
     def span(self) -> Span:
@@ -38,7 +41,9 @@ class Stretch:
 class Verifying:
     """The target's half of a round, under way until its verdicts are taken."""
 
-    def __init__(self, target: Verifier, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None, stretch: Stretch) -> None:
+    def __init__(
+        self, target: Verifier, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None, stretch: Stretch
+    ) -> None:
         """Start the target; `heads` as for `Verifier.score`."""
         self.failed: dict[int, SpecBranchError] = {}
         self._target, self._stretch = target, stretch

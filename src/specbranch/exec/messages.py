@@ -1,4 +1,5 @@
-"""What passes between an executor and a draft worker in another process. Small values only: ids, confidences, a few probabilities.
+"""What passes between an executor and a draft worker in another process. Small values only: ids, confidences, a few
+probabilities.
 
 Owns the words; `exec/wire.py` writes and reads them by their hints.
 """
@@ -14,7 +15,8 @@ from specbranch.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a child makes its worker: the name of a function that makes one, "module:name", and what it is given, in plain JSON values."""
+    """How a child makes its worker: the name of a function that makes one, "module:name", and what it is given, in
+    plain JSON values."""
 
     function: str
     given: dict[str, Any] = field(default_factory=dict)
@@ -72,7 +74,8 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class HeadsDrawn:
-    """The sessions' first heads, where they have one; told early, because a sampled head is judged with the target's row."""
+    """The sessions' first heads, where they have one; told early, because a sampled head is judged with the target's
+    row."""
 
     ticket: int
     heads: dict[int, Branch]
@@ -80,7 +83,8 @@ class HeadsDrawn:
 
 @dataclass(frozen=True, slots=True)
 class StaleHolding:
-    """The child holds less of these sessions than their orders presume, and has drafted nothing yet; send them whole."""
+    """The child holds less of these sessions than their orders presume, and has drafted nothing yet; send them
+    whole."""
 
     ticket: int
     sessions: tuple[int, ...]
@@ -95,4 +99,4 @@ class RoundDrafted:
     span: Span
 
 
-Message = Hello | Open | Leave | Work | TargetDone | Ready | Broken | HeadsDrawn | StaleHolding | RoundDrafted
+WireMessage = Hello | Open | Leave | Work | TargetDone | Ready | Broken | HeadsDrawn | StaleHolding | RoundDrafted

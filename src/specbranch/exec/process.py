@@ -1,7 +1,7 @@
 """The draft in a child process, the target in this one, both at work at once.
 
-Owns the child's life. Invariant: losing the child never loses a request: the round goes on without branches, a new child is started
-beside after a wait that doubles with each loss, and once it is ready it is told the sessions anew.
+Owns the child's life. Invariant: losing the child never loses a request: the round goes on without branches, a new
+child is started beside after a wait that doubles with each loss, and once it is ready it is told the sessions anew.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from specbranch.exec.messages import (
     HeadsDrawn,
     Hello,
     Leave,
-    Message,
     Open,
     Ready,
     Recipe,
     RoundDrafted,
     StaleHolding,
     TargetDone,
+    WireMessage,
     Work,
 )
 from specbranch.exec.serial import told_whole
 from specbranch.exec.verifier import Scored, Verifier
-from specbranch.exec.wire import BadMessage, Line, to_bytes
+from specbranch.exec.wire import BadMessage, Wire, to_bytes
 
 log = logging.getLogger("specbranch")
 
@@ -53,7 +53,7 @@ class Child:
     """A running draft process and our end of the line to it."""
 
     process: subprocess.Popen[bytes]
-    line: Line
+    line: Wire
     ready: bool = False
     torn: bool = False  # a message was left half read
 
@@ -66,18 +66,18 @@ class Child:
         with theirs:
             command = [sys.executable, "-m", "specbranch.exec.child", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        child = cls(process, Line(ours.detach()))
+        child = cls(process, Wire(ours.detach()))
         child.send(hello)
         return child
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Send, or raise Lost."""
         try:
             self.line.send(message)
         except OSError as error:
             raise Lost("the draft process hung up") from error
 
-    def receive(self, seconds: float) -> Message:
+    def receive(self, seconds: float) -> WireMessage:
         """Return the next message, or raise Lost if it does not come."""
         try:
             if not self.line.poll(seconds):
@@ -105,7 +105,7 @@ class Child:
 
 
 @dataclass(slots=True)
-class Round:
+class ChildRound:
     """What the child has said in the round under way."""
 
     ticket: int
@@ -169,7 +169,9 @@ class Process:
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, (work.heads if work else None) or {})
         timed.end()
-        self._target_done(work)  # not before: a forward may have been launched only, and it is judging that waits for a device
+        self._target_done(
+            work
+        )  # not before: a forward may have been launched only, and it is judging that waits for a device
         self._await_branches(work)
         made, drafting = (work.made, work.span) if work else (None, None)
         return reports_of(orders, made or {}, verdicts, failed, drafting, timed.span(), drafts if made is None else ())
@@ -190,18 +192,18 @@ class Process:
             self._child.stop()
             self._child = None
 
-    def _begin(self, drafts: dict[int, DraftOrder]) -> Round | None:
+    def _begin(self, drafts: dict[int, DraftOrder]) -> ChildRound | None:
         if not drafts or not self._available():
             return None
         self._ticket += 1
-        work = Round(self._ticket, drafts)
+        work = ChildRound(self._ticket, drafts)
         return work if self._tell(Work(work.ticket, drafts)) else None
 
-    def _target_done(self, work: Round | None) -> None:
+    def _target_done(self, work: ChildRound | None) -> None:
         if work and any(o.until_target for o in work.orders.values()):
             work.target_done = self._tell(TargetDone(work.ticket))
 
-    def _await_heads(self, work: Round | None, scored: Scored) -> None:
+    def _await_heads(self, work: ChildRound | None, scored: Scored) -> None:
         """Under the ratio rule wait for the sampled heads, which are judged together with the target's rows."""
         if work is None:
             return
@@ -209,11 +211,11 @@ class Process:
         while wanted and work.heads is None and work.made is None and self._child:
             self._hear(work)
 
-    def _await_branches(self, work: Round | None) -> None:
+    def _await_branches(self, work: ChildRound | None) -> None:
         while work is not None and work.made is None and self._child:
             self._hear(work)
 
-    def _hear(self, work: Round) -> None:
+    def _hear(self, work: ChildRound) -> None:
         """Take one message of the child's into the round; a lost child leaves the round without branches."""
         assert self._child
         unread = max(len(order.on.tail) for order in work.orders.values())
@@ -235,7 +237,8 @@ class Process:
                     self._target_done(work)
 
     def _available(self) -> bool:
-        """Whether a child can take work now; a lost one is replaced, and a new one that has become ready is told the sessions."""
+        """Whether a child can take work now; a lost one is replaced, and a new one that has become ready is told the
+        sessions."""
         if self._child and self._child.torn:
             self._lose(Lost("an interrupt left a message half read"))
         if self._child is None:
@@ -269,7 +272,7 @@ class Process:
         except (Lost, OSError) as error:
             self._lose(Lost(f"no new process could be made: {error}"))
 
-    def _tell(self, message: Message) -> bool:
+    def _tell(self, message: WireMessage) -> bool:
         if self._child is None or not self._child.ready:
             return False
         try:

@@ -1,7 +1,7 @@
 """Both models one after the other in this process: the reference that every other executor must equal.
 
-Owns, besides its workers, which sessions go on without a draft. Invariant: a draft that fails never loses a request: those it was at work
-for are decoded plainly from then on.
+Owns, besides its workers, which sessions go on without a draft. Invariant: a draft that fails never loses a request:
+those it was at work for are decoded plainly from then on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Serial:
 
     restarts = 0  # a worker in this process is never made anew
 
-    def __init__(self, target: Verifier, draft: Drafter | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, target: Verifier, draft: Drafter | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.target = target
         self.draft = draft
         self.now = clock
@@ -65,7 +67,9 @@ class Serial:
     def _stretch(self, worker: Worker) -> Stretch:
         return Stretch(worker, self.now)
 
-    def _drafted(self, orders: dict[int, DraftOrder], done: Done, announce: Announce) -> tuple[dict[int, Drafted], Stretch | None]:
+    def _drafted(
+        self, orders: dict[int, DraftOrder], done: Done, announce: Announce
+    ) -> tuple[dict[int, Drafted], Stretch | None]:
         """Draft for all sessions that have a draft; nothing is timed where there is none."""
         orders = {session: order for session, order in orders.items() if session not in self._without}
         if not orders or not self.draft:
@@ -75,7 +79,9 @@ class Serial:
         timed.end()
         return made, timed
 
-    def _attempt(self, drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce) -> dict[int, Drafted]:
+    def _attempt(
+        self, drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce
+    ) -> dict[int, Drafted]:
         """Draft; where a device has no memory left, or a model makes no sense, these sessions go on without."""
         try:
             return draft_or_whole(drafter, orders, done, announce)
@@ -86,7 +92,9 @@ class Serial:
             return {}
 
 
-def draft_or_whole(drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce) -> dict[int, Drafted]:
+def draft_or_whole(
+    drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce
+) -> dict[int, Drafted]:
     """Draft; a worker that has lost a sequence is told it whole."""
     stale = {session for session, order in orders.items() if drafter.stale(session, order.on)}
     return drafter.draft(told_whole(orders, stale), done, announce)

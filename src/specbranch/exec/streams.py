@@ -1,8 +1,8 @@
 """Both models in this process at work at once: one thread, and a stream for each model, on one device or two.
 
-Owns the order of a round: the target is started first, and works by itself; the draft works beside it, on a device or on the host, until
-the verdicts are there; then they are taken. Invariants: nothing waits for the target before there is nothing left to draft; what is said
-is what the serial executor says.
+Owns the order of a round: the target is started first, and works by itself; the draft works beside it, on a device or
+on the host, until the verdicts are there; then they are taken. Invariants: nothing waits for the target before there is
+nothing left to draft; what is said is what the serial executor says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Streams(Serial):
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round, both models at once."""
         drafts, verifies = parted(orders)
-        ahead = any(order.goes_on for order in verifies.values())  # such a step may have begun before the round, and another follows it
+        ahead = any(
+            order.goes_on for order in verifies.values()
+        )  # such a step may have begun before the round, and another follows it
         timed = Stretch(self.target, self.now) if ahead else self._stretch(self.target)
         awaited = any(order.announces for order in drafts.values())
         verifying = Verifying(self.target, verifies, None if awaited else {}, timed)

@@ -1,8 +1,9 @@
-"""Verifying: carries out Verify orders of several sessions in one forward, judged by the request's rule where the model is.
+"""Verifying: carries out Verify orders of several sessions in one forward, judged by the request's rule where the model
+is.
 
-Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts once a sampled head is known. Between
-them heads may be told (`tell`), so that a device goes on with judging by itself.
-Invariant: after a verdict the target's cache holds the accepted path as committed prefix, token i at place i.
+Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts once a sampled
+head is known. Between them heads may be told (`tell`), so that a device goes on with judging by itself. Invariant:
+after a verdict the target's cache holds the accepted path as committed prefix, token i at place i.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ NOTHING_ASIDE = Aside((), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Orders whose forward was started: the verdicts that come with it, what is told aside, and those that wait for a sampled head."""
+    """Orders whose forward was started: the verdicts that come with it, what is told aside, and those that wait for
+    a sampled head."""
 
     judged: tuple[Trial, ...]
     told: tuple[Trial, ...]
@@ -45,7 +47,9 @@ class Verifier(Worker):
         super().__init__(runner)
         self.forecaster = forecaster
 
-    def score(self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None = None) -> tuple[Scored, dict[int, SpecBranchError]]:
+    def score(
+        self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None = None
+    ) -> tuple[Scored, dict[int, SpecBranchError]]:
         """Feed what each order needs, all in one forward; a session that cannot be served is reported apart.
 
         `heads` are the first branches drafted beside each order, judged where their head was sampled; nothing: they are told to `judge`.
@@ -98,27 +102,34 @@ class Verifier(Worker):
         except Stale:
             _, rest = self.align(session, order.on.whole())
         if aside.tokens:  # these may leave no more room than for the last token
-            rest = self._catch_up(session, rest, len(rest), at_once=max(self.slots(session).room - count - len(aside.tokens), 1))
+            rest = self._catch_up(
+                session, rest, len(rest), at_once=max(self.slots(session).room - count - len(aside.tokens), 1)
+            )
         root = len(rest) - 1
         self.runner.demand(session, len(rest) + count + len(aside.tokens))
-        # Behind `rest` node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT; what is aside comes last.
-        below = (*(len(rest) + order.parent(n) for n in range(count)), *(root if p < 0 else len(rest) + count + p for p in aside.parents))
-        foretold = self.forecaster is not None and self.request(session).foretold
+        # Behind `rest` node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT; what
+        # is aside comes last.
+        below = (
+            *(len(rest) + order.parent(n) for n in range(count)),
+            *(root if p < 0 else len(rest) + count + p for p in aside.parents),
+        )
+        wants_forecast = self.forecaster is not None and self.request(session).wants_forecast
         nodes = tuple(range(len(rest), len(rest) + count))
-        trial = Trial(session, order, root, nodes, None, self.request(session).params.logprobs, foretold)
+        trial = Trial(session, order, root, nodes, None, self.request(session).params.logprobs, wants_forecast)
         return Feed(session, (*rest, *order.tokens, *aside.tokens), (*chain_after(ROOT, 0, len(rest)), *below)), trial
 
     def _verdict(self, trial: Trial, found: Judged, told: tuple[int, ...]) -> Verdict:
         line = [*range(trial.root + 1), *(trial.nodes[n] for n in found.path)]
         self.runner.keep(trial.seq, line, len(line))
         signal = None
-        if trial.foretold and self.forecaster is not None:
+        if trial.wants_forecast and self.forecaster is not None:
             signal = self.forecaster.signal(found.said, len(trial.order.on) + len(found.path))
         return Verdict(found.path, found.token, found.logprobs, signal, told)
 
 
 def _told(trial: Trial) -> list[Trial]:
-    """Ask for the target's token after those nodes aside of which it is to be told: each is a trial of nothing at that node."""
+    """Ask for the target's token after those nodes aside of which it is to be told: each is a trial of nothing at
+    that node."""
     aside, first = trial.order.aside, trial.root + 1 + len(trial.nodes)
     if aside is None:
         return []

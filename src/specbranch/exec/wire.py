@@ -1,10 +1,10 @@
 """The line between two processes: messages as bytes and back, by the type hints of their classes.
 
-Owns the format: JSON, in which a dataclass is the list of its fields, a mapping a list of pairs, a row of named tuples the list of their
-columns, and where a hint names several classes the value stands behind the name of its own. A float is written as Python writes it, a row
-of them as the base64 of its bytes, so that each comes back the same, infinities and NaN too. A field that is no part of its value
-(`compare=False`) stays with the sender. Invariant: what comes in becomes a known message with every field as its hint says, or is refused;
-nothing else is ever made of it.
+Owns the format: JSON, in which a dataclass is the list of its fields, a mapping a list of pairs, a row of named tuples
+the list of their columns, and where a hint names several classes the value stands behind the name of its own. A float
+is written as Python writes it, a row of them as the base64 of its bytes, so that each comes back the same, infinities
+and NaN too. A field that is no part of its value (`compare=False`) stays with the sender. Invariant: what comes in
+becomes a known message with every field as its hint says, or is refused; nothing else is ever made of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from specbranch.errors import BadParameter, SpecBranchError
-from specbranch.exec.messages import Message
+from specbranch.exec.messages import WireMessage
 
 _WRITER = json.JSONEncoder(separators=(",", ":"))
 
@@ -29,17 +29,17 @@ class BadMessage(SpecBranchError):
     """Bytes that are no message of ours, or a message that cannot be written."""
 
 
-class Line:
+class Wire:
     """One end of the line."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection: Connection[Any, Any] = Connection(descriptor)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Send a message."""
         self._connection.send_bytes(to_bytes(message))
 
-    def receive(self) -> Message:
+    def receive(self) -> WireMessage:
         """Wait for the next message."""
         return from_bytes(self._connection.recv_bytes())
 
@@ -52,18 +52,18 @@ class Line:
         self._connection.close()
 
 
-def to_bytes(message: Message) -> bytes:
+def to_bytes(message: WireMessage) -> bytes:
     """Write a message."""
     try:
-        return _WRITER.encode(_coder(Message).write(message)).encode("ascii")
+        return _WRITER.encode(_coder(WireMessage).write(message)).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise BadMessage(f"This {type(message).__name__} cannot be sent: {error}.") from error
 
 
-def from_bytes(data: bytes) -> Message:
+def from_bytes(data: bytes) -> WireMessage:
     """Read a message, or refuse what is none."""
     try:
-        message: Message = _coder(Message).read(json.loads(data))
+        message: WireMessage = _coder(WireMessage).read(json.loads(data))
     except (ValueError, RecursionError, BadParameter) as error:
         raise BadMessage(f"{data[:60]!r} is no message of ours: {error}") from error
     return message
@@ -139,7 +139,10 @@ def _row(hint: Any) -> Coder:
     if isinstance(hint, type) and issubclass(hint, tuple):
         return _columns(hint)
     one = _coder(hint)
-    return Coder(lambda values: [one.write(value) for value in values], lambda value: tuple([one.read(item) for item in _items(value)]))
+    return Coder(
+        lambda values: [one.write(value) for value in values],
+        lambda value: tuple([one.read(item) for item in _items(value)]),
+    )
 
 
 def _packed(values: Sequence[float]) -> str:
@@ -178,7 +181,9 @@ def _columns(kind: Any) -> Coder:
     return Coder(write, read)
 
 
-def _record(hints: Sequence[Any], make: Callable[[list[Any]], Any], get: Callable[[Any], Sequence[Any]] = tuple) -> Coder:
+def _record(
+    hints: Sequence[Any], make: Callable[[list[Any]], Any], get: Callable[[Any], Sequence[Any]] = tuple
+) -> Coder:
     """One of each kind, in order; `get` takes them out of what is no tuple."""
     coders = [_coder(hint) for hint in hints]
 

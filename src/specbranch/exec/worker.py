@@ -1,9 +1,9 @@
 """A worker's hold on its sequences: what the model has read, and how to bring that in line with an order.
 
-Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariants: after `align` the tail holds exactly the
-line the order states, the committed part of it in the prefix, and every fed node can still be asked about, also where the order was
-carried out before, in part or whole. Whether a token is read as part of the prompt or as a step hangs on its position and the prompt's
-length alone.
+Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariants: after `align` the tail
+holds exactly the line the order states, the committed part of it in the prefix, and every fed node can still be asked
+about, also where the order was carried out before, in part or whole. Whether a token is read as part of the prompt or
+as a step hangs on its position and the prompt's length alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Worker:
             self.runner.close(session)
 
     def stale(self, session: int, on: Context) -> bool:
-        """Whether less is held than `on` presumes, so that it has to be told whole; a text out of reach is not missed."""
+        """Whether less is held than `on` presumes, so that it has to be told whole; a text out of reach is not
+        missed."""
         return len(self.slots(session).prefix) < on.base and not self._held[session].out_of_reach
 
     def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
@@ -83,7 +84,8 @@ class Worker:
         return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
 
     def _unread(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
-        """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry the first of them.
+        """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry
+        the first of them.
 
         `asked`: after how many of the last tokens something will be asked.
         """
@@ -96,11 +98,14 @@ class Worker:
         if min(alike, settled) < held or (asked and settled == held and not self.runner.knows(session, ROOT)):
             unread = self._go_back(session, on, min(alike, settled - 1))
         answered = len(unread) - asked  # of those before, nothing is asked
-        nodes = takewhile(lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(unread)))
+        nodes = takewhile(
+            lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(unread))
+        )
         return list(unread), [node for _, node in nodes]
 
     def _go_back(self, session: int, on: Context, length: int) -> tuple[int, ...]:
-        """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of `on`."""
+        """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of
+        `on`."""
         before = tuple(self.slots(session).prefix[: on.base])
         length = length if length >= self._prompt(session) else 0
         self.runner.rewind(session, length)
@@ -137,7 +142,8 @@ class Worker:
         self.rows_fed += sum(len(item.tokens) for item in work)
 
     def _catch_up(self, session: int, rest: list[int], committed: int, at_once: int = AT_ONCE) -> list[int]:
-        """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those left to feed."""
+        """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those
+        left to feed."""
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
             self._extend(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt

@@ -1,4 +1,5 @@
-"""Collecting labelled rounds: the target reads what it wrote and shows its hidden states, the draft reads it and says what it would draft.
+"""Collecting labelled rounds: the target reads what it wrote and shows its hidden states, the draft reads it and says
+what it would draft.
 
 Owns the reading. Works on any Runner whose hidden states can be reached; needs texts that the target wrote greedily.
 """
@@ -16,13 +17,13 @@ from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
 from specbranch.distill.agreement import read
 from specbranch.hrad.forecaster import Transparent, features, reached
-from specbranch.hrad.rounds import Rounds, Start, walk
+from specbranch.hrad.rounds import LabelledRounds, Start, walk
 
 MOST = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class WrittenText:
     """What a target wrote greedily behind a prompt, and of which kind that was."""
 
     prompt: tuple[int, ...]
@@ -32,7 +33,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a draft says all along an answer, but for its first token: is the next one its first choice, and how sure is it?"""
+    """What a draft says all along an answer, but for its first token: is the next one its first choice, and how sure
+    is it?"""
 
     agreed: list[bool]
     confidence: list[float]
@@ -48,19 +50,23 @@ class Collector:
         self.layers, self.longest, self.rows = layers, longest, rows
         self._lengths = torch.Generator().manual_seed(seed)
 
-    def fits(self, text: Text) -> bool:
+    def fits(self, text: WrittenText) -> bool:
         """Whether both models can read a text, and there is a round in it."""
-        most, known = (min(getattr(one, name) for one in (self.target, self.draft)) for name in ("context_length", "vocabulary"))
+        most, known = (
+            min(getattr(one, name) for one in (self.target, self.draft)) for name in ("context_length", "vocabulary")
+        )
         ids = (*text.prompt, *text.answer)
         return len(text.answer) > 1 and len(ids) <= most and max(ids) < known
 
-    def shown(self, text: Text) -> Tensor:
-        """Have the target read a text; returns the hidden states that led to each token of the answer [tokens, layers·hidden]."""
+    def shown(self, text: WrittenText) -> Tensor:
+        """Have the target read a text; returns the hidden states that led to each token of the answer [tokens,
+        layers·hidden]."""
         return states_along(self.target, text.prompt, text.answer, self.layers, self.rows)
 
     @torch.inference_mode()
-    def rounds(self, text: Text, number: int, shown: Tensor | None = None) -> Rounds:
-        """Read off the rounds of a text, for one draft length that is drawn for it: what a round begins behind depends on the length.
+    def rounds(self, text: WrittenText, number: int, shown: Tensor | None = None) -> LabelledRounds:
+        """Read off the rounds of a text, for one draft length that is drawn for it: what a round begins behind depends
+        on the length.
 
         `shown` is what the target showed of it, if that was asked before.
         """
@@ -69,25 +75,32 @@ class Collector:
         starts = list(walk(said.agreed, length, self.longest))
         taken, left, before = torch.tensor([(start.taken, start.left, start.before) for start in starts]).T
         confidence, entropy = (
-            torch.tensor([_upto(values, start, self.longest) for start in starts]) for values in (said.confidence, said.entropy)
+            torch.tensor([_upto(values, start, self.longest) for start in starts])
+            for values in (said.confidence, said.entropy)
         )
         same = torch.full_like(taken, number), torch.full_like(taken, text.task)
         shown = self.shown(text) if shown is None else shown
-        return Rounds(self._features(text, starts, shown), taken, left, before, confidence, entropy, *same)
+        return LabelledRounds(self._features(text, starts, shown), taken, left, before, confidence, entropy, *same)
 
-    def _said(self, text: Text) -> Said:
+    def _said(self, text: WrittenText) -> Said:
         said = list(chain.from_iterable(read(self.draft, text.prompt, text.answer[:-1], self._proposals, self.rows)))
         agreed = [top.tokens[0] == token for (top, _), token in zip(said, text.answer[1:], strict=True)]
         # the first token is the target's own
-        return Said([True, *agreed], [1.0, *(top.confidence for top, _ in said)], [1.0, *(bound.confidence for _, bound in said)])
+        return Said(
+            [True, *agreed],
+            [1.0, *(top.confidence for top, _ in said)],
+            [1.0, *(bound.confidence for _, bound in said)],
+        )
 
     def _proposals(self, feed: Feed) -> list[tuple[Proposal, Proposal]]:
         """Have the draft read some tokens; returns what it proposes after each, by both measures of its confidence."""
         nodes = range(len(feed.tokens))
         top = self.draft.propose([feed], [Ask(ROOT, node) for node in nodes])
-        return list(zip(top, self.draft.propose([], [Ask(ROOT, node, measure="entropy") for node in nodes]), strict=True))
+        return list(
+            zip(top, self.draft.propose([], [Ask(ROOT, node, measure="entropy") for node in nodes]), strict=True)
+        )
 
-    def _features(self, text: Text, starts: Sequence[Start], shown: Tensor) -> Tensor:
+    def _features(self, text: WrittenText, starts: Sequence[Start], shown: Tensor) -> Tensor:
         """What the network reads at each start: what led to its token."""
         at = [start.at for start in starts]
         return features(shown[at], [text.answer[n] for n in at], self.target).clamp(-MOST, MOST).to(torch.float16)
@@ -95,7 +108,8 @@ class Collector:
 
 @torch.inference_mode()
 def states_along(target: Transparent, prompt: Sequence[int], answer: Sequence[int], layers: int, most: int) -> Tensor:
-    """Have a target read a text, `most` tokens at a time; returns the hidden states that led to each token of the answer."""
+    """Have a target read a text, `most` tokens at a time; returns the hidden states that led to each token of the
+    answer."""
     behind = (prompt[-1], *answer[:-1])
     return torch.cat(list(read(target, prompt[:-1], behind, lambda feed: target.show([feed], layers), most)))
 

@@ -1,7 +1,8 @@
-"""The predictor at work beside a target: from what the target showed where it chose a token to the chances of the next draft.
+"""The predictor at work beside a target: from what the target showed where it chose a token to the chances of the next
+draft.
 
-Owns the step from hidden states to features. Invariant: no pass of the target is made for it; what it needs was computed with the verdict.
-Whatever is wrong with it, decoding goes on without it, and that is said once.
+Owns the step from hidden states to features. Invariant: no pass of the target is made for it; what it needs was
+computed with the verdict. Whatever is wrong with it, decoding goes on without it, and that is said once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Transparent(Runner, Protocol):
     """A Runner whose hidden states can be reached."""
 
     def probe(self, layers: int, network: Callable[[Tensor], Tensor] | None) -> None:
-        """Have verdicts carry what a network makes of `features` at the row that led to their token [1, width], where that is asked for."""
+        """Have verdicts carry what a network makes of `features` at the row that led to their token [1, width],
+        where that is asked for."""
         ...
 
     def show(self, work: Sequence[Feed], layers: int) -> Tensor:
@@ -41,7 +43,9 @@ class Transparent(Runner, Protocol):
 def reached(runner: object) -> Transparent:
     """Return a runner whose hidden states can be reached, or say that they cannot."""
     if not isinstance(runner, Transparent):
-        raise PredictorError(f"The hidden states of {type(runner).__name__} cannot be reached, so no predictor can be used with it.")
+        raise PredictorError(
+            f"The hidden states of {type(runner).__name__} cannot be reached, so no predictor can be used with it."
+        )
     return runner
 
 
@@ -50,7 +54,7 @@ def features(states: Tensor, tokens: Sequence[int], runner: Transparent) -> Tens
     return torch.cat((states, runner.embedded(tokens)), dim=-1)
 
 
-class Forecast:
+class TargetForecaster:
     """A `core.runner.Forecaster` for a target whose hidden states can be reached: its probe from now on."""
 
     def __init__(self, predictor: Predictor, runner: object) -> None:
@@ -69,14 +73,13 @@ class Forecast:
     def reaches(self, length: int) -> bool:
         """Whether drafts of so many tokens are foretold; if not, that is said once."""
         if length > self.longest:
-            told = (
-                f"The predictor foretells drafts of up to {self.longest} tokens; num_speculative_tokens is {length}. Lower it, or train one"
-            )
+            told = f"The predictor foretells drafts of up to {self.longest} tokens; num_speculative_tokens is {length}. Lower it, or train one"
             self._say(f"{told} with --longest {length}.")
         return length <= self.longest
 
     def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
-        """What becomes of a draft, by what the network said at the verdict before it; nothing if that cannot be told."""
+        """What becomes of a draft, by what the network said at the verdict before it; nothing if that cannot be
+        told."""
         if said is None:
             return None
         found = Signal.of(said)

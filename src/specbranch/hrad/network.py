@@ -1,8 +1,9 @@
-"""The network of H-RAD: from a target's hidden states to the chances that none, some or all of a draft is taken, for every draft length.
+"""The network of H-RAD: from a target's hidden states to the chances that none, some or all of a draft is taken, for
+every draft length.
 
-Owns the layers and the scaling before and after them. The trunk is the paper's, 5H → 256 → 64. Where the paper ends in three classes for
-one draft length, this ends in one chance for each place of a draft: that its token is taken once all before it are. The three classes
-follow from them for any length, and agree with each other.
+Owns the layers and the scaling before and after them. The trunk is the paper's, 5H → 256 → 64. Where the paper ends in
+three classes for one draft length, this ends in one chance for each place of a draft: that its token is taken once all
+before it are. The three classes follow from them for any length, and agree with each other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Network(nn.Module):
         self.width, self.longest = width, longest
         for name, tensor in (("mean", torch.zeros(width)), ("scale", torch.ones(width))):
             self.register_buffer(name, tensor)
-        for name, tensor in (("sharpness", torch.ones(longest)), ("shift", torch.zeros(longest))):  # calibration: what scores become
+        for name, tensor in (
+            ("sharpness", torch.ones(longest)),
+            ("shift", torch.zeros(longest)),
+        ):  # calibration: what scores become
             self.register_buffer(name, tensor)
         self.first, self.second, self.last = nn.Linear(width, WIDE), nn.Linear(WIDE, NARROW), nn.Linear(NARROW, longest)
         self.dropout, self.forgetting = nn.Dropout(DROPOUT), nn.Dropout(forgets)
@@ -41,7 +45,8 @@ class Network(nn.Module):
         self.scale.copy_(features.float().std(0, correction=0).clamp_min(1e-6))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Score each place of a draft: the log of the odds that its token is taken once all before it are [rows, longest]."""
+        """Score each place of a draft: the log of the odds that its token is taken once all before it are [rows,
+        longest]."""
         x = ((features.float() - self.mean) / self.scale).clamp_(-FARTHEST, FARTHEST)
         x = torch.relu_(self.first(self.forgetting(x) if self.training else x))
         x = torch.relu_(self.second(self.dropout(x) if self.training else x))

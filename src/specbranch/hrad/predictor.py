@@ -1,7 +1,8 @@
-"""A trained predictor and its folder: `predictor.safetensors` holds the weights, `predictor.json` says what it was trained for.
+"""A trained predictor and its folder: `predictor.safetensors` holds the weights, `predictor.json` says what it was
+trained for.
 
-Owns the format. Invariants: a folder that is read whole holds exactly what was saved, as the digest of the weights is in the JSON; a
-predictor for another pair is refused before anything is computed with it.
+Owns the format. Invariants: a folder that is read whole holds exactly what was saved, as the digest of the weights is
+in the JSON; a predictor for another pair is refused before anything is computed with it.
 """
 
 from __future__ import annotations
@@ -80,9 +81,13 @@ class Predictor:
         try:
             data = (folder / WEIGHTS).read_bytes()
         except OSError as error:
-            raise PredictorError(f"The predictor in {folder} cannot be read ({error.strerror}: {WEIGHTS}). Train it again.") from None
+            raise PredictorError(
+                f"The predictor in {folder} cannot be read ({error.strerror}: {WEIGHTS}). Train it again."
+            ) from None
         if sha256(data).hexdigest() != expected:
-            raise PredictorError(f"{folder / WEIGHTS} is not what {CARD} says it is: it was changed or damaged. Fetch or train it again.")
+            raise PredictorError(
+                f"{folder / WEIGHTS} is not what {CARD} says it is: it was changed or damaged. Fetch or train it again."
+            )
         try:
             held = load(data)
             if held["first.weight"].shape[-1] != about.width or held["shift"].shape[-1] != about.longest:
@@ -91,7 +96,9 @@ class Predictor:
             network.load_state_dict({name: tensor.float() for name, tensor in held.items()})
         except (SafetensorError, RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
-            raise PredictorError(f"{folder / WEIGHTS} does not hold the network that {CARD} tells of: {reason}. Train it again.") from None
+            raise PredictorError(
+                f"{folder / WEIGHTS} does not hold the network that {CARD} tells of: {reason}. Train it again."
+            ) from None
         if not all(bool(torch.isfinite(tensor).all()) for tensor in network.state_dict().values()):
             raise PredictorError(f"{folder / WEIGHTS} holds numbers that are not finite. Train it again.")
         return cls(about, network.eval(), str(expected)[:16])
@@ -116,13 +123,17 @@ def _card(folder: Path) -> dict[str, Any]:
         card = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PredictorError(
-            f"There is no predictor to be read in {folder} ({error}). Expected a folder that `specbranch train-predictor` wrote."
+            f"There is no predictor to be read in {folder} ({error}). Expected a folder that `specbranch "
+            "train-predictor` wrote."
         ) from None
     if not isinstance(card, dict) or card.get("format") != FORMAT:
-        raise PredictorError(f"{path} does not tell of a predictor. Expected a folder that `specbranch train-predictor` wrote.")
+        raise PredictorError(
+            f"{path} does not tell of a predictor. Expected a folder that `specbranch train-predictor` wrote."
+        )
     if card.get("version") != VERSION:
         raise PredictorError(
-            f"{path} is of version {card.get('version')}, this program reads version {VERSION}. Train the predictor again."
+            f"{path} is of version {card.get('version')}, this program reads version {VERSION}. Train the predictor "
+            "again."
         )
     return card
 
@@ -135,5 +146,7 @@ def _about(folder: Path, card: Mapping[str, Any]) -> About:
     for name, most in (("longest", MOST_LENGTH), ("layers", MOST_LAYERS), ("hidden", MOST_HIDDEN)):
         value = getattr(about, name)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise PredictorError(f"{folder / CARD}: {name} is {value!r}; expected a whole number from 1 to {most}. Train it again.")
+            raise PredictorError(
+                f"{folder / CARD}: {name} is {value!r}; expected a whole number from 1 to {most}. Train it again."
+            )
     return about

@@ -1,4 +1,5 @@
-"""What there is to say of a predictor: how often each class is told rightly, what is taken for what, whether chances come true.
+"""What there is to say of a predictor: how often each class is told rightly, what is taken for what, whether chances
+come true.
 
 Owns the figures, all on rounds that were not learned from.
 """
@@ -12,15 +13,15 @@ import torch
 
 from specbranch.hrad.network import CLASSES, Network
 from specbranch.hrad.rivals import compare, laws, losses, predicted
-from specbranch.hrad.rounds import UNKNOWN, Rounds
-from specbranch.hrad.train import FitSettings, Parts, fit
+from specbranch.hrad.rounds import UNKNOWN, LabelledRounds
+from specbranch.hrad.train import DealtRounds, FitSettings, fit
 
 NAMES = ("none", "some", "all")
 BINS = 10
 
 
 @torch.no_grad()
-def figures(network: Network, rounds: Rounds, length: int) -> dict[str, Any]:
+def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, Any]:
     """Accuracy, confusion and calibration for drafts of one length."""
     labels = rounds.labels()[:, length - 1]
     known = labels != UNKNOWN
@@ -60,12 +61,17 @@ def _error(said: torch.Tensor, true: torch.Tensor) -> float:
     return sum(abs(one["said"] - one["true"]) * one["rounds"] for one in calibration(said, true)) / max(said.numel(), 1)
 
 
-def rivalry(network: Network, parts: Parts, seed: int = 0) -> dict[str, Any]:
+def rivalry(network: Network, parts: DealtRounds, seed: int = 0) -> dict[str, Any]:
     """Every way to foretell a draft's length, in nats a round."""
-    return {name: asdict(one) for name, one in compare(laws(network, parts.learned, parts.calibrated), parts.judged, seed).items()}
+    return {
+        name: asdict(one)
+        for name, one in compare(laws(network, parts.learned, parts.calibrated), parts.judged, seed).items()
+    }
 
 
-def across_tasks(parts: Parts, tasks: tuple[str, ...], settings: FitSettings, network: Network) -> dict[str, dict[str, float]]:
+def across_tasks(
+    parts: DealtRounds, tasks: tuple[str, ...], settings: FitSettings, network: Network
+) -> dict[str, dict[str, float]]:
     """For each kind of text: the log-loss there of the whole predictor, and of one that never saw such texts."""
     found = {}
     for number, name in enumerate(tasks):
@@ -73,7 +79,7 @@ def across_tasks(parts: Parts, tasks: tuple[str, ...], settings: FitSettings, ne
         learned, calibrated = (part.where(part.task != number) for part in (parts.learned, parts.calibrated))
         if not (len(own) and len(learned) and len(calibrated)):
             continue
-        other = fit(Parts(learned, calibrated, own), settings).network
+        other = fit(DealtRounds(learned, calibrated, own), settings).network
         found[name] = {
             "rounds": len(own),
             "nats": float(losses(predicted(network), own).mean()),

@@ -1,9 +1,11 @@
-"""What a predictor is held against: other ways to foretell how many tokens of a draft are taken, each as a law of that length.
+"""What a predictor is held against: other ways to foretell how many tokens of a draft are taken, each as a law of that
+length.
 
-Owns the rivals and their comparison. Every one says how likely the draft's next token is taken, place by place, and is judged by the
-logarithm of the chance it gave to what came true (log-loss, in nats a round). They differ in what they know: the last round's length and
-H-RAD speak before anything is drafted, confidence and entropy see the draft's own scores place by place, the hybrid sees both. Shares are
-counted on the rounds that were learned from, on others they are judged.
+Owns the rivals and their comparison. Every one says how likely the draft's next token is taken, place by place, and is
+judged by the logarithm of the chance it gave to what came true (log-loss, in nats a round). They differ in what they
+know: the last round's length and H-RAD speak before anything is drafted, confidence and entropy see the draft's own
+scores place by place, the hybrid sees both. Shares are counted on the rounds that were learned from, on others they are
+judged.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specbranch.core.trees import EDGES  # the planner's classes of what a draft says
 from specbranch.hrad.network import Network
-from specbranch.hrad.rounds import UNKNOWN, Rounds, outcomes
+from specbranch.hrad.rounds import UNKNOWN, LabelledRounds, outcomes
 
 LEAST, MOST = 1e-4, 1 - 1e-4  # no law is sure
 TRUST = 2.0  # observations that the overall share counts as, in each class
 STEPS, LEASH = 300, 1e-4
 
-Law = Callable[[Rounds], Tensor]  # the chance of each token of a draft once all before it are taken [rounds, longest]
+LengthLaw = Callable[
+    [LabelledRounds], Tensor
+]  # the chance of each token of a draft once all before it are taken [rounds, longest]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RivalLoss:
     """Log-loss of one way to foretell, beside the predictor's."""
 
     nats: float
@@ -35,13 +39,16 @@ class Comparison:
     high: float
 
 
-def laws(network: Network, learned: Rounds, unseen: Rounds) -> dict[str, Law]:
-    """Return every way to foretell, fitted to some rounds; the hybrid to others, which the network did not learn from."""
+def laws(network: Network, learned: LabelledRounds, unseen: LabelledRounds) -> dict[str, LengthLaw]:
+    """Return every way to foretell, fitted to some rounds; the hybrid to others, which the network did not learn
+    from."""
     h_rad = predicted(network)
     confidence = _by_class(lambda rounds: _class_of(rounds.confidence), len(EDGES) + 1, learned, by_place=False)
     entropy = _by_class(lambda rounds: _class_of(rounds.entropy), len(EDGES) + 1, learned, by_place=False)
     return {
-        "no knowledge": _by_class(lambda rounds: torch.zeros_like(rounds.taken)[:, None].expand(-1, rounds.longest), 1, learned),
+        "no knowledge": _by_class(
+            lambda rounds: torch.zeros_like(rounds.taken)[:, None].expand(-1, rounds.longest), 1, learned
+        ),
         "last length": _by_class(lambda rounds: _last_class(rounds)[:, None].expand(-1, rounds.longest), 4, learned),
         "entropy": entropy,
         "confidence": confidence,
@@ -51,28 +58,32 @@ def laws(network: Network, learned: Rounds, unseen: Rounds) -> dict[str, Law]:
     }
 
 
-def predicted(network: Network) -> Law:
+def predicted(network: Network) -> LengthLaw:
     """What a network says."""
 
-    def law(rounds: Rounds) -> Tensor:
+    def law(rounds: LabelledRounds) -> Tensor:
         with torch.no_grad():
             return torch.cat([network.steps(part) for part in torch.split(rounds.features, 8192)]).clamp(LEAST, MOST)
 
     return law
 
 
-def losses(law: Law, rounds: Rounds) -> Tensor:
+def losses(law: LengthLaw, rounds: LabelledRounds) -> Tensor:
     """The log-loss of each round's length; a length that the text's end cut short counts for what is known of it."""
     chances, seen, true = law(rounds), *outcomes(rounds)
     nats = -torch.where(true, chances, 1 - chances).log()
     return (nats * seen).sum(1)
 
 
-def compare(found: Mapping[str, Law], rounds: Rounds, seed: int = 0, draws: int = 2000) -> dict[str, Comparison]:
+def compare(
+    found: Mapping[str, LengthLaw], rounds: LabelledRounds, seed: int = 0, draws: int = 2000
+) -> dict[str, RivalLoss]:
     """Hold all laws against H-RAD on some rounds, texts drawn again and again."""
     nats = {name: losses(law, rounds).double().cpu() for name, law in found.items()}
     texts, owner = torch.unique(rounds.text.cpu(), return_inverse=True)
-    count = torch.zeros(texts.numel(), dtype=torch.float64).index_add_(0, owner, torch.ones(owner.numel(), dtype=torch.float64))
+    count = torch.zeros(texts.numel(), dtype=torch.float64).index_add_(
+        0, owner, torch.ones(owner.numel(), dtype=torch.float64)
+    )
     weights = torch.randint(texts.numel(), (draws, texts.numel()), generator=torch.Generator().manual_seed(seed))
 
     def interval(difference: Tensor) -> tuple[float, float]:
@@ -81,24 +92,30 @@ def compare(found: Mapping[str, Law], rounds: Rounds, seed: int = 0, draws: int 
         low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
         return low, high
 
-    return {name: Comparison(float(own.mean()), *interval(own - nats["H-RAD"])) for name, own in nats.items()}
+    return {name: RivalLoss(float(own.mean()), *interval(own - nats["H-RAD"])) for name, own in nats.items()}
 
 
 def _class_of(values: Tensor) -> Tensor:
     return torch.bucketize(values, torch.tensor(EDGES, device=values.device))
 
 
-def _last_class(rounds: Rounds) -> Tensor:
+def _last_class(rounds: LabelledRounds) -> Tensor:
     """By the round before: there was none, nothing was taken, a few, many."""
     before = rounds.before
     return torch.where(before == UNKNOWN, 0, torch.where(before == 0, 1, torch.where(before <= 3, 2, 3)))
 
 
-def _by_class(classes: Callable[[Rounds], Tensor], many: int, learned: Rounds, by_place: bool = True) -> Law:
+def _by_class(
+    classes: Callable[[LabelledRounds], Tensor], many: int, learned: LabelledRounds, by_place: bool = True
+) -> LengthLaw:
     """Shares counted by class, and by place where the class is the same all along."""
 
-    def index(rounds: Rounds) -> Tensor:
-        place = torch.arange(rounds.longest, device=rounds.taken.device) if by_place else torch.zeros(rounds.longest, dtype=torch.int64)
+    def index(rounds: LabelledRounds) -> Tensor:
+        place = (
+            torch.arange(rounds.longest, device=rounds.taken.device)
+            if by_place
+            else torch.zeros(rounds.longest, dtype=torch.int64)
+        )
         return classes(rounds) * rounds.longest + place.to(rounds.taken.device)
 
     seen, true = outcomes(learned)
@@ -111,7 +128,7 @@ def _by_class(classes: Callable[[Rounds], Tensor], many: int, learned: Rounds, b
     return lambda rounds: shares[index(rounds)]
 
 
-def _hybrid(said: Sequence[Law], rounds: Rounds) -> Law:
+def _hybrid(said: Sequence[LengthLaw], rounds: LabelledRounds) -> LengthLaw:
     """Put laws together: the log of the odds is a weighted sum of theirs and a shift, at each place of a draft its own.
 
     It begins as the first of them, and is held near it: at far places few rounds are left to go by.
@@ -122,7 +139,7 @@ def _hybrid(said: Sequence[Law], rounds: Rounds) -> Law:
     weights = start.clone().requires_grad_()
     seen, true = outcomes(rounds)
 
-    def heard(some: Rounds) -> Tensor:
+    def heard(some: LabelledRounds) -> Tensor:
         return torch.stack([torch.logit(law(some)) for law in said] + [torch.ones(len(some), longest, device=device)])
 
     given = heard(rounds)

@@ -1,8 +1,10 @@
-"""Labelled rounds: where rounds of speculative decoding begin in a target's text, and how much of a draft would have been taken at each.
+"""Labelled rounds: where rounds of speculative decoding begin in a target's text, and how much of a draft would have
+been taken at each.
 
-Owns the walk and the labels. A greedy text and a draft's first choices along it hold every round a fixed-length method would make: from a
-token of the target's the draft is right for a run of tokens, and the next round begins behind the first wrong one. So rounds are read off a
-text at once instead of being decoded one by one; nothing is trimmed or stopped, so a run is cut short only by the text's own end.
+Owns the walk and the labels. A greedy text and a draft's first choices along it hold every round a fixed-length method
+would make: from a token of the target's the draft is right for a run of tokens, and the next round begins behind the
+first wrong one. So rounds are read off a text at once instead of being decoded one by one; nothing is trimmed or
+stopped, so a run is cut short only by the text's own end.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class Start:
 
 
 def walk(agreed: Sequence[bool], length: int, longest: int) -> Iterator[Start]:
-    """Walk through an answer by rounds of `length` drafted tokens; `agreed[i]`: the draft's first choice is its token i. Runs are told
-    up to `longest`."""
+    """Walk through an answer by rounds of `length` drafted tokens; `agreed[i]`: the draft's first choice is its token
+    i. Runs are told up to `longest`."""
     at, before = 0, UNKNOWN
     while at < len(agreed) - 1:
         run = _run(agreed, at + 1, longest)
@@ -46,7 +48,7 @@ def _run(agreed: Sequence[bool], first: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class LabelledRounds:
     """Rounds of many texts, one after the other; the first dimension of everything is theirs."""
 
     features: Tensor  # [rounds, width]
@@ -80,7 +82,8 @@ class Rounds:
         return cls(*(torch.cat([getattr(part, one.name) for part in parts]) for one in fields(cls)))
 
     def labels(self) -> Tensor:
-        """The class of each round for each draft length [rounds, longest]; UNKNOWN where the text ends before that is decided."""
+        """The class of each round for each draft length [rounds, longest]; UNKNOWN where the text ends before that
+        is decided."""
         lengths = torch.arange(1, self.longest + 1, device=self.taken.device)
         taken, left = self.taken[:, None], self.left[:, None]
         found = torch.where(taken >= lengths, ALL, torch.where(taken == 0, NONE, SOME))
@@ -88,7 +91,7 @@ class Rounds:
         return found.masked_fill(undecided, UNKNOWN)
 
 
-def outcomes(rounds: Rounds) -> tuple[Tensor, Tensor]:
+def outcomes(rounds: LabelledRounds) -> tuple[Tensor, Tensor]:
     """Which places of a draft are judged at all, and where the token was taken, each [rounds, longest]."""
     place = torch.arange(rounds.longest, device=rounds.taken.device)
     true = place < rounds.taken[:, None]

@@ -1,4 +1,5 @@
-"""Training of a predictor: rounds are dealt out by text, the network learns on most of them, is calibrated on some and judged on the rest.
+"""Training of a predictor: rounds are dealt out by text, the network learns on most of them, is calibrated on some and
+judged on the rest.
 
 Owns the recipe. Invariant: no text has rounds in two of the three parts, so what is reported was never seen.
 """
@@ -15,14 +16,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specbranch.errors import BadParameter
 from specbranch.hrad.network import Network
-from specbranch.hrad.rounds import Rounds, outcomes
+from specbranch.hrad.rounds import LabelledRounds, outcomes
 
 CALIBRATED, JUDGED = 0.1, 0.15  # shares of the texts
 LEAST_TEXTS = 8
 CALIBRATION_STEPS, LEASH = 300, 1e-4
 WARMING = 0.1  # share of the steps
 
-Progress = Callable[[int, int, float], None]  # epochs done, of how many, nats a round on texts that are not learned from
+EpochDone = Callable[
+    [int, int, float], None
+]  # epochs done, of how many, nats a round on texts that are not learned from
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,9 @@ class FitSettings:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch < 1:
-            raise BadParameter(f"{self.epochs} epochs of batches of {self.batch} were asked for; expected at least 1 of each.")
+            raise BadParameter(
+                f"{self.epochs} epochs of batches of {self.batch} were asked for; expected at least 1 of each."
+            )
         if not 0 < self.learning_rate < 1:
             raise BadParameter(f"learning_rate is {self.learning_rate}; expected a number between 0 and 1.")
         if not 0 <= self.weight_decay < 100:
@@ -50,12 +55,12 @@ class FitSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DealtRounds:
     """Rounds dealt out by text."""
 
-    learned: Rounds
-    calibrated: Rounds
-    judged: Rounds
+    learned: LabelledRounds
+    calibrated: LabelledRounds
+    judged: LabelledRounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +76,24 @@ def quiet(done: int, of: int, loss: float) -> None:
     """Show nothing."""
 
 
-def dealt(rounds: Rounds, seed: int = 0) -> Parts:
+def dealt(rounds: LabelledRounds, seed: int = 0) -> DealtRounds:
     """Deal rounds out by text."""
     texts: Tensor = rounds.text.unique()  # type: ignore[no-untyped-call]
     if texts.numel() < LEAST_TEXTS:
-        raise BadParameter(f"There are rounds of {texts.numel()} texts; training, calibrating and judging need {LEAST_TEXTS}. Write more.")
+        raise BadParameter(
+            f"There are rounds of {texts.numel()} texts; training, calibrating and judging need {LEAST_TEXTS}. Write "
+            "more."
+        )
     order = texts[torch.randperm(texts.numel(), generator=torch.Generator().manual_seed(seed)).to(texts.device)]
     first = max(round(CALIBRATED * texts.numel()), 1)
     second = first + max(round(JUDGED * texts.numel()), 1)
     calibrated, judged = (torch.isin(rounds.text, part) for part in (order[:first], order[first:second]))
-    return Parts(rounds.where(~(calibrated | judged)), rounds.where(calibrated), rounds.where(judged))
+    return DealtRounds(rounds.where(~(calibrated | judged)), rounds.where(calibrated), rounds.where(judged))
 
 
-def fit(parts: Parts, settings: FitSettings, progress: Progress = quiet) -> Fitted:
-    """Train a network, keep it as it was when it did best on texts it does not learn from, and calibrate it on those."""
+def fit(parts: DealtRounds, settings: FitSettings, progress: EpochDone = quiet) -> Fitted:
+    """Train a network, keep it as it was when it did best on texts it does not learn from, and calibrate it on
+    those."""
     rounds = parts.learned
     torch.manual_seed(settings.seed)
     network = Network(rounds.features.shape[1], rounds.longest, settings.forgets).to(rounds.features.device)
@@ -94,7 +103,7 @@ def fit(parts: Parts, settings: FitSettings, progress: Progress = quiet) -> Fitt
     return Fitted(network.eval(), epoch, nats(network, parts.calibrated))
 
 
-def learn(network: Network, parts: Parts, settings: FitSettings, progress: Progress = quiet) -> int:
+def learn(network: Network, parts: DealtRounds, settings: FitSettings, progress: EpochDone = quiet) -> int:
     """Go over the rounds again and again, the rate falling to nothing; returns the epoch that is kept."""
     rounds, device = parts.learned, parts.learned.features.device
     optimiser = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
@@ -118,7 +127,8 @@ def learn(network: Network, parts: Parts, settings: FitSettings, progress: Progr
         progress(epoch, settings.epochs, unseen)
     if not held:
         raise BadParameter(
-            "Training came to no finite loss: hidden states may be too large. Lower --learning-rate, or read fewer --layers."
+            "Training came to no finite loss: hidden states may be too large. Lower --learning-rate, or read fewer "
+            "--layers."
         )
     network.load_state_dict(held)
     return kept
@@ -126,7 +136,11 @@ def learn(network: Network, parts: Parts, settings: FitSettings, progress: Progr
 
 def _pace(done: float) -> float:
     """The share of the highest rate after a share of the steps: up over the first tenth, then down to nothing."""
-    return max(done, 1e-3) / WARMING if done < WARMING else 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
+    return (
+        max(done, 1e-3) / WARMING
+        if done < WARMING
+        else 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
+    )
 
 
 def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
@@ -136,19 +150,23 @@ def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def nats(network: Network, rounds: Rounds) -> float:
+def nats(network: Network, rounds: LabelledRounds) -> float:
     """The same over many rounds."""
     seen, true = outcomes(rounds)
     scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
     return float(loss_of(scores, seen, true))
 
 
-def calibrate(network: Network, rounds: Rounds) -> None:
-    """Find for each place how scores are to be scaled and shifted so that chances come true as often as they say (Platt)."""
+def calibrate(network: Network, rounds: LabelledRounds) -> None:
+    """Find for each place how scores are to be scaled and shifted so that chances come true as often as they say
+    (Platt)."""
     seen, true = outcomes(rounds)
     with torch.no_grad():
         scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
-    sharpness, shift = torch.ones_like(network.sharpness).requires_grad_(), torch.zeros_like(network.shift).requires_grad_()
+    sharpness, shift = (
+        torch.ones_like(network.sharpness).requires_grad_(),
+        torch.zeros_like(network.shift).requires_grad_(),
+    )
     optimiser = torch.optim.Adam((sharpness, shift), lr=0.02)
     for _ in range(CALIBRATION_STEPS):
         # held near what it was: at far places few rounds are left to go by

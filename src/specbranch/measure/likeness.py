@@ -1,7 +1,7 @@
 """How far an inflated model is from its source: their logits after the same texts.
 
-Owns the texts and what is still the same model. Invariant: both are loaded as a user would load them, and the texts are read both ways, as
-a prompt and by steps.
+Owns the texts and what is still the same model. Invariant: both are loaded as a user would load them, and the texts are
+read both ways, as a prompt and by steps.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from specbranch.models.model import TorchRunner
 
 TEXTS = (
-    "The three laws of robotics were written down in 1942. The first of them says that a robot may not injure a human being or, through",
-    "def average(numbers: list[float]) -> float:\n    if not numbers:\n        raise ValueError('no numbers')\n    return sum(numbers) /",
-    "Sarah has 12 apples. She gives 3 of them to each of her two brothers, and buys 5 more on the way home. How many apples does she have",
+    "The three laws of robotics were written down in 1942. The first of them says that a robot may not injure a human "
+    "being or, through",
+    "def average(numbers: list[float]) -> float:\n    if not numbers:\n        raise ValueError('no numbers')\n    "
+    "return sum(numbers) /",
+    "Sarah has 12 apples. She gives 3 of them to each of her two brothers, and buys 5 more on the way home. How many "
+    "apples does she have",
 )
 LENGTH = 128  # most tokens of a text
 STEPS = 16  # tokens at the end of a text that are compared
 PLACES = 1024  # of the cache: three short texts, one after the other
 EXACT: Literal["float32"] = "float32"
-# Of the largest logit. Half precision rounds other numbers in another shape, so what it does to the source itself counts as well.
+# Of the largest logit. Half precision rounds other numbers in another shape, so what it does to the source itself
+# counts as well.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 OWN = 3.0  # times as far as rounding takes the source from itself in float32
 

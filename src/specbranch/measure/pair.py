@@ -1,8 +1,9 @@
 """Measuring what a pair costs on this hardware: a `CostProfile` of the real models, and how well it predicts.
 
-Owns what is timed and how the figures are condensed: all probes take turns, the first turns are dropped, medians count. A target forward
-is timed with the choice of its tokens, a draft step with that of its candidates, at temperature 0; what is left of a round is the host's.
-Invariant: nothing is smoothed; the spread of the probes is told beside the figures.
+Owns what is timed and how the figures are condensed: all probes take turns, the first turns are dropped, medians count.
+A target forward is timed with the choice of its tokens, a draft step with that of its candidates, at temperature 0;
+what is left of a round is the host's. Invariant: nothing is smoothed; the spread of the probes is told beside the
+figures.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from specbranch.measure.side_by_side import Companion, Slowing, measure_slowing
-from specbranch.provenance import Provenance
-from specbranch.measure.workers import Workers, stored_in
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience
@@ -34,6 +32,9 @@ from specbranch.distill.agreement import GREEDY
 from specbranch.errors import BadParameter
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
+from specbranch.measure.side_by_side import Companion, Slowing, measure_slowing
+from specbranch.measure.workers import Workers, stored_in
+from specbranch.provenance import Provenance
 from specbranch.sim.profile import CostProfile, Points
 
 MOST_ROWS = 32
@@ -42,7 +43,7 @@ WARM_UP = 2
 HOST_METHODS = ("autoregressive", "speculative", "specbranch")
 CHECKED = ("autoregressive", "speculative", "adaptive", "specbranch")
 NEAR, FAR = "", " far"  # of a probe: after the short context, after the long one
-Progress = Callable[[str, int, int], None]  # what is done, steps done, of how many
+StepsDone = Callable[[str, int, int], None]  # what is done, steps done, of how many
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -70,7 +71,7 @@ QUICK = Effort(repeats=8, least=4, seconds=6.0, rows=(1, 2, 4, 8), widths=(1, 2,
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MedianTiming:
     """A median of repeated timings, and half the range of their middle half as a share of it."""
 
     seconds: float
@@ -103,7 +104,7 @@ class Probe:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldText:
     """A worker that reads a text when it is entered, to be fed from its end again and again."""
 
     worker: Worker
@@ -143,7 +144,7 @@ class Held:
             runner.propose([feed], [Ask(self.seq, node) for node in nodes])
 
 
-def measure(workers: Workers, effort: Effort | None = None, progress: Progress = silent) -> CostProfile:
+def measure(workers: Workers, effort: Effort | None = None, progress: StepsDone = silent) -> CostProfile:
     """Measure a pair."""
     effort = effort or Effort()
     short, long, prompt = _lengths(workers)
@@ -151,7 +152,7 @@ def measure(workers: Workers, effort: Effort | None = None, progress: Progress =
     contexts = {NEAR: short, FAR: long} if effort.far else {NEAR: short}
     with ExitStack() as open_ones:
         held = {
-            (name, far): open_ones.enter_context(Held(worker, seq, _text(workers, length)))
+            (name, far): open_ones.enter_context(HeldText(worker, seq, _text(workers, length)))
             for name, worker in (("target", workers.verifier), ("draft", workers.drafter))
             for seq, (far, length) in enumerate(contexts.items(), 1)
         }
@@ -175,7 +176,9 @@ def measure_host(workers: Workers, tokens: int, tick: Callable[[str], None] | No
     return statistics.median(rest)
 
 
-def check(profile: CostProfile, workers: Workers, effort: Effort | None = None, progress: Progress = silent) -> list[Compared]:
+def check(
+    profile: CostProfile, workers: Workers, effort: Effort | None = None, progress: StepsDone = silent
+) -> list[Compared]:
     """Decode the same requests on this machine's clock and on the profile's; returns both times, by method."""
     effort = effort or Effort()
     prompts, total = workers.prompts(), len(CHECKED) * (effort.check_repeats + 1)
@@ -194,7 +197,9 @@ def check(profile: CostProfile, workers: Workers, effort: Effort | None = None, 
     return [_compared(method, measured, charged) for method, (charged, *measured) in times.items()]
 
 
-def decode(executor: Executor, prompt: Sequence[int], config: SpeculativeConfig, tokens: int, eos: Sequence[int] = ()) -> Session:
+def decode(
+    executor: Executor, prompt: Sequence[int], config: SpeculativeConfig, tokens: int, eos: Sequence[int] = ()
+) -> Session:
     """Decode one greedy request to its end."""
     costs, session = LearnedCosts(), _session(prompt, tokens, eos)
     loop = Loop(executor, costs=costs)
@@ -226,7 +231,7 @@ def _session(prompt: Sequence[int], tokens: int, eos: Sequence[int] = ()) -> Ses
 
 def _rests(workers: Workers, executor: Executor, method: str, tokens: int) -> Iterator[float]:
     """Yield what each round took beyond its models."""
-    watch, trace = _Watch(), Trace()
+    watch, trace = _ModelClock(), Trace()
     costs, session = LearnedCosts(), _session(workers.prompts()[0], tokens)
     loop = Loop(executor, trace, costs)
     loop.join(session, find_method(method, True).start(session, SpeculativeConfig(method=method), Experience(costs)))
@@ -241,7 +246,7 @@ def _rests(workers: Workers, executor: Executor, method: str, tokens: int) -> It
                 yield max(took - max(watch.seconds, apart), 0.0)
 
 
-class _Watch:
+class _ModelClock:
     """Adds up the seconds spent in a worker's model."""
 
     def __init__(self) -> None:
@@ -274,7 +279,7 @@ class _Watch:
 class _Timer:
     """Passes everything on, and times what the model does."""
 
-    def __init__(self, runner: Any, watch: _Watch) -> None:
+    def __init__(self, runner: Any, watch: _ModelClock) -> None:
         self._runner, self._watch = runner, watch
 
     def __getattr__(self, name: str) -> Any:
@@ -285,7 +290,7 @@ class _Timer:
 class _Steps:
     """Tells how far a measurement has come."""
 
-    def __init__(self, progress: Progress, turns: int, executor: str, effort: Effort) -> None:
+    def __init__(self, progress: StepsDone, turns: int, executor: str, effort: Effort) -> None:
         self._progress, self._done = progress, 0
         self._total = turns + len(HOST_METHODS) + (effort.repeats + 1 if executor == "process" else 0)
 
@@ -298,7 +303,9 @@ def _lengths(workers: Workers) -> tuple[int, int, int]:
     """The short and the long context and the prompt, as long as the models allow."""
     most = min(workers.verifier.runner.context_length, workers.drafter.runner.context_length) - MOST_ROWS
     if most < 16:
-        raise BadParameter(f"The models hold {most + MOST_ROWS} tokens; a profile needs {MOST_ROWS + 16}. Raise --context-length.")
+        raise BadParameter(
+            f"The models hold {most + MOST_ROWS} tokens; a profile needs {MOST_ROWS + 16}. Raise --context-length."
+        )
     long = min(LONG, most)
     return min(SHORT, long // 2), long, min(PROMPT, most)
 
@@ -309,12 +316,15 @@ def _text(workers: Workers, length: int) -> list[int]:
     return (words * (length // len(words) + 1))[:length]
 
 
-def _probes(held: Mapping[tuple[str, str], Held], prompt: Sequence[int], effort: Effort) -> Iterator[Probe]:
+def _probes(held: Mapping[tuple[str, str], HeldText], prompt: Sequence[int], effort: Effort) -> Iterator[Probe]:
     for (name, far), one in held.items():
         if name == "target":
             yield from (Probe(name + far, rows, partial(one.forward, rows)) for rows in effort.rows)
         else:
-            yield from (Probe(name + far, width, partial(one.step, width)) for width in (effort.widths_far if far else effort.widths))
+            yield from (
+                Probe(name + far, width, partial(one.step, width))
+                for width in (effort.widths_far if far else effort.widths)
+            )
         if not far and effort.far:
             yield Probe(f"{name} prompt", len(prompt), partial(_reading, one.worker, prompt), is_long=True)
 
@@ -322,24 +332,28 @@ def _probes(held: Mapping[tuple[str, str], Held], prompt: Sequence[int], effort:
 def _reading(worker: Worker, prompt: Sequence[int]) -> float:
     """Time the reading of a prompt, up to its last row."""
     start = time.perf_counter()
-    with Held(worker, 0, prompt[:-1]) as held:
+    with HeldText(worker, 0, prompt[:-1]) as held:
         held.forward(1)
         return time.perf_counter() - start
 
 
-def _take_turns(probes: Sequence[Probe], effort: Effort, tick: Callable[[str], None]) -> dict[tuple[str, int], Figure]:
+def _take_turns(
+    probes: Sequence[Probe], effort: Effort, tick: Callable[[str], None]
+) -> dict[tuple[str, int], MedianTiming]:
     taken: dict[tuple[str, int], list[float]] = {(probe.name, probe.rows): [] for probe in probes}
     order, begun = random.Random(0), time.perf_counter()
     for turn in range(WARM_UP + effort.repeats):
         if turn >= WARM_UP + effort.least and time.perf_counter() - begun > effort.seconds:
             break
-        for probe in order.sample(probes, len(probes)):  # each time another order: what ran before leaves its mark on the caches
+        for probe in order.sample(
+            probes, len(probes)
+        ):  # each time another order: what ran before leaves its mark on the caches
             if not probe.is_long or turn % effort.seldom == WARM_UP % effort.seldom or turn == 0:
                 seconds = probe.run()
                 if turn >= WARM_UP:
                     taken[probe.name, probe.rows].append(seconds)
         tick("models")
-    return {key: Figure(statistics.median(seconds), _spread(seconds)) for key, seconds in taken.items()}
+    return {key: MedianTiming(statistics.median(seconds), _spread(seconds)) for key, seconds in taken.items()}
 
 
 def _spread(seconds: Sequence[float]) -> float:
@@ -349,7 +363,7 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _slowing(workers: Workers, target: Held, effort: Effort, tick: Callable[[str], None]) -> Slowing | None:
+def _slowing(workers: Workers, target: HeldText, effort: Effort, tick: Callable[[str], None]) -> Slowing | None:
     if workers.executor != "process":
         return None
     with Companion(workers.recipe, target.text) as companion:
@@ -358,7 +372,7 @@ def _slowing(workers: Workers, target: Held, effort: Effort, tick: Callable[[str
 
 def _profile(
     workers: Workers,
-    figures: dict[tuple[str, int], Figure],
+    figures: dict[tuple[str, int], MedianTiming],
     slowing: Slowing | None,
     host: float,
     lengths: tuple[int, int, int],
@@ -385,15 +399,16 @@ def _profile(
     )
 
 
-def _curve(figures: dict[tuple[str, int], Figure], name: str, prompt: int) -> Points:
+def _curve(figures: dict[tuple[str, int], MedianTiming], name: str, prompt: int) -> Points:
     points = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name}
     if prompt > max(points) and (f"{name} prompt", prompt) in figures:
         points[prompt] = figures[f"{name} prompt", prompt].seconds
     return tuple(sorted(points.items()))
 
 
-def _slopes(figures: dict[tuple[str, int], Figure], name: str, further: int, prompt: int) -> Points:
-    """Seconds for each token of context, from the two that were measured; a prompt is read from the beginning, so none there."""
+def _slopes(figures: dict[tuple[str, int], MedianTiming], name: str, further: int, prompt: int) -> Points:
+    """Seconds for each token of context, from the two that were measured; a prompt is read from the beginning, so
+    none there."""
     far = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name + FAR}
     slopes = {rows: max((seconds - figures[name, rows].seconds) / further, 0.0) for rows, seconds in far.items()}
     if slopes and prompt > max(slopes):
@@ -415,17 +430,25 @@ def _note(workers: Workers, slowing: Slowing | None) -> str:
     if slowing is None:
         return how + "draft and target take turns (serial executor), so nothing overlaps."
     return how + (
-        f"side by side in two processes with half of the threads each (process executor); slow-down with {slowing.steps} draft steps "
+        "side by side in two processes with half of the threads each (process executor); slow-down with "
+        f"{slowing.steps} draft steps "
         "beside a target forward over 4 tokens."
     )
 
 
 def _provenance(
-    workers: Workers, made: Provenance, figures: dict[tuple[str, int], Figure], lengths: tuple[int, int, int], effort: Effort
+    workers: Workers,
+    made: Provenance,
+    figures: dict[tuple[str, int], MedianTiming],
+    lengths: tuple[int, int, int],
+    effort: Effort,
 ) -> dict[str, Any]:
     import torch
 
-    spreads = {name: statistics.median(f.spread for (probe, _), f in figures.items() if probe == name) for name in ("target", "draft")}
+    spreads = {
+        name: statistics.median(f.spread for (probe, _), f in figures.items() if probe == name)
+        for name in ("target", "draft")
+    }
     return {
         "made": made.made,
         "commit": made.commit,

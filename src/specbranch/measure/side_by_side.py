@@ -1,4 +1,5 @@
-"""Two models side by side, really: the draft in a process of its own, as `exec.process` runs it, and what each costs the other.
+"""Two models side by side, really: the draft in a process of its own, as `exec.process` runs it, and what each costs
+the other.
 
 Owns the draft's process while it is measured. Invariant: all draft steps counted ran while the target was at work.
 """
@@ -33,7 +34,8 @@ class Slowing:
 
 
 class Companion:
-    """A draft in a process of its own that has read a text, and drafts after it as often as it is told; to be closed."""
+    """A draft in a process of its own that has read a text, and drafts after it as often as it is told; to be
+    closed."""
 
     def __init__(self, recipe: Recipe, text: Sequence[int]) -> None:
         self._read = len(text)
@@ -66,7 +68,9 @@ class Companion:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self.close()
 
     def _order(self, on: Context, length: int) -> None:
@@ -74,7 +78,9 @@ class Companion:
         self._child.send(Work(self._ticket, {0: Draft(on, Plan(length), 0, self._ticket)}))
 
 
-def measure_slowing(companion: Companion, forward: Callable[[], float], repeats: int, tick: Callable[[], None]) -> Slowing:
+def measure_slowing(
+    companion: Companion, forward: Callable[[], float], repeats: int, tick: Callable[[], None]
+) -> Slowing:
     """Time a target forward and some draft steps, each alone and both at once, taking turns."""
     steps = _steps(companion, forward)
     target, draft = [], []

@@ -1,7 +1,7 @@
 """A pair loaded to be measured: both workers, and what tells its models from others.
 
-Owns loading for `measure` and `doctor`. Invariant: with the process executor both models have half of the threads, here as in the draft's
-own process, because that is how they run there.
+Owns loading for `measure` and `doctor`. Invariant: with the process executor both models have half of the threads, here
+as in the draft's own process, because that is how they run there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 
 from specbranch.assembly import (
     ModelChoice,
-    beside,
     common_vocabulary,
     drafter_recipe,
+    fitted_to_target,
     half_the_threads,
     identity,
     load_tokenizer,
     make_drafter,
     make_verifier,
 )
-from specbranch.suites.suite import load_suite
 from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
@@ -33,6 +32,7 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
+from specbranch.suites.suite import load_suite
 
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
@@ -67,7 +67,9 @@ class Workers:
 
     def real(self) -> Executor:
         """Return the executor itself; to be closed."""
-        return Process(self.verifier, self.recipe) if self.executor == "process" else Serial(self.verifier, self.drafter)
+        return (
+            Process(self.verifier, self.recipe) if self.executor == "process" else Serial(self.verifier, self.drafter)
+        )
 
     def modelled(self, profile: CostProfile) -> VirtualClock:
         """Return a clock that charges by a profile what the same models do."""
@@ -76,11 +78,13 @@ class Workers:
 
 def load_workers(target: ModelChoice, draft: ModelChoice, pair: str, executor: ExecutorName = "serial") -> Workers:
     """Load both models, with caches that are long enough to measure in."""
-    draft = beside(draft, target.name)
+    draft = fitted_to_target(draft, target.name)
     names = target.name, draft.name
     if executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
-    target, draft = (replace(choice, context_length=choice.context_length or CONTEXT, shorten=True) for choice in (target, draft))
+    target, draft = (
+        replace(choice, context_length=choice.context_length or CONTEXT, shorten=True) for choice in (target, draft)
+    )
     tokenizer = load_tokenizer(target)
     shared = common_vocabulary(tokenizer, draft)
     verifier = make_verifier(target)
@@ -97,4 +101,6 @@ def stored_in(runner: Runner) -> str:
 
 def pair_name(pair: str | None, target: str, draft: str) -> str:
     """Name a pair: by its own name, or by those of its models."""
-    return pair or (draft if draft == Path(draft).name and "/" not in draft else f"{Path(draft).name} & {Path(target).name}")
+    return pair or (
+        draft if draft == Path(draft).name and "/" not in draft else f"{Path(draft).name} & {Path(target).name}"
+    )

@@ -1,1 +1,2 @@
-"""Models on torch: the native decoder for the Llama family, a runner over any transformers model, weights and sampling."""
+"""Models on torch: the native decoder for the Llama family, a runner over any transformers model, weights and
+sampling."""

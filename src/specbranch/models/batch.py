@@ -1,8 +1,10 @@
-"""From the bookkeeping of sequences to the numbers of one step: which rows there are, where each is written, and whom it sees.
+"""From the bookkeeping of sequences to the numbers of one step: which rows there are, where each is written, and whom
+it sees.
 
-Owns what a row sees, on every device. Invariant: a row sees its ancestors in the order of their *positions*. Those before `shared_end` are
-read where they lie, as every row of the sequence has them in common; the others, the row's own line, are listed place by place. Where the
-one ends and the other begins depends on the row's position alone, as long as its tail is at most GROUP deep.
+Owns what a row sees, on every device. Invariant: a row sees its ancestors in the order of their *positions*. Those
+before `shared_end` are read where they lie, as every row of the sequence has them in common; the others, the row's own
+line, are listed place by place. Where the one ends and the other begins depends on the row's position alone, as long as
+its tail is at most GROUP deep.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ GROUP = 32  # positions: a row's own line is its last two groups
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """New rows of one sequence: consecutive places from `start`; `seen[i]` has bit j set where row i sees place `prefix + j`."""
+    """New rows of one sequence: consecutive places from `start`; `seen[i]` has bit j set where row i sees place
+    `prefix + j`."""
 
     table: Table
     tokens: Sequence[int]
@@ -43,7 +46,8 @@ class Rows:
         return self.table.flat(np.arange(self.start, self.start + len(self.tokens)))
 
     def behind(self) -> np.ndarray:
-        """Which places behind the prefix each row sees, itself last [rows, places]: ascending ones are in the order of positions."""
+        """Which places behind the prefix each row sees, itself last [rows, places]: ascending ones are in the order
+        of positions."""
         return _bits(self.seen, self.start + len(self.tokens) - self.prefix)
 
     def line(self, row: int, start: int) -> np.ndarray:
@@ -57,7 +61,13 @@ def rows_of_nodes(table: Table, slots: Slots, nodes: range) -> Rows:
     seen: list[int] = []
     for node, parent in enumerate(slots.parents[: nodes.stop]):
         seen.append((0 if parent == ROOT else seen[parent]) | 1 << node)
-    return Rows(table, slots.tokens[nodes.start : nodes.stop], slots.place(nodes.start), len(slots.prefix), seen[nodes.start : nodes.stop])
+    return Rows(
+        table,
+        slots.tokens[nodes.start : nodes.stop],
+        slots.place(nodes.start),
+        len(slots.prefix),
+        seen[nodes.start : nodes.stop],
+    )
 
 
 def rows_of_chunk(table: Table, tokens: Sequence[int], start: int) -> Rows:
@@ -66,12 +76,14 @@ def rows_of_chunk(table: Table, tokens: Sequence[int], start: int) -> Rows:
 
 
 def shared_end(position: int, prefix: int) -> int:
-    """How many positions a row reads in common with the others of its sequence; fewer only where its tail is deeper than a group."""
+    """How many positions a row reads in common with the others of its sequence; fewer only where its tail is deeper
+    than a group."""
     return min(max(position // GROUP - 1, 0) * GROUP, prefix)
 
 
 def dealt(work: Sequence[Rows], most: int) -> Iterator[list[Rows]]:
-    """Deal rows out to steps of at most `most`, in their order: what a row sees is written by its own step or by one before it."""
+    """Deal rows out to steps of at most `most`, in their order: what a row sees is written by its own step or by one
+    before it."""
     step: list[Rows] = []
     room = most
     for rows in work:

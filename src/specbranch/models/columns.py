@@ -1,7 +1,9 @@
-"""The tokens a model scores where it scores only some of them, as a draft with a reduced head does: one column of logits each.
+"""The tokens a model scores where it scores only some of them, as a draft with a reduced head does: one column of
+logits each.
 
-Owns the way between columns and token ids. Invariant: ids ascend, so the first of several equal columns is the lowest id, and the columns
-below an id come first; what follows from such a block is what would follow from the whole vocabulary with −∞ in all other places.
+Owns the way between columns and token ids. Invariant: ids ascend, so the first of several equal columns is the lowest
+id, and the columns below an id come first; what follows from such a block is what would follow from the whole
+vocabulary with −∞ in all other places.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Columns:
     def __init__(self, ids: Tensor, vocabulary: int) -> None:
         tokens: list[int] = ids.tolist()
         if not tokens or tokens[0] < 0 or tokens[-1] >= vocabulary or not bool((ids[1:] > ids[:-1]).all()):
-            raise ModelError(f"The head's {len(tokens)} tokens are not ascending ids below {vocabulary}. Make the draft again.")
+            raise ModelError(
+                f"The head's {len(tokens)} tokens are not ascending ids below {vocabulary}. Make the draft again."
+            )
         self.ids, self.vocabulary = ids, vocabulary
         self._tokens = tokens
         self._columns = {token: column for column, token in enumerate(tokens)}

@@ -1,8 +1,9 @@
-"""The decoder of the Llama family in plain torch: one step over rows of several sequences, on a pool of pages; the reference on any device.
+"""The decoder of the Llama family in plain torch: one step over rows of several sequences, on a pool of pages; the
+reference on any device.
 
-Owns the arithmetic; which token lies where is decided outside and comes in as tensors. Invariants: a step waits for nothing. It writes the
-new keys and values at their rows' places before it attends, and nowhere else. A row of the tail reads its keys in the order of their
-positions, and by code that its position alone decides.
+Owns the arithmetic; which token lies where is decided outside and comes in as tensors. Invariants: a step waits for
+nothing. It writes the new keys and values at their rows' places before it attends, and nowhere else. A row of the tail
+reads its keys in the order of their positions, and by code that its position alone decides.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from specbranch.models.kv import PAGE, Memory, gathered, put
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What rows of the tail see: the first `shared` positions in common, then each its own line, place by place in the pool."""
+    """What rows of the tail see: the first `shared` positions in common, then each its own line, place by place in
+    the pool."""
 
     pages: Sequence[int]
     most_shared: int
@@ -36,7 +38,7 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ChunkView:
     """What rows of a chunk see: the text so far, each row what comes before it, and itself."""
 
     pages: Tensor  # [pages]
@@ -44,11 +46,11 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DecoderRows:
     """The rows of one sequence within a step: nodes of its tail, or a chunk of its text."""
 
     rows: int
-    sees: Lines | Text
+    sees: Lines | ChunkView
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Step:
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
     places: Tensor  # [2, rows]: the page each is written to, and the place within it
-    parts: tuple[Part, ...]
+    parts: tuple[DecoderRows, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,17 @@ class Decoder:
         cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
         return embedding(step.tokens, self.embedding), cos, sin
 
-    def _through(self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]) -> Tensor:
+    def _through(
+        self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]
+    ) -> Tensor:
         """Run one layer."""
         queries = self._written(layer, x, step, held, turning)
         x = x + layer.out(self._attend(step.parts, held, queries))
         return x + self._mlp(layer, self._normed(x, layer.mlp_norm))
 
-    def _written(self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]) -> Tensor:
+    def _written(
+        self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]
+    ) -> Tensor:
         """Write the keys and values of all rows; returns their queries [rows, heads, head_dim]."""
         heads, kv_heads = self.arch.heads, self.arch.kv_heads
         h = self._normed(x, layer.attention_norm)
@@ -143,13 +149,13 @@ class Decoder:
             put(side, step.places, new)
         return qk[:, :heads]
 
-    def _attend(self, parts: Sequence[Part], held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+    def _attend(self, parts: Sequence[DecoderRows], held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         """Let the rows of each part attend to its own sequence; returns [rows, heads·head_dim]."""
         pieces = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
         seen = [self._attend_part(part.sees, held, piece) for part, piece in pieces]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def _attend_part(self, sees: Lines | Text, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+    def _attend_part(self, sees: Lines | ChunkView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         if isinstance(sees, Lines):
             return attend_lines(queries, *held, sees)
         return self.attend_chunk(queries, *(gathered(side, sees.pages, sees.end) for side in held))
@@ -166,16 +172,24 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) ->
     """Attend by positions: what is shared page by page, where it lies, then each row's own line."""
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
-    grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5  # [kv_heads, rows, group, head_dim]
+    grouped = (
+        queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5
+    )  # [kv_heads, rows, group, head_dim]
     flat = grouped.reshape(kv_heads, -1, head_dim)
     at = lines.own // PAGE, lines.own % PAGE
-    own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values))  # [kv_heads, rows, own, head_dim]
-    ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]  # what lies beyond may be anything
+    own_keys, own_values = (
+        whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values)
+    )  # [kv_heads, rows, own, head_dim]
+    ends = [
+        min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)
+    ]  # what lies beyond may be anything
     pages = [(page, end) for page, end in zip(lines.pages, ends, strict=False)]
     common = [(flat @ keys[page, :, :end].mT).view(kv_heads, rows, -1, end) for page, end in pages]
     hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
     hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
-    scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(torch.cat(hidden, -1)[:, None], -torch.inf)
+    scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(
+        torch.cat(hidden, -1)[:, None], -torch.inf
+    )
     *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, lines.own.shape[1]], dim=-1)
     out = own @ own_values
     for (page, end), share in zip(pages, shares, strict=True):

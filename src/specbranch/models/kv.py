@@ -1,7 +1,8 @@
 """One pool of cache pages for all sequences of a model: who holds which page, and the memory behind it.
 
-Owns block tables, the counting of who shares a page, and the bound. Invariants: a page is free or has as many users as tables name it;
-place `i` of a sequence lies in page `i // PAGE` of its table; nobody writes to a page that has another user.
+Owns block tables, the counting of who shares a page, and the bound. Invariants: a page is free or has as many users as
+tables name it; place `i` of a sequence lies in page `i // PAGE` of its table; nobody writes to a page that has another
+user.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Pool:
                 raise AssertionError(f"a table names a page twice: {table.pages}")
             named[table.pages] += 1
         if not np.array_equal(named, self._users):
-            raise AssertionError(f"pages {np.flatnonzero(named != self._users).tolist()} have other users than the tables say")
+            raise AssertionError(
+                f"pages {np.flatnonzero(named != self._users).tolist()} have other users than the tables say"
+            )
         if sorted(self._free) != np.flatnonzero(named == 0).tolist():
             raise AssertionError(f"{len(self._free)} pages count as free, {(named == 0).sum()} are")
 
@@ -96,7 +99,9 @@ class Table:
         """Give back the pages that hold nothing but what lies beyond so many places."""
         kept = -(-places // PAGE)
         gone = self.pages[kept:]
-        del self.pages[kept:]  # first: a page lost by an interrupt is found again, one both free and named would be written twice
+        del self.pages[
+            kept:
+        ]  # first: a page lost by an interrupt is found again, one both free and named would be written twice
         self.pool.drop(gone)
 
     def own(self, start: int, stop: int) -> list[Copy]:
@@ -124,11 +129,13 @@ class Table:
 
 
 class Memory:
-    """Keys and values of all pages [pages, layers, 2, kv_heads, PAGE, head_dim]; a page is one piece, all layers in it."""
+    """Keys and values of all pages [pages, layers, 2, kv_heads, PAGE, head_dim]; a page is one piece, all layers in
+    it."""
 
     def __init__(self, arch: Architecture, pages: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (pages, arch.layers, 2, arch.kv_heads, PAGE, arch.head_dim)
-        # On a CPU nothing is resident before it is written. Elsewhere what a mask hides is still multiplied by 0, and must not be NaN.
+        # On a CPU nothing is resident before it is written. Elsewhere what a mask hides is still multiplied by 0, and
+        # must not be NaN.
         make = torch.empty if device.type == "cpu" else torch.zeros
         self.data = make(shape, device=device, dtype=dtype)
 
@@ -148,7 +155,8 @@ class Memory:
 
 
 def put(side: Tensor, places: Tensor, new: Tensor) -> None:
-    """Write rows [rows, kv_heads, head_dim] to the keys or the values of one layer; `places` [2, rows]: pages, and places within them."""
+    """Write rows [rows, kv_heads, head_dim] to the keys or the values of one layer; `places` [2, rows]: pages, and
+    places within them."""
     _in_words(side)[places[0], :, places[1]] = _in_words(new)
 
 
@@ -162,7 +170,8 @@ def gathered(side: Tensor, pages: Tensor, end: int) -> Tensor:
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """View the last dimension in words of 16 bytes, if it can be: what is indexed is moved number by number, however small those are."""
+    """View the last dimension in words of 16 bytes, if it can be: what is indexed is moved number by number, however
+    small those are."""
     return x.view(torch.complex128) if x.shape[-1] * x.element_size() % 16 == 0 else x
 
 

@@ -1,7 +1,9 @@
-"""A decoder of ours as transformers runs it, on the same memory: for comparisons with models whose weights lie in no file.
+"""A decoder of ours as transformers runs it, on the same memory: for comparisons with models whose weights lie in no
+file.
 
-Owns the way from our weights to transformers' names. Invariant: no weight is held twice, and both score the same tokens: rows of the output
-head that mean none are computed and cut off, as in our engine, and a reduced head leaves −∞ at all other tokens.
+Owns the way from our weights to transformers' names. Invariant: no weight is held twice, and both score the same
+tokens: rows of the output head that mean none are computed and cut off, as in our engine, and a reduced head leaves −∞
+at all other tokens.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ def refuse_other_families(arch: Architecture) -> None:
     """Raise, before anything is loaded, if transformers' model cannot be put together here."""
     if arch.family != "llama" or arch.qkv_bias or arch.out_bias or arch.mlp_bias or arch.qk_norm:
         raise BadParameter(
-            f"{arch.name} is of the family {arch.family}; from weights in memory transformers' model is put together for Llama's alone, "
+            f"{arch.name} is of the family {arch.family}; from weights in memory transformers' model is put together "
+            "for Llama's alone, "
             "without biases. Leave transformers' own methods (hf-…) out of --methods."
         )
     if arch.hidden % arch.heads:
         raise BadParameter(
-            f"{arch.name} has a width of {arch.hidden} and {arch.heads} heads; transformers expects a multiple. Choose another shape, or "
+            f"{arch.name} has a width of {arch.hidden} and {arch.heads} heads; transformers expects a multiple. "
+            "Choose another shape, or "
             "leave transformers' own methods (hf-…) out of --methods."
         )
 
@@ -71,7 +75,9 @@ def named(decoder: Decoder) -> dict[str, Tensor]:
         q, k, v = torch.split(_weight(layer.qkv), [arch.heads * arch.head_dim, kv, kv])
         gate, up = _weight(layer.gate_up).chunk(2)
         tensors = (layer.attention_norm, layer.mlp_norm, _weight(layer.out), _weight(layer.down), q, k, v, gate, up)
-        found |= {f"{HUGGING_FACE[part].format(index)}.weight": tensor for part, tensor in zip(PARTS, tensors, strict=True)}
+        found |= {
+            f"{HUGGING_FACE[part].format(index)}.weight": tensor for part, tensor in zip(PARTS, tensors, strict=True)
+        }
     return found
 
 
@@ -80,14 +86,16 @@ def _weight(linear: object) -> Tensor:
     weight: Any = getattr(linear, "weight", None)
     if weight is None or getattr(linear, "scale", None) is not None:
         raise BadParameter(
-            "Weights in int8 or int4 cannot be shared with transformers, which has no kernel for them. Leave its methods (hf-…) out of "
+            "Weights in int8 or int4 cannot be shared with transformers, which has no kernel for them. Leave its "
+            "methods (hf-…) out of "
             "--methods, or run in plain floats."
         )
     return weight  # type: ignore[no-any-return]
 
 
 def _turning(given: Any, config: Any, arch: Architecture) -> Any:
-    """Transformers' rotary positions with our frequencies: they are no part of the weights, and an inflated model has its source's."""
+    """Transformers' rotary positions with our frequencies: they are no part of the weights, and an inflated model
+    has its source's."""
     made = type(given)(config)
     made.inv_freq = frequencies(arch.rope, arch.head_dim // arch.rope.times).repeat_interleave(arch.rope.times)
     made.original_inv_freq = made.inv_freq

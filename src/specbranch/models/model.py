@@ -1,7 +1,8 @@
-"""Runners on torch: rows of logits on a device, turned into tokens there, and hidden states for those who foretell from them.
+"""Runners on torch: rows of logits on a device, turned into tokens there, and hidden states for those who foretell from
+them.
 
-Owns what torch runners have in common: their sampler, the probe of hidden states, the limit of what may be said. A runner adds how it
-reads. Invariant: hidden states are computed for a forward that was asked for them, and for no other.
+Owns what torch runners have in common: their sampler, the probe of hidden states, the limit of what may be said. A
+runner adds how it reads. Invariant: hidden states are computed for a forward that was asked for them, and for no other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specbranch.models.rows import TensorRow
 from specbranch.models.sampling import TorchSampler
 from specbranch.models.transfer import Transfer
 
-Network = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few numbers a row
+ProbeNetwork = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few numbers a row
 
 
 class TorchRunner(RowRunner[TensorRow]):
@@ -31,7 +32,7 @@ class TorchRunner(RowRunner[TensorRow]):
         self.transfer = Transfer(device)
         super().__init__(TorchSampler(vocabulary, shared_noise(), self.transfer))
         self._tapped = 0  # layers whose hidden states the rows of the next forward carry
-        self._probe: tuple[int, Network] | None = None
+        self._probe: tuple[int, ProbeNetwork] | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -47,13 +48,15 @@ class TorchRunner(RowRunner[TensorRow]):
         """Never say a token from this id on, as one that is unknown to the other model."""
         self.sampler = TorchSampler(vocabulary, shared_noise(), self.transfer)
 
-    def probe(self, layers: int, network: Network | None) -> None:
-        """Have verdicts carry what a network makes of the last layers' hidden states, and of the input embedding of the verdict's token."""
+    def probe(self, layers: int, network: ProbeNetwork | None) -> None:
+        """Have verdicts carry what a network makes of the last layers' hidden states, and of the input embedding of
+        the verdict's token."""
         self.check_layers(layers)
         self._probe = None if network is None else (layers, network)
 
     def show(self, work: Sequence[Feed], layers: int) -> Tensor:
-        """Read new nodes, and return the hidden states of the last layers [nodes, layers·hidden], the last of them normed."""
+        """Read new nodes, and return the hidden states of the last layers [nodes, layers·hidden], the last of them
+        normed."""
         self.check_layers(layers)
         with self._tapping(layers):
             rows = [row for made in self.score(work) for row in made]
@@ -74,7 +77,7 @@ class TorchRunner(RowRunner[TensorRow]):
 
     def _wanted(self, work: Sequence[Feed]) -> int:
         """How many layers' hidden states a verification is asked for."""
-        return self._probe[0] if self._probe and any(self._requests[item.seq].foretold for item in work) else 0
+        return self._probe[0] if self._probe and any(self._requests[item.seq].wants_forecast for item in work) else 0
 
     @contextmanager
     def _tapping(self, layers: int) -> Iterator[None]:

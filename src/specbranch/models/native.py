@@ -1,7 +1,7 @@
 """The native Runner: one decoder, one pool of cache pages, several sequences in one forward.
 
-Owns which sequence has which pages. Invariant: a sequence's `Slots`, its table and what lies in its pages agree after every call, also one
-that fails.
+Owns which sequence has which pages. Invariant: a sequence's `Slots`, its table and what lies in its pages agree after
+every call, also one that fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
 from specbranch.models.chunk_attention import attend_by_flash
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import Decoder, Lines, Part, Step, Text
+from specbranch.models.decoder import ChunkView, Decoder, DecoderRows, Lines, Step
 from specbranch.models.files.architecture import Architecture, token_ids
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.identity import checked_source
@@ -96,7 +96,10 @@ class NativeRunner(TorchRunner):
     def check_layers(self, layers: int) -> None:
         """Raise a ModelError unless the model has so many layers."""
         if not 0 <= layers <= self.architecture.layers:
-            raise ModelError(f"{self.architecture.name} has {self.architecture.layers} layers; the last {layers} of them were asked for.")
+            raise ModelError(
+                f"{self.architecture.name} has {self.architecture.layers} layers; the last {layers} of them were "
+                "asked for."
+            )
 
     def embedded(self, tokens: Sequence[int]) -> Tensor:
         """The input embeddings of tokens [tokens, hidden]."""
@@ -166,7 +169,8 @@ class NativeRunner(TorchRunner):
         self._held.pop(seq).table.shrink(0)
 
     def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
-        """Copy places of the pool, those of the first row to those of the second; `first` is the lowest of these in the sequence."""
+        """Copy places of the pool, those of the first row to those of the second; `first` is the lowest of these in
+        the sequence."""
         self.memory.move(*self.transfer.up({"moves": moves})["moves"])
 
     def _reach(self, held: Held, start: int, stop: int) -> None:
@@ -211,7 +215,8 @@ class NativeRunner(TorchRunner):
 
     @torch.inference_mode()
     def _trusted(self, fused: FusedStep | None) -> FusedStep | None:
-        """Return the compiled step if it scores a small tree as the plain one does: it may never have run on such a processor."""
+        """Return the compiled step if it scores a small tree as the plain one does: it may never have run on such a
+        processor."""
         if fused is None:
             return None
         slots, table = Slots(4, 4), Table(self.pool)
@@ -222,13 +227,17 @@ class NativeRunner(TorchRunner):
         table.shrink(0)
         if torch.allclose(compiled, plain, rtol=1e-3, atol=1e-3 * plain.abs().max().item(), equal_nan=True):
             return fused
-        log.warning("The compiled step disagrees with the plain one on this machine; decoding goes on with the plain one.")
+        log.warning(
+            "The compiled step disagrees with the plain one on this machine; decoding goes on with the plain one."
+        )
         return None
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             wrong = next(token for token in tokens if not 0 <= token < self.vocabulary)
-            raise BadParameter(f"Token id {wrong} is outside the vocabulary of {self.architecture.name} (0 to {self.vocabulary - 1}).")
+            raise BadParameter(
+                f"Token id {wrong} is outside the vocabulary of {self.architecture.name} (0 to {self.vocabulary - 1})."
+            )
 
     def _store(self, table: Table, tokens: Sequence[int], start: int) -> None:
         """Read a chunk by the code that suits its own size, so that its bits depend on nothing else."""
@@ -249,7 +258,11 @@ class NativeRunner(TorchRunner):
         seen: list[Tensor] | None = [] if self._tapped else None
         hidden = self.decoder.forward(self._step(work), self.memory, seen)
         logits = self.decoder.logits(hidden)
-        states = None if seen is None else torch.cat((*seen[len(seen) - self._tapped + 1 :], self.decoder.normed(hidden)), dim=-1)
+        states = (
+            None
+            if seen is None
+            else torch.cat((*seen[len(seen) - self._tapped + 1 :], self.decoder.normed(hidden)), dim=-1)
+        )
         return logits.float() if logits.dtype.itemsize < 4 else logits, states
 
     def _step(self, work: Sequence[Rows]) -> Step:
@@ -257,17 +270,25 @@ class NativeRunner(TorchRunner):
         own = [_line_arrays(rows) for rows in work]
         arrays = {f"{name} {number}": array for number, part in enumerate(own) for name, array in part.items()}
         places = _page_and_place(np.concatenate([rows.places() for rows in work]))
-        sent = self.transfer.up({"tokens": tokens_of(work), "positions": positions_of(work), "places": places, **arrays})
-        parts = [_part(rows, {name: sent[f"{name} {number}"] for name in own[number]}) for number, rows in enumerate(work)]
+        sent = self.transfer.up(
+            {"tokens": tokens_of(work), "positions": positions_of(work), "places": places, **arrays}
+        )
+        parts = [
+            _part(rows, {name: sent[f"{name} {number}"] for name in own[number]}) for number, rows in enumerate(work)
+        ]
         return Step(sent["tokens"], sent["positions"], sent["places"], tuple(parts))
 
     def _chunk_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
         """Bring a chunk of a text to the device, and which pages hold the text so far."""
         end = start + len(tokens)
         places, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
-        sent = self.transfer.up({"tokens": np.array(tokens, dtype=np.int64), "places": _page_and_place(places), "pages": pages})
+        sent = self.transfer.up(
+            {"tokens": np.array(tokens, dtype=np.int64), "places": _page_and_place(places), "pages": pages}
+        )
         positions = torch.arange(start, end, device=self.device)
-        return Step(sent["tokens"], positions, sent["places"], (Part(len(tokens), Text(sent["pages"], end)),))
+        return Step(
+            sent["tokens"], positions, sent["places"], (DecoderRows(len(tokens), ChunkView(sent["pages"], end)),)
+        )
 
 
 def _page_and_place(flat: np.ndarray) -> np.ndarray:
@@ -285,9 +306,11 @@ def _line_arrays(rows: Rows) -> Arrays:
     return {"shared": shared, "own": own, "counts": counts}
 
 
-def _part(rows: Rows, sent: Mapping[str, Tensor]) -> Part:
+def _part(rows: Rows, sent: Mapping[str, Tensor]) -> DecoderRows:
     most_shared = shared_end(max(rows.positions), rows.prefix)
-    return Part(len(rows.tokens), Lines(rows.table.pages, most_shared, sent["shared"], sent["own"], sent["counts"]))
+    return DecoderRows(
+        len(rows.tokens), Lines(rows.table.pages, most_shared, sent["shared"], sent["own"], sent["counts"])
+    )
 
 
 def _joined(blocks: Sequence[Tensor]) -> Tensor:
@@ -305,7 +328,8 @@ def load_native(
     shorten: bool = False,
     cache_tokens: int | None = None,
 ) -> NativeRunner:
-    """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere.
+    """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU,
+    bfloat16 elsewhere.
 
     `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing: what there is room
     for.

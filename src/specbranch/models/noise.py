@@ -1,7 +1,9 @@
-"""Rows of the shared Gumbel noise as tensors, on a CPU made once for a position and kept for every lane, node and model that asks again.
+"""Rows of the shared Gumbel noise as tensors, on a CPU made once for a position and kept for every lane, node and model
+that asks again.
 
-Owns the rows and their transform; the hash itself is `core.noise`. Invariant: a row is a function of (seed, sample, position) and the token
-id alone; it is made elementwise, so neither the other rows asked for nor the length of the vocabulary changes its bits.
+Owns the rows and their transform; the hash itself is `core.noise`. Invariant: a row is a function of (seed, sample,
+position) and the token id alone; it is made elementwise, so neither the other rows asked for nor the length of the
+vocabulary changes its bits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from specbranch.core.noise import SCALE, keys
 from specbranch.models.columns import Columns
 
 Place = tuple[int, int, int]  # seed, sample, position
-Key = tuple[Place, Columns | None]
+NoiseKey = tuple[Place, Columns | None]
 ROWS = 256  # twice the tail of a cache
 BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
 
@@ -27,7 +29,8 @@ BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touc
 class Noise:
     """The most recently used rows of noise.
 
-    Draft and target may share one: rows are as long as the longest vocabulary asked for so far, and handed out cut to size.
+    Draft and target may share one: rows are as long as the longest vocabulary asked for so far, and handed out cut to
+    size.
     """
 
     def __init__(self, rows: int = ROWS, most_bytes: int = BYTES) -> None:
@@ -35,7 +38,7 @@ class Noise:
         self._bytes = most_bytes
         self._width = 0  # of whole rows
         self._ids: dict[torch.device, Tensor] = {}
-        self._kept: OrderedDict[Key, Tensor] = OrderedDict()
+        self._kept: OrderedDict[NoiseKey, Tensor] = OrderedDict()
 
     def ids(self, vocabulary: int, device: torch.device) -> Tensor:
         """Return the first token ids [vocabulary], on a device."""
@@ -57,7 +60,8 @@ class Noise:
     def rows_of(self, places: Sequence[Place], columns: Columns) -> list[Tensor]:
         """Return the rows of several places for some tokens only [columns].
 
-        Where whole rows are asked for too, as by a target beside the draft, these are taken from them, and no row is made twice.
+        Where whole rows are asked for too, as by a target beside the draft, these are taken from them, and no row is
+        made twice.
         """
         if self._width:
             return [row.index_select(0, columns.ids) for row in self.rows(places, columns.vocabulary)]
@@ -72,7 +76,7 @@ class Noise:
             self._remember((place, columns), row)
         return [found[place] for place in places]
 
-    def _remember(self, key: Key, row: Tensor) -> None:
+    def _remember(self, key: NoiseKey, row: Tensor) -> None:
         self._kept[key] = row
         self._kept.move_to_end(key)
         while len(self._kept) > max(1, min(self._rows, self._bytes // (4 * max(self._width, len(row))))):
@@ -86,7 +90,8 @@ def shared_noise() -> Noise:
 
 
 def hashed(place: Place, ids: Tensor) -> Tensor:
-    """Return the 32 bits of each token id at a place as int32: `core.noise.mix` in wrapping 32-bit arithmetic, 4 times as fast."""
+    """Return the 32 bits of each token id at a place as int32: `core.noise.mix` in wrapping 32-bit arithmetic, 4
+    times as fast."""
     first, second = keys(*place)
     bits = ids.numpy().astype(np.uint32)
     bits ^= np.uint32(first)
@@ -105,12 +110,16 @@ def _permute(x: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Return −log E with E = −log1p(−v), v = (bits + ½)·2⁻³², in float32 without losing either end; `bits` are wrapped into int32.
+    """Return −log E with E = −log1p(−v), v = (bits + ½)·2⁻³², in float32 without losing either end; `bits` are wrapped
+    into int32.
 
-    A float32 v keeps its relative precision near 0 but rounds to 1 at the other end, so there 1 − v is made from the inverted bits.
+    A float32 v keeps its relative precision near 0 but rounds to 1 at the other end, so there 1 − v is made from the
+    inverted bits.
     """
     sign = bits >> 31  # −1 where v ≥ ½
     small = (bits ^ sign).float().add_(0.5).mul_(SCALE)  # min(v, 1 − v), never 0
-    upper = sign.neg_().float()  # 1 or 0: both logarithms are finite, so the products select exactly (and 6 times faster than `where`)
+    upper = (
+        sign.neg_().float()
+    )  # 1 or 0: both logarithms are finite, so the products select exactly (and 6 times faster than `where`)
     log = small.neg().log1p_().mul_(1.0 - upper).addcmul_(small.log_(), upper)
     return log.neg_().log_().neg_()

@@ -1,7 +1,8 @@
 """Reductions over rows of logits whose results do not depend on how many rows are reduced together.
 
-Owns argmax, the leading entries, sorted values, and sums of exponentials. Invariant: every row's result is a function of that row alone,
-bit for bit. Float sums change with the order of their terms, and that order with the shape; these sums are of integers, hence exact.
+Owns argmax, the leading entries, sorted values, and sums of exponentials. Invariant: every row's result is a function
+of that row alone, bit for bit. Float sums change with the order of their terms, and that order with the shape; these
+sums are of integers, hence exact.
 
 On a CPU numpy finds maxima and sorts 10 to 20 times faster than torch does, so it is used there.
 """
@@ -24,7 +25,8 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def leading(x: Tensor, count: int) -> Tensor:
-    """Return the indices of each row's `count` greatest entries, in any order, surely with its argmax (so one may occur twice).
+    """Return the indices of each row's `count` greatest entries, in any order, surely with its argmax (so one may occur
+    twice).
 
     On a CPU those left out among equals are the highest indices.
     """

@@ -1,6 +1,7 @@
 """Whether a model fits where it is to run, and how many pages its pool gets.
 
-Owns the counting of memory before anything is loaded. Invariant: what is refused here is told how much is missing, and which setting fits.
+Owns the counting of memory before anything is loaded. Invariant: what is refused here is told how much is missing, and
+which setting fits.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ def _available() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def weight_bytes(arch: Architecture, dtype: torch.dtype, stored: WeightsName | None = None, device: torch.device | None = None) -> int:
-    """How much memory the embedding and the matrices of a model take; `stored`: how the matrices are kept, nothing: in `dtype`."""
+def weight_bytes(
+    arch: Architecture, dtype: torch.dtype, stored: WeightsName | None = None, device: torch.device | None = None
+) -> int:
+    """How much memory the embedding and the matrices of a model take; `stored`: how the matrices are kept, nothing:
+    in `dtype`."""
     wide, embedding = arch.heads * arch.head_dim, arch.vocabulary * arch.hidden * dtype.itemsize
     layer = [(wide + 2 * arch.kv_heads * arch.head_dim, arch.hidden), (arch.hidden, wide)]
     layer += [(2 * arch.intermediate, arch.hidden), (arch.hidden, arch.intermediate)]
@@ -83,7 +87,11 @@ def pool_pages(
     if weights + cache > free:
         asked = _Asked(arch, dtype, stored, device, (weights, cache, free))
         places = (free - weights) // page * PAGE
-        raise ModelError(asked.refused(*(("--context-length", places - tail) if cache_tokens is None else ("--cache-tokens", places))))
+        raise ModelError(
+            asked.refused(
+                *(("--context-length", places - tail) if cache_tokens is None else ("--cache-tokens", places))
+            )
+        )
     most = min(one * MOST_SEQUENCES[device.type], int((free - weights) * SHARE) // page)
     return least if cache_tokens is not None else max(one, most)
 

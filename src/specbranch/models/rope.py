@@ -1,7 +1,7 @@
 """Rotary positions: the tables of cosines and sines, and the turning of queries and keys by them.
 
-Owns the frequency variants. Invariant: angles are computed in float32 whatever the model's precision, as transformers does, so both
-agree to the last bit at any position.
+Owns the frequency variants. Invariant: angles are computed in float32 whatever the model's precision, as transformers
+does, so both agree to the last bit at any position.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor
 from specbranch.models.files.architecture import Rope
 
 
-def tables(rope: Rope, head_dim: int, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def tables(
+    rope: Rope, head_dim: int, positions: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cos and signed sin [positions, head_dim]; the first half of sin is negated, as `turn` needs it."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies(rope, head_dim // rope.times))
     # Repeated only now: torch's cosine of a number has other last bits beside other numbers.
@@ -23,7 +25,8 @@ def tables(rope: Rope, head_dim: int, positions: int, device: torch.device, dtyp
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [rows, heads, head_dim] by cos and signed sin [rows, 1, head_dim]: dimension i is paired with i + head_dim/2."""
+    """Turn x [rows, heads, head_dim] by cos and signed sin [rows, 1, head_dim]: dimension i is paired with i +
+    head_dim/2."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 

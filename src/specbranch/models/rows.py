@@ -1,6 +1,7 @@
 """Rows of logits as the native runner hands them out: a place in a block that one forward made.
 
-Owns only the reference; the logits stay on their device. Invariant: a block is never written again once its rows were handed out.
+Owns only the reference; the logits stay on their device. Invariant: a block is never written again once its rows were
+handed out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class TensorRow:
     block: Tensor
     index: int
     columns: Columns | None = None
-    states: Tensor | None = None  # [rows, layers·hidden]: the last layers' hidden states, where the runner was asked for them
+    states: Tensor | None = (
+        None  # [rows, layers·hidden]: the last layers' hidden states, where the runner was asked for them
+    )
 
     @property
     def logits(self) -> Tensor:
@@ -35,13 +38,15 @@ def rows_of(block: Tensor, columns: Columns | None = None, states: Tensor | None
 
 
 def collate(rows: Sequence[TensorRow]) -> Tensor:
-    """Return the rows as one tensor [rows, vocabulary]: a view where they follow one another in one whole block, else a copy."""
+    """Return the rows as one tensor [rows, vocabulary]: a view where they follow one another in one whole block,
+    else a copy."""
     block, columns = scored(rows)
     return block if columns is None else columns.spread(block)
 
 
 def scored(rows: Sequence[TensorRow]) -> tuple[Tensor, Columns | None]:
-    """Return the rows as one tensor of what is scored, and which tokens that is; rows that differ in this are spread out first."""
+    """Return the rows as one tensor of what is scored, and which tokens that is; rows that differ in this are spread
+    out first."""
     if not rows:
         raise ValueError("collate needs at least one row")
     block, first, columns = rows[0].block, rows[0].index, rows[0].columns

@@ -1,8 +1,8 @@
 """From logits to picks, candidates and verdicts, on any device: the tensors' half of sampling.
 
-Owns the arithmetic over rows of logits [rows, columns]; what is asked of each row comes as the tensors of a `sheet`. Invariants: what a row
-gives depends on its logits and on its own entries alone, bit for bit, whatever other rows are with it; nothing here waits for a device.
-Sums that decide something are of integers, hence exact in any order.
+Owns the arithmetic over rows of logits [rows, columns]; what is asked of each row comes as the tensors of a `sheet`.
+Invariants: what a row gives depends on its logits and on its own entries alone, bit for bit, whatever other rows are
+with it; nothing here waits for a device. Sums that decide something are of integers, hence exact in any order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def shape(logits: Tensor, asked: Asked) -> Tensor:
 def unscaled(logits: Tensor, asked: Asked) -> Tensor:
     """Return logits with all of their shaping but the temperature: who chooses among them divides by it."""
     edited = _edited(logits, asked)
-    return edited if "least" not in asked else edited.masked_fill(_cut(_scaled(edited, asked), asked) == -torch.inf, -torch.inf)
+    return (
+        edited
+        if "least" not in asked
+        else edited.masked_fill(_cut(_scaled(edited, asked), asked) == -torch.inf, -torch.inf)
+    )
 
 
 def perturbed(shaped: Tensor, asked: Asked, noise: Tensor | None) -> Tensor:
@@ -69,7 +73,8 @@ def units(shaped: Tensor) -> Tensor:
 
 
 def draw(law: Tensor, u: Tensor) -> Tensor:
-    """Draw from laws in whole units by inversion, each with a variate in [0, 1) [rows]; what has no unit is never drawn."""
+    """Draw from laws in whole units by inversion, each with a variate in [0, 1) [rows]; what has no unit is never
+    drawn."""
     through = law.cumsum(dim=-1)
     # below the total: u ≤ 1 − 2⁻⁵³, and a total of up to 2⁶⁰ times that rounds to less than the total
     mark = (through[:, -1:].double() * u[:, None]).long()
@@ -77,14 +82,16 @@ def draw(law: Tensor, u: Tensor) -> Tensor:
 
 
 def residual(law: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    """Return (p − q)+ in whole units, q by its entries [rows, entries]; where nothing remains, p (only rounding leads there)."""
+    """Return (p − q)+ in whole units, q by its entries [rows, entries]; where nothing remains, p (only rounding
+    leads there)."""
     total = law.sum(dim=-1, keepdim=True)
     rest = law.scatter_add(-1, ids, -(probs * total.double()).round_().long()).clamp_(min=0)
     return torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, law)
 
 
 def decide(law: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Try each row's sampled candidates one after the other (Leviathan et al. 2023); returns which was taken, −1 for none, and the token.
+    """Try each row's sampled candidates one after the other (Leviathan et al. 2023); returns which was taken, −1 for
+    none, and the token.
 
     `tried` [rows, attempts] are the candidates' columns, −1 where there is no such attempt; `tried_q` the probabilities they were drawn
     with, `accept` the variates, `q_ids` and `q_probs` [rows, attempts, entries] their laws, `last` the variate for what remains.
@@ -99,17 +106,21 @@ def decide(law: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         # u*q < p rather than u < p/q: q may be tiny
         taken = wanted & (asked["accept"][:, attempt] * asked["tried_q"][:, attempt] < mass)
         took, token = torch.where(taken, attempt, took), torch.where(taken, tried, token)
-        law = torch.where((wanted & ~taken)[:, None], residual(law, asked["q_ids"][:, attempt], asked["q_probs"][:, attempt]), law)
+        law = torch.where(
+            (wanted & ~taken)[:, None], residual(law, asked["q_ids"][:, attempt], asked["q_probs"][:, attempt]), law
+        )
     return took, torch.where(took < 0, draw(law, asked["last"]), token)
 
 
 def walk(chosen: Tensor, ancestors: Tensor) -> Tensor:
-    """Return which rows the target comes to [rows]: those all of whose ancestors were chosen, themselves included [rows, rows]."""
+    """Return which rows the target comes to [rows]: those all of whose ancestors were chosen, themselves included
+    [rows, rows]."""
     return ~(ancestors & ~chosen).any(dim=-1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return columns, `tokens` first [rows] and then the `top` most likely, and their log-probabilities before any shaping, float64."""
+    """Return columns, `tokens` first [rows] and then the `top` most likely, and their log-probabilities before any
+    shaping, float64."""
     logs = logits.float().log_softmax(dim=-1)
     ids = torch.cat([tokens[:, None], leading(logs, top)], dim=-1) if top else tokens[:, None]
     return ids, logs.gather(-1, ids).double()
@@ -131,7 +142,9 @@ def _edited(logits: Tensor, asked: Asked) -> Tensor:
 
 
 def _changed(name: str, values: Tensor, by: Tensor) -> Tensor:
-    if name == "repeat":  # divide what is positive, multiply what is negative (Keskar et al. 2019): both make a token less likely
+    if (
+        name == "repeat"
+    ):  # divide what is positive, multiply what is negative (Keskar et al. 2019): both make a token less likely
         return torch.where(values < 0, values * by, values / by)
     return by if name == "forbid" else values - by if name == "less" else values + by
 
@@ -142,7 +155,8 @@ def _scaled(logits: Tensor, asked: Asked) -> Tensor:
 
 
 def _cut(logits: Tensor, asked: Asked) -> Tensor:
-    """Put −∞ where top_k, top_p or min_p exclude; what equals the last one kept is kept too, however equals are sorted."""
+    """Put −∞ where top_k, top_p or min_p exclude; what equals the last one kept is kept too, however equals are
+    sorted."""
     if "least" not in asked:
         return logits
     top = logits.amax(dim=-1, keepdim=True)
@@ -157,7 +171,8 @@ def _cut(logits: Tensor, asked: Asked) -> Tensor:
 
 
 def _nucleus_end(ordered: Tensor, top: Tensor, kth: Tensor, share: Tensor) -> Tensor:
-    """Return the value at which the sum from the top reaches its share of the values down to `kth` [rows, 1] (Holtzman et al. 2020)."""
+    """Return the value at which the sum from the top reaches its share of the values down to `kth` [rows, 1]
+    (Holtzman et al. 2020)."""
     through = weights(ordered, top).cumsum(dim=-1)  # integers: exact, and never falling
     total = through.gather(-1, (ordered >= kth).sum(dim=-1, keepdim=True) - 1)
     enough = (total.double() * share[:, None]).ceil().long()

@@ -1,9 +1,10 @@
 """Rows of logits to tokens: the Sampler of every runner whose rows are tensors.
 
-Owns the way from a question about rows to its answer, in three parts: what is asked as arrays (`sheet`), the arithmetic on the device
-(`sample`), and what is made of the few numbers that come back. Invariant: what a row gives depends on its logits and its Spot alone,
-whatever other rows are asked for with it. A GPU's runner uses the parts by themselves, so that a question is one copy up and one read;
-picking and proposing are that here too, while a law is read number by number.
+Owns the way from a question about rows to its answer, in three parts: what is asked as arrays (`sheet`), the arithmetic
+on the device (`sample`), and what is made of the few numbers that come back. Invariant: what a row gives depends on its
+logits and its Spot alone, whatever other rows are asked for with it. A GPU's runner uses the parts by themselves, so
+that a question is one copy up and one read; picking and proposing are that here too, while a law is read number by
+number.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from specbranch.models.sheet import Arrays, places_of, sheet_of
 from specbranch.models.transfer import Transfer
 
 LEAST = 1e-300  # a weight that is still above 0 once normalised
-Entry = tuple[int, float]  # token id, its score
+ScoredToken = tuple[int, float]  # token id, its score
 
 
 class TorchSampler:
-    """Samples over the first `vocabulary` token ids, those that draft and target have in common; the others are never said.
+    """Samples over the first `vocabulary` token ids, those that draft and target have in common; the others are never
+    said.
 
     Samplers given the same `noise` make each row of it once between them, on a CPU.
     """
@@ -49,7 +51,9 @@ class TorchSampler:
         """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
         if not rows:
             return []
-        chosen: list[int] = self._transfer.down(argmax(self.scores(rows, spots, self._sent(self.picking(spots)))[1])).tolist()
+        chosen: list[int] = self._transfer.down(
+            argmax(self.scores(rows, spots, self._sent(self.picking(spots)))[1])
+        ).tolist()
         return chosen
 
     def picking(self, spots: Sequence[Spot]) -> Arrays:
@@ -57,14 +61,16 @@ class TorchSampler:
         return self._asked(spots, self.vocabulary, None)
 
     def scores(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asked: Asked) -> tuple[Tensor, Tensor]:
-        """Return logits over the vocabulary, and what is preferred among them: shaped, by the match rule with the noise of their places."""
+        """Return logits over the vocabulary, and what is preferred among them: shaped, by the match rule with the
+        noise of their places."""
         logits = self.logits(rows)
         return logits, self._scores(logits, spots, asked, None)[1]
 
     def propose(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
         """Return candidates for each row: by the shared noise, or under the ratio rule by the draft's own law.
 
-        Rows of a reduced head are worked on as they are; what they give is what they would give over the whole vocabulary.
+        Rows of a reduced head are worked on as they are; what they give is what they would give over the whole
+        vocabulary.
         """
         if not rows:
             return []
@@ -78,7 +84,8 @@ class TorchSampler:
         return {**arrays, "by_entropy": np.array(by_entropy, dtype=np.float32)} if any(by_entropy) else arrays
 
     def candidates(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask], asked: Asked) -> Tensor:
-        """Return a line of numbers for each row, on its device: confidence, then the tokens of its best entries, then their scores."""
+        """Return a line of numbers for each row, on its device: confidence, then the tokens of its best entries,
+        then their scores."""
         logits, columns = scored(rows)
         logits = logits[:, : self.width(columns)]
         shaped, scores = self._scores(logits, spots, asked, columns)
@@ -120,7 +127,9 @@ class TorchSampler:
     def _sent(self, arrays: Arrays) -> Asked:
         return self._transfer.up(arrays)
 
-    def _scores(self, logits: Tensor, spots: Sequence[Spot], asked: Asked, columns: Columns | None) -> tuple[Tensor, Tensor]:
+    def _scores(
+        self, logits: Tensor, spots: Sequence[Spot], asked: Asked, columns: Columns | None
+    ) -> tuple[Tensor, Tensor]:
         """Return shaped logits, and the same with noise."""
         shaped = sample.shape(logits, asked)
         return shaped, sample.perturbed(shaped, asked, self._noise_of(shaped, spots, asked, columns))
@@ -130,11 +139,19 @@ class TorchSampler:
             return None
         width = shaped.shape[-1]
         if shaped.device.type != "cpu":
-            return sample.noise_of(asked, self._first_ids(width, shaped.device) if columns is None else columns.ids[:width])
-        silent = [spot.request.greedy or spot.request.by_ratio for spot in spots]  # what such a row gets is not added to it
+            return sample.noise_of(
+                asked, self._first_ids(width, shaped.device) if columns is None else columns.ids[:width]
+            )
+        silent = [
+            spot.request.greedy or spot.request.by_ratio for spot in spots
+        ]  # what such a row gets is not added to it
         noisy = spots[silent.index(False)]
         places = places_of([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
-        rows = self._noise.rows(places, width) if columns is None else [row[:width] for row in self._noise.rows_of(places, columns)]
+        rows = (
+            self._noise.rows(places, width)
+            if columns is None
+            else [row[:width] for row in self._noise.rows_of(places, columns)]
+        )
         return rows[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(rows)
 
     def _first_ids(self, width: int, device: torch.device) -> Tensor:
@@ -161,7 +178,11 @@ class TensorLaw:
     def residual(self, q: Sparse) -> TensorLaw:
         """Return norm((p − q)+); where nothing remains, p itself (only rounding leads there)."""
         ids = torch.tensor([q.ids], device=self.units.device)
-        return TensorLaw(sample.residual(self.units[None], ids, torch.tensor([q.probs], dtype=torch.float64, device=self.units.device))[0])
+        return TensorLaw(
+            sample.residual(
+                self.units[None], ids, torch.tensor([q.probs], dtype=torch.float64, device=self.units.device)
+            )[0]
+        )
 
 
 def proposed(spots: Sequence[Spot], asks: Sequence[Ask], lines: np.ndarray) -> list[Proposal]:
@@ -181,7 +202,9 @@ def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
         return Proposal((), math.nan)
     if not spot.request.by_ratio:
         best = ranked[: ask.width]
-        return Proposal(tuple(token for token, _ in best), confidence, odds=tuple(math.exp(score - best[0][1]) for _, score in best))
+        return Proposal(
+            tuple(token for token, _ in best), confidence, odds=tuple(math.exp(score - best[0][1]) for _, score in best)
+        )
     q = _sparse(ranked[:MOST_ENTRIES])
     if ask.measure == "top":
         confidence = q.probs[0]
@@ -192,19 +215,19 @@ def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
     return Proposal((drawn, *others[: ask.width - 1]), confidence, q)
 
 
-def _entries_of(packed: list[float]) -> list[Entry]:
+def _entries_of(packed: list[float]) -> list[ScoredToken]:
     """Undo the packing of ids and their scores into one row of floats."""
     half = len(packed) // 2
     return [(int(token), score) for token, score in zip(packed[:half], packed[half:], strict=True)]
 
 
-def _ranked(entries: list[Entry]) -> list[Entry]:
+def _ranked(entries: list[ScoredToken]) -> list[ScoredToken]:
     """Return the distinct possible entries, best first, ties to the lowest id."""
     possible = {token: score for token, score in entries if score > -math.inf}
     return sorted(possible.items(), key=lambda entry: (-entry[1], entry[0]))
 
 
-def _sparse(ranked: list[Entry]) -> Sparse:
+def _sparse(ranked: list[ScoredToken]) -> Sparse:
     """Return the law of some logits, without the entries that round to 0."""
     weights = [(token, weight) for token, logit in ranked if (weight := math.exp(logit - ranked[0][1])) > LEAST]
     total = math.fsum(weight for _, weight in weights)

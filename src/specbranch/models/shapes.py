@@ -1,6 +1,7 @@
 """Sizes of well-known decoders of the Llama family, by a short name.
 
-Owns the table; what is made in a shape is decided elsewhere. Invariant: a shape is a decoder that exists, but for `tiny`.
+Owns the table; what is made in a shape is decided elsewhere. Invariant: a shape is a decoder that exists, but for
+`tiny`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ SHAPES: dict[str, Shape] = {  # hidden, layers, heads, kv heads, head dim, inter
 
 @dataclass(frozen=True, slots=True)
 class ShapeChoice:
-    """A shape as it is asked for: by its name, by single numbers, or both; without a name the other numbers are the model's own."""
+    """A shape as it is asked for: by its name, by single numbers, or both; without a name the other numbers are the
+    model's own."""
 
     name: str | None = None
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +84,9 @@ class ShapeChoice:
     @property
     def short(self) -> str:
         """The same as part of a file's name."""
-        return "-".join((self.name or "", *(f"{value}{name}" for name, value in self.numbers.items()))).strip("-") or "own"
+        return (
+            "-".join((self.name or "", *(f"{value}{name}" for name, value in self.numbers.items()))).strip("-") or "own"
+        )
 
     def over(self, own: Shape) -> Shape:
         """Return the numbers, with those of the model where nothing is said of them."""

@@ -1,8 +1,9 @@
 """What the requests of some rows ask of their logits, as small arrays: the host's half of sampling.
 
-Owns the way from requests to numbers, and the one order of shaping, which is: logit_bias, min_tokens, repetition penalty, presence and
-frequency penalties, allowed tokens, temperature, top_k, top_p, min_p. Invariants: a row's numbers come of its own request and its own
-ancestors; what a sheet holds is all that sampling needs to know, so one copy brings it to a device.
+Owns the way from requests to numbers, and the one order of shaping, which is: logit_bias, min_tokens, repetition
+penalty, presence and frequency penalties, allowed tokens, temperature, top_k, top_p, min_p. Invariants: a row's numbers
+come of its own request and its own ancestors; what a sheet holds is all that sampling needs to know, so one copy brings
+it to a device.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from specbranch.core.noise import keys
 from specbranch.core.request import Spot
 from specbranch.models.columns import Find
 
-COLDEST = 1e-6  # below this no noise can turn a difference that float32 logits can express, and a division would overflow
+COLDEST = (
+    1e-6  # below this no noise can turn a difference that float32 logits can express, and a division would overflow
+)
 EVERYTHING = 2.0  # a top_p that cuts nothing, not even what rounds to probability 0
 Arrays = dict[str, np.ndarray]  # by name
 
 
 def sheet_of(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
-    """Write down what is asked of rows of `width` columns; what nothing is asked of is left out. An edit is rows, columns, numbers."""
+    """Write down what is asked of rows of `width` columns; what nothing is asked of is left out. An edit is rows,
+    columns, numbers."""
     arrays = {**_edits(spots, find), **_allowed(spots, width, find), **_cuts(spots, width)}
     temperatures = [temperature_of(spot) for spot in spots]
     if any(temperature != 1.0 for temperature in temperatures):
@@ -57,7 +61,9 @@ def _edits(spots: Sequence[Spot], find: Find) -> Arrays:
     edits: dict[str, list[tuple[int, int, float]]] = {"bias": [], "forbid": [], "repeat": [], "less": []}
     for row, spot in enumerate(spots):
         params = spot.request.params
-        edits["bias"] += [(row, place, bias) for token, bias in params.logit_bias.items() if (place := find(token)) is not None]
+        edits["bias"] += [
+            (row, place, bias) for token, bias in params.logit_bias.items() if (place := find(token)) is not None
+        ]
         if spot.position - spot.request.prompt_length < params.min_tokens:
             edits["forbid"] += [(row, place, -math.inf) for place in _found(spot.request.ending_ids, find)]
         if _is_penalised(params):
@@ -65,7 +71,9 @@ def _edits(spots: Sequence[Spot], find: Find) -> Arrays:
             if params.repetition_penalty != 1.0:
                 edits["repeat"] += [(row, place, params.repetition_penalty) for place in set(_found(history, find))]
             counts = Counter(_found(history[spot.request.prompt_length :], find))
-            edits["less"] += [(row, place, params.frequency_penalty * n + params.presence_penalty) for place, n in counts.items()]
+            edits["less"] += [
+                (row, place, params.frequency_penalty * n + params.presence_penalty) for place, n in counts.items()
+            ]
     return {name: _triples(found) for name, found in edits.items() if found}
 
 
@@ -104,11 +112,14 @@ def _allowed(spots: Sequence[Spot], width: int, find: Find) -> Arrays:
 
 
 def _cuts(spots: Sequence[Spot], width: int) -> Arrays:
-    """Where top_k, top_p and min_p end a law; they mean what transformers' warpers of these names mean, in that order."""
+    """Where top_k, top_p and min_p end a law; they mean what transformers' warpers of these names mean, in that
+    order."""
     params = [None if spot.request.greedy else spot.request.params for spot in spots]
     arrays: Arrays = {}
     if any(p is not None and (p.top_k is not None or p.top_p < 1.0 or p.min_p > 0.0) for p in params):
-        arrays["least"] = np.array([math.log(p.min_p) if p and p.min_p else -math.inf for p in params], dtype=np.float32)
+        arrays["least"] = np.array(
+            [math.log(p.min_p) if p and p.min_p else -math.inf for p in params], dtype=np.float32
+        )
     if any(p is not None and (p.top_k is not None or p.top_p < 1.0) for p in params):
         arrays["rank"] = np.array([min((p.top_k if p else None) or width, width) - 1 for p in params], dtype=np.int64)
     if any(p is not None and p.top_p < 1.0 for p in params):

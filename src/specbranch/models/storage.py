@@ -1,6 +1,7 @@
 """In which precision a model computes, and how its matrices are stored beside it.
 
-Owns which of the two go together where, and what is said of it. Invariant: what is agreed on here can be multiplied where it is to run.
+Owns which of the two go together where, and what is said of it. Invariant: what is agreed on here can be multiplied
+where it is to run.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from specbranch.models.files.weights import Weights
 log = logging.getLogger("specbranch")
 
 
-def agreed(dtype: str | torch.dtype | None, weights: WeightsName | None, device: torch.device) -> tuple[torch.dtype, WeightsName | None]:
+def agreed(
+    dtype: str | torch.dtype | None, weights: WeightsName | None, device: torch.device
+) -> tuple[torch.dtype, WeightsName | None]:
     """Return the precision to compute in, and how matrices are stored; nothing: in that precision.
 
-    Nothing asked for: float32 on a CPU, bfloat16 elsewhere, unless the weights are floats that only go with their own precision.
+    Nothing asked for: float32 on a CPU, bfloat16 elsewhere, unless the weights are floats that only go with their own
+    precision.
     """
     usual, asked = torch.float32 if device.type == "cpu" else torch.bfloat16, _dtype(dtype)
     if weights is None or weights in ("int8", "int4"):
@@ -33,7 +37,8 @@ def agreed(dtype: str | torch.dtype | None, weights: WeightsName | None, device:
     if takes(weights, device, computed):
         return computed, weights
     raise BadParameter(
-        f"weights is {weights!r} and dtype {name_of(computed)!r}; expected the same of both, or int8 or int4 weights (on CPUs with "
+        f"weights is {weights!r} and dtype {name_of(computed)!r}; expected the same of both, or int8 or int4 weights "
+        "(on CPUs with "
         "compiled kernels bfloat16 weights with dtype float32, too). Leave --weights or --dtype out."
     )
 
@@ -46,7 +51,8 @@ def alike(dtype: torch.dtype | None, weights: WeightsName | None, runner: str) -
     if isinstance(own, torch.dtype):
         return own
     raise BadParameter(
-        f"weights is {weights!r}, but the {runner} runner stores matrices in the precision it computes in; expected the same as --dtype. "
+        f"weights is {weights!r}, but the {runner} runner stores matrices in the precision it computes in; expected "
+        "the same as --dtype. "
         "Leave --weights out, or take a model that the native runner knows."
     )
 
@@ -59,7 +65,10 @@ def tell(weights: Weights, asked: WeightsName | None, device: torch.device) -> N
     if others := kinds.count("int8"):
         log.warning("%d of %d matrices are in int8: int4 needs a multiple of %d inputs.", others, len(kinds), GROUP)
     if "int4" in kinds and device.type == "cpu":
-        log.warning("int4 has no kernel on CPUs: every step writes its matrices out, which is slow. Use --weights int8 (--draft-weights).")
+        log.warning(
+            "int4 has no kernel on CPUs: every step writes its matrices out, which is slow. Use --weights int8 "
+            "(--draft-weights)."
+        )
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
 """Many texts at once, a token of each in a step: what a target needs that writes a thousand conversations side by side.
 
-Owns their pages, which never change hands: a row has as many as its longest text, one after the other in the pool. Invariants: a row reads
-its own text, up to the token it is given, and nothing else; on a GPU shapes never change and nothing waits, so that a step can be captured.
+Owns their pages, which never change hands: a row has as many as its longest text, one after the other in the pool.
+Invariants: a row reads its own text, up to the token it is given, and nothing else; on a GPU shapes never change and
+nothing waits, so that a step can be captured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from specbranch.models.kv import PAGE, Memory, Pool, Table
 
 
 class Texts:
-    """The texts of some rows, each up to `length` tokens; a text is begun anew by giving its row a token at position 0."""
+    """The texts of some rows, each up to `length` tokens; a text is begun anew by giving its row a token at position
+    0."""
 
     def __init__(self, decoder: Decoder, rows: int, length: int) -> None:
         self.decoder, self._pages = decoder, -(-length // PAGE)

@@ -1,7 +1,9 @@
-"""The way between the host and a device: one copy up for all that a step needs, one blocking read for all that comes of it.
+"""The way between the host and a device: one copy up for all that a step needs, one blocking read for all that comes of
+it.
 
-Owns the pinned buffers, and the counting of what crosses. Invariants: a GPU's runner waits for its device nowhere else while it decodes; a
-pinned buffer is not written again before its copy was made. What was brought up stands until BUFFERS more copies were made.
+Owns the pinned buffers, and the counting of what crosses. Invariants: a GPU's runner waits for its device nowhere else
+while it decodes; a pinned buffer is not written again before its copy was made. What was brought up stands until
+BUFFERS more copies were made.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ BUFFERS = 4  # that copies may be under way from at once
 
 
 class Reading:
-    """Numbers on their way from a device: calling waits for them, `ready` tells whether there is anything to wait for."""
+    """Numbers on their way from a device: calling waits for them, `ready` tells whether there is anything to wait
+    for."""
 
     def __init__(self, arrived: Callable[[], np.ndarray], ready: Callable[[], bool]) -> None:
         self._arrived, self.ready = arrived, ready
@@ -94,7 +97,8 @@ class Transfer:
         return as_numpy(held)
 
     def _buffer(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return a pinned buffer whose last copy was made, and its counterpart on the device, both of at least this size."""
+        """Return a pinned buffer whose last copy was made, and its counterpart on the device, both of at least this
+        size."""
         if not self._pinned or self._pinned[0][0].numel() < size:
             torch.cuda.synchronize(self.device)  # only as buffers grow
             size = max(1 << (size - 1).bit_length(), 1 << 16)

@@ -1,8 +1,10 @@
-"""A Runner over any causal language model of transformers: for architectures the native decoder does not know, and as a cross-check.
+"""A Runner over any causal language model of transformers: for architectures the native decoder does not know, and as a
+cross-check.
 
-Owns the caches of its sequences. A line of the tail continues one cache; a node whose parent is not the end of a line gets a copy of the
-cache, cut behind that parent. So the model only ever sees plain chains, and needs no mask and no positions from here. Invariant: every
-node of the tail lies on a line, and a line's cache holds the prefix and the line's nodes, nothing else.
+Owns the caches of its sequences. A line of the tail continues one cache; a node whose parent is not the end of a line
+gets a copy of the cache, cut behind that parent. So the model only ever sees plain chains, and needs no mask and no
+positions from here. Invariant: every node of the tail lies on a line, and a line's cache holds the prefix and the
+line's nodes, nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow, rows_of
 
 CHUNK = 512  # tokens of a prompt read at once
-SAME = {torch.float32: 0.01, torch.float64: 0.01}  # relative difference of logits taken for rounding; coarser types: ROUGH
+SAME = {
+    torch.float32: 0.01,
+    torch.float64: 0.01,
+}  # relative difference of logits taken for rounding; coarser types: ROUGH
 ROUGH = 0.2
 
 
@@ -43,7 +48,8 @@ def load_transformers(
     tail: int = TAIL,
     shorten: bool = False,
 ) -> TransformersRunner:
-    """Load a local folder, a GGUF file or a Hub id; without `context_length` the model's own is used, cut to its attention window.
+    """Load a local folder, a GGUF file or a Hub id; without `context_length` the model's own is used, cut to its
+    attention window.
 
     Nothing from the model's folder is executed. float32 on a CPU and bfloat16 elsewhere, unless `dtype` says otherwise.
     """
@@ -109,7 +115,9 @@ class _Sequence:
 class TransformersRunner(TorchRunner):
     """One transformers model with a cache for each line of each sequence; sequences take turns."""
 
-    def __init__(self, model: PreTrainedModel, context_length: int, *, tail: int = TAIL, name: str = "the model") -> None:
+    def __init__(
+        self, model: PreTrainedModel, context_length: int, *, tail: int = TAIL, name: str = "the model"
+    ) -> None:
         self._model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self._context_length = context_length
         self.dtype = model.dtype
@@ -143,11 +151,14 @@ class TransformersRunner(TorchRunner):
             states = self._forward(DynamicCache(), (1,), output_hidden_states=True).hidden_states
             width = self.embedded((1,)).shape[-1]
         except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
-            raise ModelError(f"The hidden states of this {self._model.config.model_type} model cannot be reached: {error}.") from None
+            raise ModelError(
+                f"The hidden states of this {self._model.config.model_type} model cannot be reached: {error}."
+            ) from None
         if states is None or len(states) < layers or any(state.shape[-1] != width for state in states[-layers:]):
             found = 0 if states is None else len(states)
             raise ModelError(
-                f"This {self._model.config.model_type} model gives {found} hidden states; the last {layers} were asked for, all as wide as "
+                f"This {self._model.config.model_type} model gives {found} hidden states; the last {layers} were "
+                "asked for, all as wide as "
                 "its embedding."
             )
         self._seen.add(layers)
@@ -193,7 +204,8 @@ class TransformersRunner(TorchRunner):
 
     @contextmanager
     def _forgetting(self, seq: int) -> Iterator[None]:
-        """Forget a sequence whose forward did not come to its end: its caches may be half written. It will be read again."""
+        """Forget a sequence whose forward did not come to its end: its caches may be half written. It will be read
+        again."""
         try:
             yield
         except BaseException:
@@ -202,7 +214,8 @@ class TransformersRunner(TorchRunner):
 
     @torch.inference_mode()
     def forward(self, cache: DynamicCache, tokens: Sequence[int], last_row_only: bool = False) -> Tensor:
-        """Read tokens after those in the cache; returns their logits [tokens, vocabulary], or only the last row where the model can."""
+        """Read tokens after those in the cache; returns their logits [tokens, vocabulary], or only the last row
+        where the model can."""
         options = {"logits_to_keep": 1} if last_row_only and self._skips_rows else {}
         logits: Tensor = self._forward(cache, tokens, **options).logits[0]
         return logits
@@ -216,7 +229,9 @@ class TransformersRunner(TorchRunner):
         if not self._tapped:
             return rows_of(self.forward(cache, tokens))
         made = self._forward(cache, tokens, output_hidden_states=True)
-        return rows_of(made.logits[0], states=torch.cat([state[0] for state in made.hidden_states[-self._tapped :]], dim=-1))
+        return rows_of(
+            made.logits[0], states=torch.cat([state[0] for state in made.hidden_states[-self._tapped :]], dim=-1)
+        )
 
     def _feed(self, held: _Sequence, item: Feed) -> list[TensorRow]:
         nodes = held.slots.grow(item.tokens, item.parents)
@@ -237,7 +252,8 @@ class TransformersRunner(TorchRunner):
 
 
 def _runs(nodes: range, parents: Sequence[int]) -> list[list[int]]:
-    """Cut a forest of new nodes into chains; each begins at a node that was there before or lies on an earlier chain."""
+    """Cut a forest of new nodes into chains; each begins at a node that was there before or lies on an earlier
+    chain."""
     runs: list[list[int]] = []
     by_end: dict[int, list[int]] = {}
     for node, parent in zip(nodes, parents, strict=True):
@@ -285,9 +301,13 @@ def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
 def _loaded(factory: Any, source: str, options: dict[str, Any], name: str | Path) -> Any:
     try:
         return factory.from_pretrained(source, **options)
-    except Exception as error:  # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
+    except (
+        Exception
+    ) as error:  # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ModelError(f"transformers cannot load {name}: {reason}. Expected a causal language model it knows.") from error
+        raise ModelError(
+            f"transformers cannot load {name}: {reason}. Expected a causal language model it knows."
+        ) from error
 
 
 def _checked_length(config: Any, asked: int | None, name: str, shorten: bool = False) -> int:

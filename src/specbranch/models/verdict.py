@@ -27,7 +27,8 @@ from specbranch.models.sheet import Arrays
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A candidate that was drawn: its token, the law it was drawn from, and the index of its node, nothing for a head."""
+    """A candidate that was drawn: its token, the law it was drawn from, and the index of its node, nothing for a
+    head."""
 
     token: int
     q: Sparse
@@ -39,7 +40,10 @@ def judging(trials: Sequence[Trial], spots: Sequence[Spot]) -> Arrays:
     nodes = [(trial, index) for trial in trials for index in range(ROOT, len(trial.nodes))]
     firsts = [row + 1 for row, (_, index) in enumerate(nodes) if index == ROOT]  # of each trial's first node
     above = [index if index == ROOT else trial.order.parent(index) for trial, index in nodes]
-    parents = [first + up for first, up in zip(np.repeat(firsts, [len(trial.nodes) + 1 for trial in trials]).tolist(), above, strict=True)]
+    parents = [
+        first + up
+        for first, up in zip(np.repeat(firsts, [len(trial.nodes) + 1 for trial in trials]).tolist(), above, strict=True)
+    ]
     arrays: Arrays = {
         "parent": np.array(parents),
         "said": np.array([-1 if index == ROOT else trial.order.tokens[index] for trial, index in nodes]),
@@ -65,9 +69,15 @@ def _ancestors(parents: Sequence[int]) -> np.ndarray:
 
 
 def _by_ratio(nodes: Sequence[tuple[Trial, int]], spots: Sequence[Spot]) -> Arrays:
-    """The drawn candidates behind each row, one after the other, and the variates that decide; rows of the match rule have none."""
-    tried = [_tried(trial, index) if spot.request.by_ratio else [] for (trial, index), spot in zip(nodes, spots, strict=True)]
-    shape, entries = (len(nodes), max(map(len, tried))), max((len(one.q.ids) for some in tried for one in some), default=1)
+    """The drawn candidates behind each row, one after the other, and the variates that decide; rows of the match
+    rule have none."""
+    tried = [
+        _tried(trial, index) if spot.request.by_ratio else [] for (trial, index), spot in zip(nodes, spots, strict=True)
+    ]
+    shape, entries = (
+        (len(nodes), max(map(len, tried))),
+        max((len(one.q.ids) for some in tried for one in some), default=1),
+    )
     arrays: Arrays = {
         "by_ratio": np.array([spot.request.by_ratio for spot in spots]),
         "tried": np.full(shape, -1),
@@ -84,7 +94,10 @@ def _by_ratio(nodes: Sequence[tuple[Trial, int]], spots: Sequence[Spot]) -> Arra
         for attempt, one in enumerate(some):
             arrays["tried"][row, attempt], arrays["tried_q"][row, attempt] = one.token, one.q.prob(one.token)
             arrays["accept"][row, attempt] = noise.uniform(*place, "accept", attempt)
-            arrays["q_ids"][row, attempt, : len(one.q.ids)], arrays["q_probs"][row, attempt, : len(one.q.ids)] = one.q.ids, one.q.probs
+            arrays["q_ids"][row, attempt, : len(one.q.ids)], arrays["q_probs"][row, attempt, : len(one.q.ids)] = (
+                one.q.ids,
+                one.q.probs,
+            )
             if one.index is not None:
                 arrays["attempt"][row + one.index - index] = attempt
     return arrays
@@ -98,7 +111,8 @@ def _tried(trial: Trial, parent: int) -> list[Tried]:
 
 
 def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Return each row's token [rows], and which rows the target comes to [rows]; `tokens` are those of the match rule."""
+    """Return each row's token [rows], and which rows the target comes to [rows]; `tokens` are those of the match
+    rule."""
     if "tried" not in asked:
         chosen = asked["eligible"] & (tokens[asked["parent"]] == asked["said"])
     else:
@@ -110,7 +124,8 @@ def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tenso
 
 
 def lines(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said: Tensor | None) -> Tensor:
-    """Lay out what is read of each row [rows, numbers]: token, whether it is reached, log-probabilities, what a probe says."""
+    """Lay out what is read of each row [rows, numbers]: token, whether it is reached, log-probabilities, what a
+    probe says."""
     parts = [tokens.double()[:, None], reached.double()[:, None]]
     if top is not None:
         ids, logs = sample.logprobs(logits, tokens, top)
@@ -118,11 +133,17 @@ def lines(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said
     return torch.cat([*parts, said.double()] if said is not None else parts, dim=-1)
 
 
-def judged(trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, told: Sequence[bool]) -> list[Judged]:
-    """Make verdicts of the lines that were read; the last `width` numbers of each are a probe's, where it was told anything of the row."""
+def judged(
+    trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, told: Sequence[bool]
+) -> list[Judged]:
+    """Make verdicts of the lines that were read; the last `width` numbers of each are a probe's, where it was told
+    anything of the row."""
     lines = [[*line, own] for line, own in zip(found.tolist(), told, strict=True)]
     ends = np.cumsum([len(trial.nodes) + 1 for trial in trials]).tolist()
-    return [_judged(trial, lines[end - len(trial.nodes) - 1 : end], top, width) for trial, end in zip(trials, ends, strict=True)]
+    return [
+        _judged(trial, lines[end - len(trial.nodes) - 1 : end], top, width)
+        for trial, end in zip(trials, ends, strict=True)
+    ]
 
 
 def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int) -> Judged:
@@ -130,9 +151,11 @@ def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int)
     ends = [found[0], *(found[index + 1] for index in path)]
     logprobs = None
     if trial.logprobs is not None and top is not None:
-        logprobs = tuple(told_logprobs(_cut(line[2 : len(line) - width - 1], trial.logprobs), trial.logprobs) for line in ends)
+        logprobs = tuple(
+            told_logprobs(_cut(line[2 : len(line) - width - 1], trial.logprobs), trial.logprobs) for line in ends
+        )
     *last, is_told = ends[-1]
-    said = tuple(last[len(last) - width :]) if trial.foretold and is_told else None
+    said = tuple(last[len(last) - width :]) if trial.wants_forecast and is_told else None
     return Judged(path, int(ends[-1][0]), logprobs, said)
 
 

@@ -1,1 +1,2 @@
-"""Decoding from records: what a target said once, decoded again by any method, on any clock, mostly without the models."""
+"""Decoding from records: what a target said once, decoded again by any method, on any clock, mostly without the
+models."""

@@ -1,17 +1,13 @@
 """One request decoded from a record: real orders and verdicts, time charged by a profile.
 
-Owns the assembly of a replay. Invariant: what is emitted is the record's text; a play that ends otherwise is an error, not a result.
+Owns the assembly of a replay. Invariant: what is emitted is the record's text; a play that ends otherwise is an error,
+not a result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbranch.replay.signals import Forecasts
-from specbranch.replay.read_ahead import read_ahead
-from specbranch.replay.reader import Reader
-from specbranch.replay.record import Record
-from specbranch.replay.runners import Beyond, Guessed, Knowing, MemoRunner, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -22,6 +18,11 @@ from specbranch.core.stats import Stats
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.verifier import Verifier
+from specbranch.replay.read_ahead import read_ahead
+from specbranch.replay.reader import Reader
+from specbranch.replay.record import Record
+from specbranch.replay.runners import Beyond, Guessed, MemoRunner, OracleRunner, ProposalStore, RecordedRunner
+from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 
@@ -31,11 +32,11 @@ class Diverged(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ReplayDraft:
     """The draft of a replay: who it is, what it said before, and the model for what it was never asked."""
 
     identity: str
-    memory: Memory
+    memory: ProposalStore
     runner: Runner
 
     def reader(self, record: Record) -> Reader:
@@ -44,7 +45,7 @@ class Draft:
 
     def worker(self, record: Record, reader: Reader, knows: bool = False) -> MeteredDrafter:
         """Return a draft worker that remembers; one that `knows` is sure of what is right, and of nothing else."""
-        return MeteredDrafter(self._remembering(Knowing if knows else MemoRunner, record, reader))
+        return MeteredDrafter(self._remembering(OracleRunner if knows else MemoRunner, record, reader))
 
     def read_ahead(self, record: Record, reader: Reader) -> None:
         """Have the model read what methods will ask of it on a record, unless it did before."""
@@ -60,34 +61,50 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReplayTarget:
     """The target of a replay, for what it says off its record: who it is, what it said there before, and the model."""
 
     identity: str
-    memory: Memory
+    memory: ProposalStore
     runner: Runner
 
 
-class Player:
+class RecordDecoder:
     """Plays one record again and again, with other methods, settings and profiles; to be closed."""
 
-    def __init__(self, record: Record, draft: Draft | None, forecasts: Forecasts | None = None, target: Target | None = None) -> None:
+    def __init__(
+        self,
+        record: Record,
+        draft: ReplayDraft | None,
+        forecasts: RecordedSignals | None = None,
+        target: ReplayTarget | None = None,
+    ) -> None:
         self.record, self.draft, self.forecasts, self.target = record, draft, forecasts, target
         self._reader = draft.reader(record) if draft else None
         self._asked = Reader(target.runner, record) if target else None
 
     def play(
-        self, config: SpeculativeConfig, profile: CostProfile, trace: Trace | None = None, experience: Experience | None = None
+        self,
+        config: SpeculativeConfig,
+        profile: CostProfile,
+        trace: Trace | None = None,
+        experience: Experience | None = None,
     ) -> Stats:
-        """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto` goes by, and adds to."""
+        """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto`
+        goes by, and adds to."""
         method = find_method(config.method or "autoregressive", self.draft is not None)
         if method.guesses and self.target is None:
             raise BadParameter(
-                f"A record holds what the target said, and method {config.method!r} asks what it would say to guesses of its own. Give the "
+                f"A record holds what the target said, and method {config.method!r} asks what it would say to guesses "
+                "of its own. Give the "
                 "replay the target, or leave the method out."
             )
         executor = self._executor(profile, config.policy == "oracle", method.guesses)
-        heeds = method.heeds_signals(config) and self.forecasts is not None and self.forecasts.longest >= config.num_speculative_tokens
+        heeds = (
+            method.heeds_signals(config)
+            and self.forecasts is not None
+            and self.forecasts.longest >= config.num_speculative_tokens
+        )
         if heeds and self.forecasts is not None:
             executor.target.forecaster = self.forecasts.of(self.record)
         loop, session = Loop(executor, trace), self._session(heeds)
@@ -98,7 +115,9 @@ class Player:
         if session.error is not None:
             raise session.error
         if tuple(session.output) != self.record.tokens:
-            raise Diverged(f"{config.method} emitted {session.output}, which is not the record: {list(self.record.tokens)}")
+            raise Diverged(
+                f"{config.method} emitted {session.output}, which is not the record: {list(self.record.tokens)}"
+            )
         return session.stats
 
     def read_ahead(self) -> None:
@@ -124,6 +143,11 @@ class Player:
             return None
         return Guessed(self.target.identity, self.record, self.target.memory, self._asked)
 
-    def _session(self, foretold: bool) -> Session:
+    def _session(self, wants_forecast: bool) -> Session:
         task = self.record.task
-        return Session(0, task.prompt, replace(task.request, foretold=foretold), len(task.prompt) + task.params.max_tokens)
+        return Session(
+            0,
+            task.prompt,
+            replace(task.request, wants_forecast=wants_forecast),
+            len(task.prompt) + task.params.max_tokens,
+        )

@@ -1,7 +1,9 @@
-"""What a replay did, written down so that any profile can price it: a method's decisions do not depend on the clock, only its seconds do.
+"""What a replay did, written down so that any profile can price it: a method's decisions do not depend on the clock,
+only its seconds do.
 
-Owns the book of a play. Holds for fixed lengths; a method that drafts until the target is done, or chooses by the profile, has to be played
-under it. Invariant: `Book.seconds` is what the same play would have been charged under that profile.
+Owns the book of a play. Holds for fixed lengths; a method that drafts until the target is done, or chooses by the
+profile, has to be played under it. Invariant: `Book.seconds` is what the same play would have been charged under that
+profile.
 """
 
 from __future__ import annotations
@@ -10,28 +12,30 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from specbranch.replay.signals import Forecasts
-from specbranch.replay.decode import Draft, Player, Target
-from specbranch.replay.record import Record, Task
 from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.stats import Stats
+from specbranch.replay.decode import RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.replay.record import Record, Task
+from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import Charge, VirtualClock
 from specbranch.sim.profile import CostProfile
 
 OPEN = 24  # players: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
-Round = tuple[Forward, tuple[Forward, ...]]  # the target's, of no rows if it had nothing to do; the draft's
+PricedRound = tuple[Forward, tuple[Forward, ...]]  # the target's, of no rows if it had nothing to do; the draft's
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class PricedRounds:
     """The rounds of one play."""
 
     counts: Stats  # its times mean nothing
-    entries: array[float]  # for each round how many draft steps there were, the target's rows and context, and those of each step
+    entries: array[
+        float
+    ]  # for each round how many draft steps there were, the target's rows and context, and those of each step
 
     @property
     def decoded(self) -> int:
@@ -56,7 +60,7 @@ class Book:
             both_busy=sum(charge.together for charge in rest),
         )
 
-    def _rounds(self) -> Iterator[Round]:
+    def _rounds(self) -> Iterator[PricedRound]:
         entries, at = self.entries, 0
         while at < len(entries):
             end = at + 3 + 2 * int(entries[at])
@@ -65,7 +69,7 @@ class Book:
             at = end
 
 
-def _charge(one: Round, profile: CostProfile) -> Charge:
+def _charge(one: PricedRound, profile: CostProfile) -> Charge:
     charge, (target, steps) = Charge(profile), one
     charge.verified(int(target[0]), target[1])
     for rows, context in steps:
@@ -73,22 +77,26 @@ def _charge(one: Round, profile: CostProfile) -> Charge:
     return charge
 
 
-def has_book(config: SpeculativeConfig) -> bool:
+def has_fixed_decisions(config: SpeculativeConfig) -> bool:
     """Whether a method's decisions are the same under every profile."""
     return not (config.until_target or METHODS[config.method or BASELINE].plans(config))
 
 
-class Books:
+class ReplayedMethods:
     """What was played with one pair; asked again, by whatever clock, nothing is played again. To be closed."""
 
-    def __init__(self, draft: Draft | None, forecasts: Forecasts | None = None, target: Target | None = None) -> None:
+    def __init__(
+        self, draft: ReplayDraft | None, forecasts: RecordedSignals | None = None, target: ReplayTarget | None = None
+    ) -> None:
         self._draft, self._forecasts, self._target = draft, forecasts, target
-        self._held: dict[tuple[Task, SpeculativeConfig], Book] = {}
-        on_cpu = draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"  # elsewhere a cache is all there from the beginning
+        self._held: dict[tuple[Task, SpeculativeConfig], PricedRounds] = {}
+        on_cpu = (
+            draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"
+        )  # elsewhere a cache is all there from the beginning
         self._most = OPEN if on_cpu else 1
-        self._players: dict[Task, BookingPlayer] = {}  # the one used last comes last
+        self._players: dict[Task, NotingDecoder] = {}  # the one used last comes last
 
-    def of(self, record: Record, config: SpeculativeConfig) -> Book:
+    def of(self, record: Record, config: SpeculativeConfig) -> PricedRounds:
         """Return the book of a play."""
         key = record.task, config
         if key not in self._held:
@@ -110,8 +118,9 @@ class Books:
             player.close()
         self._players.clear()
 
-    def _on(self, record: Record) -> BookingPlayer:
-        """The player of a record. Some stay open: a search comes back to the same records again and again, and their prompts are long."""
+    def _on(self, record: Record) -> NotingDecoder:
+        """The player of a record. Some stay open: a search comes back to the same records again and again, and their
+        prompts are long."""
         player = self._players.pop(record.task, None)
         if player is None:
             if len(self._players) >= self._most:
@@ -119,23 +128,29 @@ class Books:
             for model in (self._draft, self._target):
                 if model:
                     model.memory.forget()
-            player = BookingPlayer(record, self._draft, self._forecasts, self._target)
+            player = NotingDecoder(record, self._draft, self._forecasts, self._target)
             player.read_ahead()
         self._players[record.task] = player
         return player
 
 
-class BookingPlayer(Player):
+class NotingDecoder(RecordDecoder):
     """A player that keeps books."""
 
-    def book(self, config: SpeculativeConfig) -> Book:
+    def book(self, config: SpeculativeConfig) -> PricedRounds:
         """Play a record and write down what was done."""
-        if not has_book(config):
-            raise ValueError("what a draft does until the target is done, and what the planner decides, depends on the profile")
+        if not has_fixed_decisions(config):
+            raise ValueError(
+                "what a draft does until the target is done, and what the planner decides, depends on the profile"
+            )
         meter = _Meter()
         stats = self.play(config, meter)
-        numbers = (number for target, steps in meter.rounds for number in (len(steps), *target, *(x for step in steps for x in step)))
-        return Book(stats, array("f", numbers))
+        numbers = (
+            number
+            for target, steps in meter.rounds
+            for number in (len(steps), *target, *(x for step in steps for x in step))
+        )
+        return PricedRounds(stats, array("f", numbers))
 
     def _executor(self, profile: CostProfile, knows: bool, guesses: bool) -> VirtualClock:
         made = super()._executor(profile, knows, guesses)

@@ -1,16 +1,17 @@
-"""What every method will ask of a draft on a record, read in good time: many rows in a forward instead of one after another.
+"""What every method will ask of a draft on a record, read in good time: many rows in a forward instead of one after
+another.
 
-Owns no state. Reads the draft's proposals all along the record and, wherever its first one strays from it, what the draft would go on with.
-Invariant: it changes what is remembered already, never what is remembered under a key.
+Owns no state. Reads the draft's proposals all along the record and, wherever its first one strays from it, what the
+draft would go on with. Invariant: it changes what is remembered already, never what is remembered under a key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specbranch.replay.record import Record
 from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT
+from specbranch.replay.record import Record
 
 WINDOW = 12  # tokens of the record whose strayings are read together
 DEPTH = 16  # tokens of a straying: methods seldom ask for more
@@ -29,7 +30,8 @@ def read_ahead(record: Record, runner: Runner, depth: int = DEPTH) -> None:
 
 
 def _read_window(runner: Runner, tokens: Sequence[int], depth: int) -> None:
-    """Read some tokens of the record, the last one only compared with; then what strays from them, all strayings in step."""
+    """Read some tokens of the record, the last one only compared with; then what strays from them, all strayings in
+    step."""
     slots, length = runner.slots(0), len(tokens) - 1
     along = _proposed(runner, tokens[:-1], range(ROOT, length - 1))
     straying = [pair for pair, said in zip(along, tokens[1:], strict=True) if pair[1] != said]

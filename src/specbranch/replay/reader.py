@@ -1,7 +1,8 @@
-"""The real draft on one text, for what it was never asked before: any beginning of the text, and anything that strays from it.
+"""The real draft on one text, for what it was never asked before: any beginning of the text, and anything that strays
+from it.
 
-Owns the draft's cache during a replay. Invariants: a proposal is that of its own tokens, however the reader came to them; no forward has
-more rows than the engine's own small steps, so that a row has the bits it has there.
+Owns the draft's cache during a replay. Invariants: a proposal is that of its own tokens, however the reader came to
+them; no forward has more rows than the engine's own small steps, so that a row has the bits it has there.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from specbranch.replay.record import Record
-from specbranch.replay.runners import WIDTH, Entry
 from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT, Slots
+from specbranch.replay.record import Record
+from specbranch.replay.runners import WIDTH, KnownProposal
 
 ROWS = 16  # in one forward
 _NUMBERS = count(-1, -1)  # of sequences, such as no request has
 
-Node = tuple[int, int]  # its parent and its token
+TextNode = tuple[int, int]  # its parent and its token
 
 
 class Reader:
@@ -28,7 +29,7 @@ class Reader:
         self._seq = next(_NUMBERS)
         self._is_open = False
 
-    def read(self, sequences: Sequence[Sequence[int]]) -> list[Entry]:
+    def read(self, sequences: Sequence[Sequence[int]]) -> list[KnownProposal]:
         """Return the draft's proposals after some sequences of tokens."""
         if not self._within_reach(sequences):
             self._seek(min(min(_common(sequence, self._text), len(sequence) - 1) for sequence in sequences))
@@ -72,7 +73,7 @@ class Reader:
         if len(path) < len(ahead):
             self._runner.extend(self._seq, ahead[len(path) :])
 
-    def _unread(self, sequences: Sequence[Sequence[int]]) -> tuple[list[Node], list[int]]:
+    def _unread(self, sequences: Sequence[Sequence[int]]) -> tuple[list[TextNode], list[int]]:
         """Return what has to be read, in order, and the number of the node at which each sequence ends."""
         slots, ends = self._slots, list[int]()
         known = {node: number for number, node in enumerate(zip(slots.parents, slots.tokens, strict=True))}
@@ -84,10 +85,10 @@ class Reader:
             ends.append(node)
         return list(known)[held:], ends
 
-    def _entries(self, nodes: Sequence[int]) -> list[Entry]:
+    def _entries(self, nodes: Sequence[int]) -> list[KnownProposal]:
         top = self._runner.propose([], [Ask(self._seq, node, WIDTH) for node in nodes])
         entropy = self._runner.propose([], [Ask(self._seq, node, measure="entropy") for node in nodes])
-        return [Entry(a.tokens, a.confidence, b.confidence, a.odds) for a, b in zip(top, entropy, strict=True)]
+        return [KnownProposal(a.tokens, a.confidence, b.confidence, a.odds) for a, b in zip(top, entropy, strict=True)]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

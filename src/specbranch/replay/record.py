@@ -1,6 +1,8 @@
-"""What a target says to a prompt, kept: under the match rule it depends on prompt, sampling and seed alone, so no method need ask again.
+"""What a target says to a prompt, kept: under the match rule it depends on prompt, sampling and seed alone, so no
+method need ask again.
 
-Owns the records and their folder. Invariant: a record under its name is whole, and is what the real engine said, token for token.
+Owns the records and their folder. Invariant: a record under its name is whole, and is what the real engine said, token
+for token.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class Records:
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"format": FORMAT, "tokens": record.tokens, "rows": record.rows}), encoding="utf-8")
+            part.write_text(
+                json.dumps({"format": FORMAT, "tokens": record.tokens, "rows": record.rows}), encoding="utf-8"
+            )
             part.replace(path)
         except OSError as error:
             raise BadParameter(

@@ -1,8 +1,9 @@
 """Decoding mostly without the models: a Runner over the target's record, and a Runner whose proposals are remembered.
 
-Owns both. They take the models' places under the unchanged workers, so orders, verdicts, stops and counts are the real ones. Invariants:
-what is said after a prefix of the record is the record's next token; after anything else it is no token at all, or, where just that is
-asked, as lookahead decoding does of its guesses, what the target itself says; what is remembered was said after those very tokens.
+Owns both. They take the models' places under the unchanged workers, so orders, verdicts, stops and counts are the real
+ones. Invariants: what is said after a prefix of the record is the record's next token; after anything else it is no
+token at all, or, where just that is asked, as lookahead decoding does of its guesses, what the target itself says; what
+is remembered was said after those very tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from specbranch.replay.record import Record
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.verify import accept_match
 from specbranch.errors import BadParameter
+from specbranch.replay.record import Record
 
 NONE = -1  # no token: what a target says where its record says nothing
 WIDTH = 12  # candidates remembered of a place
@@ -33,14 +34,17 @@ Mark = TypeVar("Mark")
 Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # texts that left a record: what the target says after each
 
 
-class Places(Generic[Mark]):
-    """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is told below it."""
+class PlainSlots(Generic[Mark]):
+    """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is
+    told below it."""
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length
         self._slots: dict[int, Slots] = {}
         self._ends: dict[int, Mark] = {}  # after the prefix
-        self._marks: dict[int, dict[int, Mark]] = {}  # of the nodes that may be asked about, ROOT where it was one of them
+        self._marks: dict[
+            int, dict[int, Mark]
+        ] = {}  # of the nodes that may be asked about, ROOT where it was one of them
 
     def open(self, seq: int, request: Request) -> None:
         """Make room for a new, empty sequence."""
@@ -91,7 +95,9 @@ class Places(Generic[Mark]):
         marks, line = self._marks[seq], [ROOT, *nodes]
         self._slots[seq].keep(nodes, commit)
         self._ends[seq] = marks[line[commit]] if commit else self._ends[seq]
-        self._marks[seq] = {at - commit - 1: marks[node] for at, node in enumerate(line) if at >= commit and node in marks}
+        self._marks[seq] = {
+            at - commit - 1: marks[node] for at, node in enumerate(line) if at >= commit and node in marks
+        }
 
     def rewind(self, seq: int, length: int) -> None:
         """Forget all but the first tokens."""
@@ -114,11 +120,13 @@ class Places(Generic[Mark]):
         raise NotImplementedError
 
 
-class RecordedRunner(Places[int]):
-    """A target that can say little but its record. A mark tells how many tokens of the record were followed, NONE once it was left."""
+class RecordedRunner(PlainSlots[int]):
+    """A target that can say little but its record. A mark tells how many tokens of the record were followed, NONE
+    once it was left."""
 
     def __init__(self, record: Record, vocabulary: int, context_length: int, beyond: Beyond | None = None) -> None:
-        """`beyond` says what the target says after a text that left the record, where a trial begins there; nothing: no token."""
+        """`beyond` says what the target says after a text that left the record, where a trial begins there; nothing:
+        no token."""
         super().__init__(vocabulary, context_length)
         self._record, self._text, self._beyond = record, record.text, beyond
 
@@ -126,7 +134,9 @@ class RecordedRunner(Places[int]):
         """Add nodes, and judge by the record."""
         self.feed(work)
         judged = [self._judged(trial) for trial in trials]
-        astray = [at for at, trial in enumerate(trials) if not 0 <= self._marks[trial.seq][trial.root] < len(self._text)]
+        astray = [
+            at for at, trial in enumerate(trials) if not 0 <= self._marks[trial.seq][trial.root] < len(self._text)
+        ]
         if astray and self._beyond is not None:
             texts = [self._slots[trials[at].seq].sequence(trials[at].root) for at in astray]
             for at, token in zip(astray, self._beyond(texts), strict=True):
@@ -135,12 +145,16 @@ class RecordedRunner(Places[int]):
 
     def _judged(self, trial: Trial) -> Judged:
         marks = [self._marks[trial.seq][trial.node(n)] for n in range(ROOT, len(trial.nodes))]
-        path, token = accept_match(trial.order, [self._text[mark] if 0 <= mark < len(self._text) else NONE for mark in marks])
+        path, token = accept_match(
+            trial.order, [self._text[mark] if 0 <= mark < len(self._text) else NONE for mark in marks]
+        )
         if trial.logprobs is None:
             return Judged(path, token)
         tokens = (*(trial.order.tokens[n] for n in path), token)
         followed = [marks[n + 1] for n in (ROOT, *path)]
-        return Judged(path, token, tuple(self._logprobs(*one, trial.logprobs) for one in zip(followed, tokens, strict=True)))
+        return Judged(
+            path, token, tuple(self._logprobs(*one, trial.logprobs) for one in zip(followed, tokens, strict=True))
+        )
 
     def _logprobs(self, mark: int, token: int, top: int) -> TokenLogprobs:
         entries = self._record.rows[mark - len(self._record.task.prompt)]
@@ -156,12 +170,13 @@ class RecordedRunner(Places[int]):
 
 def _unknown() -> BadParameter:
     return BadParameter(
-        "A record holds the target's tokens alone, so it replays the match rule only. Run the ratio rule on the models themselves."
+        "A record holds the target's tokens alone, so it replays the match rule only. Run the ratio rule on the "
+        "models themselves."
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KnownProposal:
     """A proposal as wide as any method asks for, with both confidences."""
 
     tokens: tuple[int, ...]
@@ -172,7 +187,9 @@ class Entry:
     def proposal(self, ask: Ask) -> Proposal:
         """Cut to what is asked for."""
         if ask.width > WIDTH:
-            raise BadParameter(f"{ask.width} branches at one token were asked for; a replay remembers {WIDTH}. Lower max_branches.")
+            raise BadParameter(
+                f"{ask.width} branches at one token were asked for; a replay remembers {WIDTH}. Lower max_branches."
+            )
         confidence = self.top if ask.measure == "top" else self.entropy
         return Proposal(self.tokens[: ask.width], confidence, odds=self.odds[: ask.width])
 
@@ -182,14 +199,14 @@ class Entry:
         return struct.pack(f"<dd{many}I{many}d", self.top, self.entropy, *self.tokens, *self.odds)
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Entry:
+    def unpacked(cls, data: bytes) -> KnownProposal:
         """From bytes."""
         many = (len(data) - 16) // 12
         top, entropy, *rest = struct.unpack(f"<dd{many}I{many}d", data)
         return cls(tuple(rest[:many]), top, entropy, tuple(rest[many:]))
 
 
-class Memory:
+class ProposalStore:
     """Proposals by the digest of what stands before them, in one sqlite file; what was asked for once is at hand."""
 
     def __init__(self, path: Path) -> None:
@@ -201,24 +218,26 @@ class Memory:
             self._file.execute(f"create table if not exists {TABLE} (key blob primary key, entry blob) without rowid")
             self._file.execute(f"create table if not exists {READ} (key blob primary key) without rowid")
         except (OSError, sqlite3.Error) as error:
-            raise BadParameter(f"The memory of drafts {path} cannot be used ({error}). Delete it, or name another folder.") from None
-        self._held: dict[bytes, Entry] = {}
+            raise BadParameter(
+                f"The memory of drafts {path} cannot be used ({error}). Delete it, or name another folder."
+            ) from None
+        self._held: dict[bytes, KnownProposal] = {}
         self.misses = 0
 
-    def find(self, key: bytes) -> Entry | None:
+    def find(self, key: bytes) -> KnownProposal | None:
         """Return what is remembered under a key."""
         if key not in self._held:
             line = self._file.execute(f"select entry from {TABLE} where key = ?", (key,)).fetchone()
             if line is None:
                 return None
-            self._held[key] = Entry.unpacked(line[0])
+            self._held[key] = KnownProposal.unpacked(line[0])
         return self._held[key]
 
-    def all(self, keys: Sequence[bytes]) -> list[Entry]:
+    def all(self, keys: Sequence[bytes]) -> list[KnownProposal]:
         """Return what is remembered under keys, each of which is known."""
         return [entry for key in keys if (entry := self.find(key)) is not None]
 
-    def add(self, entries: dict[bytes, Entry]) -> None:
+    def add(self, entries: dict[bytes, KnownProposal]) -> None:
         """Remember."""
         self._held |= entries
         self.misses += len(entries)
@@ -230,11 +249,15 @@ class Memory:
         except sqlite3.Error as error:
             with suppress(sqlite3.Error):
                 self._file.execute("rollback")
-            raise BadParameter(f"What the draft said could not be kept ({error}). Make room, or name another folder.") from None
+            raise BadParameter(
+                f"What the draft said could not be kept ({error}). Make room, or name another folder."
+            ) from None
 
     def has_read(self, draft: str, record: Record) -> bool:
         """Whether a draft has read all along a record."""
-        return self._file.execute(f"select 1 from {READ} where key = ?", (_reading(draft, record),)).fetchone() is not None
+        return (
+            self._file.execute(f"select 1 from {READ} where key = ?", (_reading(draft, record),)).fetchone() is not None
+        )
 
     def note_read(self, draft: str, record: Record) -> None:
         """Note that it has."""
@@ -261,7 +284,7 @@ def _digest(data: bytes) -> bytes:
 class Reads(Protocol):
     """Something that can read what was never read before."""
 
-    def read(self, sequences: Sequence[Sequence[int]]) -> list[Entry]:
+    def read(self, sequences: Sequence[Sequence[int]]) -> list[KnownProposal]:
         """Return the draft's proposals after some sequences of tokens."""
         ...
 
@@ -269,7 +292,7 @@ class Reads(Protocol):
 class Guessed:
     """What a target says off a record, remembered; the model reads what is not."""
 
-    def __init__(self, target: str, record: Record, memory: Memory, reader: Reads) -> None:
+    def __init__(self, target: str, record: Record, memory: ProposalStore, reader: Reads) -> None:
         self._memory, self._reader = memory, reader
         self._first = f"{target} {record.task.sampling}".encode()
 
@@ -279,15 +302,22 @@ class Guessed:
         missing = {key: text for key, text in zip(keys, texts, strict=True) if self._memory.find(key) is None}
         if missing:
             read = self._reader.read(list(missing.values()))
-            self._memory.add({key: replace(one, tokens=one.tokens[:1], odds=one.odds[:1]) for key, one in zip(missing, read, strict=True)})
+            self._memory.add(
+                {
+                    key: replace(one, tokens=one.tokens[:1], odds=one.odds[:1])
+                    for key, one in zip(missing, read, strict=True)
+                }
+            )
         return [entry.tokens[0] for entry in self._memory.all(keys)]
 
 
-class MemoRunner(Places[bytes]):
-    """A draft that proposes what is remembered, and has the model read what is not. A mark is a digest of draft, sampling and all tokens
-    up to a node."""
+class MemoRunner(PlainSlots[bytes]):
+    """A draft that proposes what is remembered, and has the model read what is not. A mark is a digest of draft,
+    sampling and all tokens up to a node."""
 
-    def __init__(self, draft: str, record: Record, memory: Memory, reader: Reads, vocabulary: int, context_length: int) -> None:
+    def __init__(
+        self, draft: str, record: Record, memory: ProposalStore, reader: Reads, vocabulary: int, context_length: int
+    ) -> None:
         super().__init__(vocabulary, context_length)
         self._text, self._memory, self._reader = record.text, memory, reader
         self._first = _digest(f"{draft} {record.task.sampling}".encode())
@@ -296,7 +326,9 @@ class MemoRunner(Places[bytes]):
         """Add nodes, and return candidates for each place."""
         self.feed(work)
         keys = [self._marks[ask.seq][ask.node] for ask in asks]
-        missing = {key: self._before(ask) for key, ask in zip(keys, asks, strict=True) if self._memory.find(key) is None}
+        missing = {
+            key: self._before(ask) for key, ask in zip(keys, asks, strict=True) if self._memory.find(key) is None
+        }
         if missing:
             self._memory.add(dict(zip(missing, self._reader.read(list(missing.values())), strict=True)))
         return [entry.proposal(ask) for entry, ask in zip(self._memory.all(keys), asks, strict=True)]
@@ -311,7 +343,7 @@ class MemoRunner(Places[bytes]):
         return _digest(mark + token.to_bytes(4, "little"))
 
 
-class Knowing(MemoRunner):
+class OracleRunner(MemoRunner):
     """A draft that proposes what the draft proposes, and knows what is right: sure of that, and of nothing else."""
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:

@@ -1,7 +1,8 @@
 """H-RAD in a replay: what a predictor says all along a record, read off the target once and kept.
 
-Owns those forecasts and their folder. A predictor reads the target's hidden states, which depend on the text alone, so what it says at a
-token of a record is the same whatever method comes by there. Invariant: a forecast that is kept is the predictor's for that very record.
+Owns those forecasts and their folder. A predictor reads the target's hidden states, which depend on the text alone, so
+what it says at a token of a record is the same whatever method comes by there. Invariant: a forecast that is kept is
+the predictor's for that very record.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from pathlib import Path
 
 import numpy as np
 
-from specbranch.replay.record import Record
 from specbranch.core.orders import Signal
 from specbranch.core.runner import Runner
 from specbranch.hrad.collect import states_along
-from specbranch.hrad.forecaster import Forecast, reached
+from specbranch.hrad.forecaster import TargetForecaster, reached
 from specbranch.hrad.predictor import Predictor
+from specbranch.replay.record import Record
 
 ROWS = 64  # tokens read in one forward
 
 
-class Forecasts:
+class RecordedSignals:
     """What one predictor says, record by record."""
 
     def __init__(self, predictor: Predictor, target: Runner, folder: Path, model: str) -> None:
         """`model` tells the target from others, for the names of files."""
         self.predictor = predictor
-        self._forecast, self._target = Forecast(predictor, target), reached(target)
+        self._forecast, self._target = TargetForecaster(predictor, target), reached(target)
         self._folder, self._model = folder / predictor.digest, model
         self.longest = predictor.about.longest
         self._held: dict[str, list[Signal | None]] = {}

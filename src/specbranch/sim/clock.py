@@ -1,7 +1,7 @@
 """An executor whose decisions are real and whose time is charged by a cost profile: timelines without the hardware.
 
-Owns the virtual clock. Invariant: the tokens are those of the serial executor; only spans and "draft until the target is done" depend
-on the profile.
+Owns the virtual clock. Invariant: the tokens are those of the serial executor; only spans and "draft until the target
+is done" depend on the profile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from specbranch.sim.profile import CostProfile
 
 
 class Charge:
-    """The two models' time within one round: side by side, or the draft and then the target where the profile knows no overlap."""
+    """The two models' time within one round: side by side, or the draft and then the target where the profile knows
+    no overlap."""
 
     def __init__(self, profile: CostProfile) -> None:
         self.profile = profile
@@ -67,7 +68,9 @@ class MeteredDrafter(Drafter):
         """Charge one step of that width."""
         super()._count(work)
         if work:
-            context = statistics.fmean(len(self.slots(item.seq).prefix) + len(self.slots(item.seq).tokens) for item in work)
+            context = statistics.fmean(
+                len(self.slots(item.seq).prefix) + len(self.slots(item.seq).tokens) for item in work
+            )
             self.charge.stepped(sum(len(item.tokens) for item in work), context)
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
@@ -99,7 +102,9 @@ class VirtualClock(Serial):
         start, self._now = self._now, self._now + charge.seconds + self.profile.host
         begun = start + charge.target_start
         drafting = Span(start, start + charge.draft, timed.span().tokens if timed else 0)
-        return reports_of(orders, made, verdicts, failed, drafting, Span(begun, begun + charge.target, verified), self._without)
+        return reports_of(
+            orders, made, verdicts, failed, drafting, Span(begun, begun + charge.target, verified), self._without
+        )
 
     def _held(self, orders: Mapping[int, Orders]) -> float:
         """How many tokens the target holds of a sequence it is about to verify, on average."""

@@ -1,7 +1,7 @@
 """What a pair of models costs on some hardware: seconds by rows fed, measured or assumed.
 
-Owns the numbers, their interpolation and their file; knows nothing of methods. A file is one JSON object with the fields of `CostProfile`;
-what it does not say is as the defaults have it, so that an older file stays valid.
+Owns the numbers, their interpolation and their file; knows nothing of methods. A file is one JSON object with the
+fields of `CostProfile`; what it does not say is as the defaults have it, so that an older file stays valid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charg
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """Seconds of a target forward by its tokens, of a draft step by its width, and what each adds to the other beside it."""
+    """Seconds of a target forward by its tokens, of a draft step by its width, and what each adds to the other
+    beside it."""
 
     target: Points
     draft: Points
@@ -39,7 +40,9 @@ class CostProfile:
     hardware: str = ""
     note: str = ""  # how it was measured, and what was assumed
     devices: int = 1  # that both models together take; plain decoding and lookup take one
-    overlap: bool = True  # whether both models work at once; if not, a round costs the draft's time and then the target's
+    overlap: bool = (
+        True  # whether both models work at once; if not, a round costs the draft's time and then the target's
+    )
     draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
     context: int = 0  # tokens before the rows where `target` and `draft` were measured
     target_per_context: Points = ()  # (rows, seconds) added for each token of context beyond that
@@ -71,7 +74,8 @@ class CostProfile:
         return True
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Seconds of one target forward over `tokens` rows, after so many tokens; nothing: after as many as were there when measured."""
+        """Seconds of one target forward over `tokens` rows, after so many tokens; nothing: after as many as were
+        there when measured."""
         return self._at(self.target, self.target_per_context, tokens, context)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
@@ -79,16 +83,21 @@ class CostProfile:
         return self._at(self.draft, self.draft_per_context, width, context)
 
     def check_pair(self, target: str, draft: str | None) -> None:
-        """Refuse models other than those it was measured with; a profile that names none holds for any, and no draft fits every one."""
+        """Refuse models other than those it was measured with; a profile that names none holds for any, and no draft
+        fits every one."""
         wrong = [
             which
-            for which, measured, given in (("target", self.target_identity, target), ("draft", self.draft_identity, draft))
+            for which, measured, given in (
+                ("target", self.target_identity, target),
+                ("draft", self.draft_identity, draft),
+            )
             if measured and given is not None and measured != given
         ]
         if wrong:
             raise BadParameter(
                 f"This cost profile was measured with {self.pair or 'another pair'}, whose {' and '.join(wrong)} differ"
-                f"{'s' if len(wrong) == 1 else ''} from the one asked for, so its times would be wrong. Measure this pair with "
+                f"{'s' if len(wrong) == 1 else ''} from the one asked for, so its times would be wrong. Measure this "
+                "pair with "
                 "`specbranch profile`, or take the profile all the same with --force-profile (force_profile=True)."
             )
 
@@ -116,7 +125,9 @@ class CostProfile:
             raise BadParameter(f"Cost profile {path} cannot be read ({error}); expected a JSON object.") from error
         names = [f.name for f in fields(cls)]
         if not isinstance(values, dict) or not {"target", "draft"} <= values.keys():
-            raise BadParameter(f"Cost profile {path} is incomplete; expected a JSON object with at least 'target' and 'draft'.")
+            raise BadParameter(
+                f"Cost profile {path} is incomplete; expected a JSON object with at least 'target' and 'draft'."
+            )
         for key in values:
             if key not in names:
                 raise unknown("cost profile key", key, names)

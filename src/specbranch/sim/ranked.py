@@ -1,7 +1,7 @@
 """A toy pair whose agreement is known: the target's token is the draft's first choice, its second … with given chances.
 
-Owns the law of such a target. Invariant: the choice at a place is drawn from a hash of the whole prefix, so places agree independently of
-one another, and a wrong cache still gives a wrong law.
+Owns the law of such a target. Invariant: the choice at a place is drawn from a hash of the whole prefix, so places
+agree independently of one another, and a wrong cache still gives a wrong law.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ VOCABULARY = 8
 
 @dataclass(frozen=True, slots=True)
 class RankedLaw(ToyLaw):
-    """The law of a target that agrees with the plain `ToyLaw` of the same seed at known rates; its greedy token counts, temperature 0."""
+    """The law of a target that agrees with the plain `ToyLaw` of the same seed at known rates; its greedy token
+    counts, temperature 0."""
 
     rates: tuple[float, ...] = ()  # the chances of the draft's first choice, its second …; the rest: its last
 
@@ -31,12 +32,19 @@ class RankedLaw(ToyLaw):
         return tuple(row)
 
     def _rank(self, state: State) -> int:
-        drawn = int.from_bytes(blake2b(state.to_bytes(8, "little"), digest_size=8, person=b"rank").digest(), "little") / 2.0**64
-        return next((rank for rank, reached in enumerate(accumulate(self.rates)) if drawn < reached), self.vocabulary - 1)
+        drawn = (
+            int.from_bytes(blake2b(state.to_bytes(8, "little"), digest_size=8, person=b"rank").digest(), "little")
+            / 2.0**64
+        )
+        return next(
+            (rank for rank, reached in enumerate(accumulate(self.rates)) if drawn < reached), self.vocabulary - 1
+        )
 
 
 def ranked_pair(rates: Sequence[float], seed: int = 0) -> tuple[RankedLaw, ToyLaw]:
     """Return a target and a draft that agree at these rates."""
     if not 1 <= len(rates) < VOCABULARY or min(rates) < 0 or sum(rates) > 1 + 1e-9:
-        raise BadParameter(f"Rates of agreement are {tuple(rates)!r}; expected 1 to {VOCABULARY - 1} chances that sum to at most 1.")
+        raise BadParameter(
+            f"Rates of agreement are {tuple(rates)!r}; expected 1 to {VOCABULARY - 1} chances that sum to at most 1."
+        )
     return RankedLaw(VOCABULARY, seed, rates=tuple(rates)), ToyLaw(VOCABULARY, seed)

@@ -1,7 +1,9 @@
-"""Toy models whose law at each place depends on *every* token before it, so that an off-by-one in a cache changes the output.
+"""Toy models whose law at each place depends on *every* token before it, so that an off-by-one in a cache changes the
+output.
 
-Owns a Runner in plain Python, and the way from its rows to tokens. Invariant: a node's state is made from its parent's *cached* state and
-its token, as a transformer makes its own: a wrong cache gives a wrong law, while `ToyLaw.logits_of` recomputes the truth from the tokens.
+Owns a Runner in plain Python, and the way from its rows to tokens. Invariant: a node's state is made from its parent's
+*cached* state and its token, as a transformer makes its own: a wrong cache gives a wrong law, while `ToyLaw.logits_of`
+recomputes the truth from the tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Logits = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class ToyLaw:
-    """Logits as a function of the whole prefix. `drift` mixes in a private part: 0 is the common law, 1 has nothing in common with it."""
+    """Logits as a function of the whole prefix. `drift` mixes in a private part: 0 is the common law, 1 has nothing
+    in common with it."""
 
     vocabulary: int = 12
     seed: int = 0
@@ -54,7 +57,9 @@ class ToyLaw:
 
 @lru_cache(maxsize=1 << 18)
 def _read(state: State, token: int) -> State:
-    return int.from_bytes(blake2b(state.to_bytes(8, "little") + token.to_bytes(4, "little"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b(state.to_bytes(8, "little") + token.to_bytes(4, "little"), digest_size=8).digest(), "little"
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -82,7 +87,9 @@ def _normals(state: State, seed: int, count: int) -> list[float]:
 class ToyRunner(RowRunner[Logits]):
     """A Runner over a toy law, with a real cache of states behind the same Slots as the torch runners."""
 
-    def __init__(self, law: ToyLaw, context_length: int = 4096, tail: int = TAIL, sampler: ToySampler | None = None) -> None:
+    def __init__(
+        self, law: ToyLaw, context_length: int = 4096, tail: int = TAIL, sampler: ToySampler | None = None
+    ) -> None:
         super().__init__(sampler or ToySampler())
         self.law = law
         self.vocabulary = law.vocabulary
@@ -206,9 +213,13 @@ class ToySampler:
         q = Sparse(tuple(ranked), tuple(probs[t] / total for t in ranked))
         confidence = q.probs[0] if ask.measure == "top" else _entropy_bound(q.probs)
         if ask.heads == "top":
-            return Proposal(q.ids[: ask.width], confidence, odds=tuple(prob / q.probs[0] for prob in q.probs[: ask.width]))
+            return Proposal(
+                q.ids[: ask.width], confidence, odds=tuple(prob / q.probs[0] for prob in q.probs[: ask.width])
+            )
         request = spot.request
-        first = q.ids[_invert(q.probs, noise.uniform(request.seed, request.sample, spot.position, "draft", spot.attempt))]
+        first = q.ids[
+            _invert(q.probs, noise.uniform(request.seed, request.sample, spot.position, "draft", spot.attempt))
+        ]
         others = tuple(t for t in q.ids if t != first)
         return Proposal((first, *others[: ask.width - 1]), confidence, q)
 
@@ -230,7 +241,9 @@ def _scores(row: Logits, spot: Spot) -> Sequence[float]:
 
 
 def _allowed(row: Logits, spot: Spot) -> Logits:
-    return row if spot.allowed is None else tuple(x if token in spot.allowed else -math.inf for token, x in enumerate(row))
+    return (
+        row if spot.allowed is None else tuple(x if token in spot.allowed else -math.inf for token, x in enumerate(row))
+    )
 
 
 def _best(scores: Sequence[float]) -> int:

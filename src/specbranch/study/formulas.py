@@ -1,8 +1,8 @@
 """Latency of a token by formula: the paper's theorem, and a model of what the methods really do.
 
-Owns the formulas; a draft step is the unit of time, a target forward takes c of them. `alpha` is the chance that a drafted token is
-accepted, independently at each place, and `hit` that the target's token after a whole chain is among the heads of its branches. Pure
-arithmetic: what the real methods are charged is measured in `bench.charged`.
+Owns the formulas; a draft step is the unit of time, a target forward takes c of them. `alpha` is the chance that a
+drafted token is accepted, independently at each place, and `hit` that the target's token after a whole chain is among
+the heads of its branches. Pure arithmetic: what the real methods are charged is measured in `bench.charged`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ def serial_latency(alpha: float, c: float, gamma: int) -> float:
 
 
 def pearl_latency(alpha: float, c: float, gamma: int, hit: float | None = None) -> float:
-    """Return the latency of PEARL, which drafts γ tokens beside each forward; `hit` is α unless it has several branches.
+    """Return the latency of PEARL, which drafts γ tokens beside each forward; `hit` is α unless it has several
+    branches.
 
-    One of the γ is the head, so γ − 1 become pending. After a rollback nothing is: the target says one token a forward until a hit.
+    One of the γ is the head, so γ − 1 become pending. After a rollback nothing is: the target says one token a forward
+    until a hit.
     """
     hit = alpha if hit is None else hit
     _check(alpha, c, gamma, hit)
@@ -61,7 +63,8 @@ def pearl_latency(alpha: float, c: float, gamma: int, hit: float | None = None) 
 
 
 def two_stage_latency(alpha: float, c: float, length: int, hit: float | None = None) -> float:
-    """Return the latency of the paper's SpecBranch: beside each forward it drafts a head and `length` tokens, which become the next chain.
+    """Return the latency of the paper's SpecBranch: beside each forward it drafts a head and `length` tokens, which
+    become the next chain.
 
     After a rollback a serial stage drafts the chain first.
     """
@@ -78,7 +81,9 @@ def best_length(latency: Callable[[int], float], longest: int = LONGEST) -> int:
 
 def _check_alpha(alpha: float) -> None:
     if not 0.0 <= alpha <= 1.0:
-        raise BadParameter(f"α is {alpha!r}; expected a chance from 0 to 1: the share of drafted tokens that are accepted.")
+        raise BadParameter(
+            f"α is {alpha!r}; expected a chance from 0 to 1: the share of drafted tokens that are accepted."
+        )
 
 
 def _check(alpha: float, c: float, length: int, hit: float = 0.0) -> None:

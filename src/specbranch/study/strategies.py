@@ -30,8 +30,9 @@ PADDED = 8  # rows: a target whose shapes are pinned pays for these also when it
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How large a tree may be: tokens, depth, children of a node, and how many of its nodes the draft may feed at a step."""
+class TreeShape:
+    """How large a tree may be: tokens, depth, children of a node, and how many of its nodes the draft may feed at a
+    step."""
 
     tokens: int
     depth: int
@@ -40,16 +41,16 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Strategy:
     """One strategy, set: what a serial stage drafts, and what is drafted beside a verification (`heads` 0: nothing)."""
 
-    stage: Shape
-    ahead: Shape = Shape(0, 0)
+    stage: TreeShape
+    ahead: TreeShape = TreeShape(0, 0)
     heads: int = 0
     everywhere: bool = False  # outcomes at every node, or only those after the whole chain
 
 
-class Node(NamedTuple):
+class MapNode(NamedTuple):
     """A token of a tree: the draft's choice number `rank` (0: its first) after `parent` (-1: the root)."""
 
     parent: int
@@ -58,7 +59,7 @@ class Node(NamedTuple):
     chance: float  # that the target accepts it
 
 
-class Outcome(NamedTuple):
+class MapOutcome(NamedTuple):
     """How a verification may end: after a node, with a token that is not in the tree."""
 
     chance: float
@@ -66,7 +67,7 @@ class Outcome(NamedTuple):
     read: bool  # whether the draft has fed that node, and so knows its choices after it
 
 
-Tree = tuple[Node, ...]
+MapTree = tuple[MapNode, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,10 @@ class Gain:
 
     speedup: float
     tokens_per_forward: float
-    setting: Setting
+    setting: Strategy
 
 
-class Round(NamedTuple):
+class MapRound(NamedTuple):
     """What a verification of one pending tree brings and takes, and how often it leads to each kind of next tree."""
 
     tokens: float
@@ -87,7 +88,8 @@ class Round(NamedTuple):
 
 
 def rates_of(top1: float, top3: float, decay: float = DECAY) -> Rates:
-    """Return the chances of the draft's choices from the two that are measured; those beyond the third fall on geometrically."""
+    """Return the chances of the draft's choices from the two that are measured; those beyond the third fall on
+    geometrically."""
     if not 0.0 < top1 <= top3 <= 1.0:
         raise BadParameter(f"Agreement is top-1 {top1!r}, top-3 {top3!r}; expected 0 < top-1 ≤ top-3 ≤ 1.")
     second = (top3 - top1) / (1.0 + decay)
@@ -98,13 +100,17 @@ def rates_of(top1: float, top3: float, decay: float = DECAY) -> Rates:
     return tuple(rates)
 
 
-PAIRS: Mapping[str, Rates] = {"weak": rates_of(0.55, 0.72), "default": rates_of(0.70, 0.85), "strong": rates_of(0.82, 0.93)}
+PAIRS: Mapping[str, Rates] = {
+    "weak": rates_of(0.55, 0.72),
+    "default": rates_of(0.70, 0.85),
+    "strong": rates_of(0.82, 0.93),
+}
 
 
 @lru_cache(maxsize=4096)
-def likeliest_tree(rates: Rates, shape: Shape) -> Tree:
+def likeliest_tree(rates: Rates, shape: TreeShape) -> MapTree:
     """Return the tree of that shape with the most accepted tokens to expect: the likeliest nodes first."""
-    tree: list[Node] = []
+    tree: list[MapNode] = []
     feeding: dict[int, set[int]] = {}  # by depth: the nodes that have children, and so have to be fed
     queue: list[tuple[float, int, int, int]] = []  # minus chance, parent, rank, depth
 
@@ -119,21 +125,24 @@ def likeliest_tree(rates: Rates, shape: Shape) -> Tree:
         if parent not in fed and len(fed) >= shape.lanes:
             continue
         fed.add(parent)
-        tree.append(Node(parent, rank, depth, -negative))
+        tree.append(MapNode(parent, rank, depth, -negative))
         offer(parent, rank + 1, depth, tree[parent].chance if parent >= 0 else 1.0)
         offer(len(tree) - 1, 0, depth + 1, -negative)
     return tuple(tree)
 
 
 @lru_cache(maxsize=4096)
-def likeliest_outcomes(rates: Rates, shape: Shape, everywhere: bool) -> tuple[Outcome, ...]:
-    """Return how the verification of such a tree may end, likeliest first; unless `everywhere`, only where all of a chain was accepted."""
+def likeliest_outcomes(rates: Rates, shape: TreeShape, everywhere: bool) -> tuple[MapOutcome, ...]:
+    """Return how the verification of such a tree may end, likeliest first; unless `everywhere`, only where all of a
+    chain was accepted."""
     tree = likeliest_tree(rates, shape)
-    children = dict.fromkeys(range(-1, len(tree)), 0)  # a node's children are the draft's first so many choices after it
+    children = dict.fromkeys(
+        range(-1, len(tree)), 0
+    )  # a node's children are the draft's first so many choices after it
     for node in tree:
         children[node.parent] += 1
     found = [
-        Outcome((tree[node].chance if node >= 0 else 1.0) * rate, node, count > 0)
+        MapOutcome((tree[node].chance if node >= 0 else 1.0) * rate, node, count > 0)
         for node, count in children.items()
         if everywhere or node == len(tree) - 1
         for rate in rates[count:]
@@ -142,7 +151,7 @@ def likeliest_outcomes(rates: Rates, shape: Shape, everywhere: bool) -> tuple[Ou
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class PaddedCosts:
     """A cost profile, with the rows a verification is padded to."""
 
     profile: CostProfile
@@ -153,7 +162,7 @@ class Costs:
         """Seconds of a token of plain decoding."""
         return self.profile.target_seconds(1) + self.profile.host
 
-    def drafting(self, tree: Tree) -> float:
+    def drafting(self, tree: MapTree) -> float:
         """Seconds of a serial stage that drafts this tree, a step for each level."""
         return sum(map(self.profile.draft_seconds, _widths(tree))) + (self.profile.host if tree else 0.0)
 
@@ -166,7 +175,7 @@ class Costs:
         return charge.seconds + self.profile.host
 
 
-def evaluate(costs: Costs, rates: Rates, setting: Setting) -> Gain:
+def evaluate(costs: PaddedCosts, rates: Rates, setting: Strategy) -> Gain:
     """Return what a setting gains, in the long run."""
     shorter = replace(setting.ahead, depth=max(setting.ahead.depth - 1, 0))  # after a node that had to be read first
     rounds = [_round(costs, rates, setting, shape) for shape in (setting.stage, setting.ahead, shorter)]
@@ -178,7 +187,7 @@ def evaluate(costs: Costs, rates: Rates, setting: Setting) -> Gain:
     return Gain(tokens * costs.plain / seconds, tokens, setting)
 
 
-def best(costs: Costs, rates: Rates, strategy: StrategyName) -> Gain:
+def best(costs: PaddedCosts, rates: Rates, strategy: StrategyName) -> Gain:
     """Return a strategy at its best for these costs."""
     if strategy not in STRATEGIES:
         raise unknown("strategy", strategy, STRATEGIES)
@@ -186,24 +195,25 @@ def best(costs: Costs, rates: Rates, strategy: StrategyName) -> Gain:
     return STRATEGIES[strategy](lru_cache(maxsize=None)(lambda setting: evaluate(costs, rates, setting)))
 
 
-def _round(costs: Costs, rates: Rates, setting: Setting, pending: Shape) -> Round:
+def _round(costs: PaddedCosts, rates: Rates, setting: Strategy, pending: TreeShape) -> MapRound:
     tree = likeliest_tree(rates, pending)
     prepared = likeliest_outcomes(rates, pending, setting.everywhere)[: setting.heads]
     known, unread = (sum(o.chance for o in prepared if o.read is read) for read in (True, False))
     onward = (1.0 - known - unread, known, unread)
     seconds = costs.together(len(tree) + 1, _steps(prepared, setting.ahead))
-    return Round(1.0 + sum(node.chance for node in tree), seconds, onward)
+    return MapRound(1.0 + sum(node.chance for node in tree), seconds, onward)
 
 
-def _steps(prepared: Sequence[Outcome], ahead: Shape) -> list[int]:
-    """Widths of the draft's steps beside a verification: the first feeds heads that are known, and nodes that were not read yet."""
+def _steps(prepared: Sequence[MapOutcome], ahead: TreeShape) -> list[int]:
+    """Widths of the draft's steps beside a verification: the first feeds heads that are known, and nodes that were
+    not read yet."""
     if not prepared or ahead.depth < 1:
         return []
     first = sum(o.read for o in prepared) + len({o.node for o in prepared if not o.read})
     return [first] + [len(prepared) * ahead.lanes] * (ahead.depth - 1)
 
 
-def _widths(tree: Tree) -> list[int]:
+def _widths(tree: MapTree) -> list[int]:
     """How many nodes a serial stage feeds at each step: those that have children."""
     by_depth: dict[int, set[int]] = {}
     for node in tree:
@@ -214,7 +224,8 @@ def _widths(tree: Tree) -> list[int]:
 def _long_run(onward: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """Return the share of rounds spent in each of three states, from the balance of what enters and leaves them."""
     (_, a1, a2), (_, b1, b2), (_, c1, c2) = onward
-    # With x, y the rounds of the second and third state for one of the first: x = a1 + b1·x + c1·y and y = a2 + b2·x + c2·y.
+    # With x, y the rounds of the second and third state for one of the first: x = a1 + b1·x + c1·y and y = a2 + b2·x +
+    # c2·y.
     determinant = (1 - b1) * (1 - c2) - c1 * b2
     x = (a1 * (1 - c2) + c1 * a2) / determinant
     y = (a2 * (1 - b1) + b2 * a1) / determinant
@@ -222,46 +233,53 @@ def _long_run(onward: Sequence[tuple[float, float, float]]) -> tuple[float, floa
     return 1 / total, x / total, y / total
 
 
-Try = Callable[[Setting], Gain]
+Try = Callable[[Strategy], Gain]
 
 
-def _chain(length: int) -> Shape:
-    return Shape(length, length)
+def _chain(length: int) -> TreeShape:
+    return TreeShape(length, length)
 
 
-def _best_of(attempt: Try, settings: Iterable[Setting]) -> Gain:
+def _best_of(attempt: Try, settings: Iterable[Strategy]) -> Gain:
     return max(map(attempt, settings), key=lambda gain: gain.speedup)
 
 
 def _serial_chains(attempt: Try) -> Gain:
-    return _best_of(attempt, (Setting(_chain(length)) for length in range(1, MOST_TOKENS + 1)))
+    return _best_of(attempt, (Strategy(_chain(length)) for length in range(1, MOST_TOKENS + 1)))
 
 
 def _pearl(attempt: Try) -> Gain:
-    return _best_of(attempt, (Setting(_chain(0), _chain(length), 1) for length in range(1, MOST_TOKENS + 2)))
+    return _best_of(attempt, (Strategy(_chain(0), _chain(length), 1) for length in range(1, MOST_TOKENS + 2)))
 
 
 def _two_stage(attempt: Try) -> Gain:
     """The serial stage is as long as a branch beyond its head."""
-    return _best_of(attempt, (Setting(_chain(m), _chain(m + 1), k) for m in range(1, MOST_TOKENS + 1) for k in range(1, MOST_LANES + 1)))
+    return _best_of(
+        attempt,
+        (Strategy(_chain(m), _chain(m + 1), k) for m in range(1, MOST_TOKENS + 1) for k in range(1, MOST_LANES + 1)),
+    )
 
 
 def _hedge(attempt: Try) -> Gain:
-    starts = [Setting(_chain(stage), _chain(steps), 8, everywhere=True) for stage in (0, 1, 4) for steps in (2, 5, 10)]
+    starts = [Strategy(_chain(stage), _chain(steps), 8, everywhere=True) for stage in (0, 1, 4) for steps in (2, 5, 10)]
     return max((_climb(attempt, start, _chain_moves) for start in starts), key=lambda gain: gain.speedup)
 
 
 def _serial_tree(attempt: Try) -> Gain:
-    shapes = (Shape(tokens, depth, RANKS, MOST_LANES) for depth in range(1, MOST_TOKENS + 1) for tokens in range(depth, MOST_TOKENS + 1))
-    return _best_of(attempt, map(Setting, shapes))
+    shapes = (
+        TreeShape(tokens, depth, RANKS, MOST_LANES)
+        for depth in range(1, MOST_TOKENS + 1)
+        for tokens in range(depth, MOST_TOKENS + 1)
+    )
+    return _best_of(attempt, map(Strategy, shapes))
 
 
 def _tree_hedge(attempt: Try) -> Gain:
     """Start from the best serial tree too, so as never to be worse."""
     serial = _serial_tree(attempt).setting
     hedged = [
-        Setting(stage, Shape(15, steps, RANKS, lanes), MOST_LANES // lanes, everywhere=True)
-        for stage in (serial.stage, Shape(4, 1, RANKS, MOST_LANES))
+        Strategy(stage, TreeShape(15, steps, RANKS, lanes), MOST_LANES // lanes, everywhere=True)
+        for stage in (serial.stage, TreeShape(4, 1, RANKS, MOST_LANES))
         for steps in (2, 5, 8)
         for lanes in (1, 2)
     ]
@@ -278,7 +296,7 @@ STRATEGIES: Mapping[StrategyName, Callable[[Try], Gain]] = {
 }
 
 
-def _climb(attempt: Try, start: Setting, moves: Callable[[Setting], Iterator[Setting]]) -> Gain:
+def _climb(attempt: Try, start: Strategy, moves: Callable[[Strategy], Iterator[Strategy]]) -> Gain:
     """Change one number at a time while that helps."""
     here = attempt(start)
     while True:
@@ -288,7 +306,7 @@ def _climb(attempt: Try, start: Setting, moves: Callable[[Setting], Iterator[Set
         here = ahead
 
 
-def _chain_moves(setting: Setting) -> Iterator[Setting]:
+def _chain_moves(setting: Strategy) -> Iterator[Strategy]:
     for length in range(MOST_TOKENS + 1):
         yield replace(setting, stage=_chain(length))
         yield replace(setting, ahead=_chain(length + 1))
@@ -296,7 +314,7 @@ def _chain_moves(setting: Setting) -> Iterator[Setting]:
         yield replace(setting, heads=heads)
 
 
-def _tree_moves(setting: Setting) -> Iterator[Setting]:
+def _tree_moves(setting: Strategy) -> Iterator[Strategy]:
     for number in range(MOST_TOKENS + 1):
         yield replace(setting, stage=replace(setting.stage, tokens=number))
         yield replace(setting, stage=replace(setting.stage, depth=number))

@@ -1,6 +1,7 @@
 """The study behind `specbranch analyze`: which cases are compared and mapped, and the tables and charts made of them.
 
-Owns the grid and the presentation; formulas are in `analysis`, charged times in `charged`, the map's model in `strategies`.
+Owns the grid and the presentation; formulas are in `formulas`, times on toys in `toy_runs`, the map's model in
+`strategies`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from specbranch.study import formulas
-from specbranch.study.toy_runs import TOKENS, Case, Comparison, MethodName, compare, predict
-from specbranch.charts import Bars, Line, bar_chart, line_chart
-from specbranch.study.strategies import PAIRS, STRATEGIES, Costs, Gain, StrategyName, best, rates_of
+from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.sim.shipped import load_profile, shipped_profiles
+from specbranch.study import formulas
+from specbranch.study.strategies import PAIRS, STRATEGIES, Gain, PaddedCosts, StrategyName, best, rates_of
+from specbranch.study.toy_runs import TOKENS, Case, MethodName, PredictedSteps, compare, predict
 
 T = TypeVar("T")
 Track = Callable[[Sequence[T], str], Iterable[T]]
@@ -41,7 +42,7 @@ class Cell:
 class Study:
     """All that was computed."""
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[PredictedSteps, ...]
     cells: tuple[Cell, ...]
 
     @property
@@ -61,10 +62,13 @@ class Study:
 
 def run_study(profiles: Sequence[str], track: Track[Any], tokens: int = TOKENS) -> Study:
     """Compute everything; `track` shows how far it has come. No profile named: all that ship."""
-    costs = {name: Costs(load_profile(name)) for name in profiles or ordered(shipped_profiles())}
+    costs = {name: PaddedCosts(load_profile(name)) for name in profiles or ordered(shipped_profiles())}
     comparisons = tuple(compare(case, tokens) for case in track(cases(), "The methods on toys"))
     wanted = [(name, pair, strategy) for name in costs for pair in PAIRS for strategy in STRATEGIES]
-    cells = [Cell(name, pair, s, best(costs[name], PAIRS[pair], s)) for name, pair, s in track(wanted, "The map of strategies")]
+    cells = [
+        Cell(name, pair, s, best(costs[name], PAIRS[pair], s))
+        for name, pair, s in track(wanted, "The map of strategies")
+    ]
     return Study(comparisons, tuple(cells))
 
 
@@ -75,7 +79,9 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 def cases() -> list[Case]:
     """The cases whose charged latency is compared with the model."""
-    return [case(method, alpha, c, gamma) for c in RATIOS for method in TITLES for alpha in AGREEMENT for gamma in MEASURED]
+    return [
+        case(method, alpha, c, gamma) for c in RATIOS for method in TITLES for alpha in AGREEMENT for gamma in MEASURED
+    ]
 
 
 def case(method: MethodName, alpha: float, c: float, gamma: int) -> Case:
@@ -106,7 +112,10 @@ def tables(study: Study) -> str:
 
 def record(study: Study) -> dict[str, Any]:
     """Return all of it for JSON."""
-    compared = [{**asdict(one.case), "predicted": one.predicted, "charged": one.charged, "off": one.off} for one in study.comparisons]
+    compared = [
+        {**asdict(one.case), "predicted": one.predicted, "charged": one.charged, "off": one.off}
+        for one in study.comparisons
+    ]
     mapped = [{"profile": c.profile, "pair": c.pair, "strategy": c.strategy, **asdict(c.gain)} for c in study.cells]
     return {"farthest_off": study.farthest, "latency": compared, "map": mapped}
 
@@ -115,7 +124,9 @@ def _lengths_table() -> str:
     rows = [["c", "α", "theorem", "serial SD", "PEARL", "two-stage, 3 heads"]]
     for c in RATIOS:
         for alpha in AGREEMENT:
-            rows.append([str(c), f"{alpha}", _theorem_best(alpha, c), *(_at_best(method, alpha, c) for method in TITLES)])
+            rows.append(
+                [str(c), f"{alpha}", _theorem_best(alpha, c), *(_at_best(method, alpha, c) for method in TITLES)]
+            )
     return markdown(rows)
 
 
@@ -142,50 +153,71 @@ def _charged_table(study: Study) -> str:
 def _map_table(study: Study) -> str:
     rows = [["costs", *STRATEGIES]]
     for name in study.profiles:
-        rows.append([name, *(" / ".join(f"{study.gain(name, pair, s).speedup:.2f}" for pair in PAIRS) for s in STRATEGIES)])
+        rows.append(
+            [name, *(" / ".join(f"{study.gain(name, pair, s).speedup:.2f}" for pair in PAIRS) for s in STRATEGIES)]
+        )
     return markdown(rows) if study.cells else ""
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Lay out rows as a Markdown table with aligned columns; the first row is the head."""
     wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(entry.ljust(width) for entry, width in zip(row, wide, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(entry.ljust(width) for entry, width in zip(row, wide, strict=True)) + " |" for row in rows
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in wide) + "|", *lines[1:]])
 
 
-def _of(study: Study, method: MethodName, alpha: float, c: float) -> list[Comparison]:
+def _of(study: Study, method: MethodName, alpha: float, c: float) -> list[PredictedSteps]:
     return [one for one in study.comparisons if (one.case.method, one.case.alpha, one.case.c) == (method, alpha, c)]
 
 
 def _theorem_chart(study: Study, c: float) -> str:
-    lines = [Line("plain decoding", [(LENGTHS[0], c), (LENGTHS[-1], c)], colour=7)]
+    lines = [ChartLine("plain decoding", [(LENGTHS[0], c), (LENGTHS[-1], c)], colour=7)]
     for hue, alpha in enumerate(AGREEMENT):
         theorem = [(float(g), formulas.theorem_latency(alpha, c, g)) for g in LENGTHS]
-        lines.append(Line(f"theorem, α = {alpha}", [(g, y if y <= 3 * c else None) for g, y in theorem], dashed=True, colour=hue))
+        lines.append(
+            ChartLine(
+                f"theorem, α = {alpha}", [(g, y if y <= 3 * c else None) for g, y in theorem], dashed=True, colour=hue
+            )
+        )
         lines += _model_lines(study, "pearl", alpha, c, hue, f"PEARL, α = {alpha}")
     return line_chart(
-        f"Theorem against mechanism, c = {c}", lines, "γ, tokens drafted beside a forward", "draft steps a token", y_from_zero=True
+        f"Theorem against mechanism, c = {c}",
+        lines,
+        "γ, tokens drafted beside a forward",
+        "draft steps a token",
+        y_from_zero=True,
     )
 
 
 def _methods_chart(study: Study, c: float) -> str:
-    lines = [Line("plain decoding", [(LENGTHS[0], c), (LENGTHS[-1], c)], colour=7)]
+    lines = [ChartLine("plain decoding", [(LENGTHS[0], c), (LENGTHS[-1], c)], colour=7)]
     for hue, alpha in enumerate(AGREEMENT):
         lines += _model_lines(study, "speculative", alpha, c, hue, f"serial SD, α = {alpha}", dashed=True)
         lines += _model_lines(study, "specbranch", alpha, c, hue, f"two-stage, α = {alpha}")
-    return line_chart(f"Serial and two-stage, c = {c}", lines, "γ, length of a chain", "draft steps a token", y_from_zero=True)
+    return line_chart(
+        f"Serial and two-stage, c = {c}", lines, "γ, length of a chain", "draft steps a token", y_from_zero=True
+    )
 
 
-def _model_lines(study: Study, method: MethodName, alpha: float, c: float, hue: int, name: str, dashed: bool = False) -> list[Line]:
+def _model_lines(
+    study: Study, method: MethodName, alpha: float, c: float, hue: int, name: str, dashed: bool = False
+) -> list[ChartLine]:
     """The model as a line, what was charged as points."""
     model = [(float(g), predict(case(method, alpha, c, g))) for g in LENGTHS]
     points = [(float(one.case.gamma), one.charged) for one in _of(study, method, alpha, c)]
     return [
-        Line(name, model, dashed=dashed, colour=hue),
-        Line("charged on toys" if alpha == min(AGREEMENT) and not dashed else "", points, drawn=False, colour=hue),
+        ChartLine(name, model, dashed=dashed, colour=hue),
+        ChartLine("charged on toys" if alpha == min(AGREEMENT) and not dashed else "", points, drawn=False, colour=hue),
     ]
 
 
 def _map_chart(study: Study, pair: str) -> str:
-    bars = [Bars(strategy, [study.gain(name, pair, strategy).speedup for name in study.profiles]) for strategy in STRATEGIES]
-    return bar_chart(f"Each strategy at its best, {pair} pair", study.profiles, bars, "costs", "speedup over plain decoding")
+    bars = [
+        BarSeries(strategy, [study.gain(name, pair, strategy).speedup for name in study.profiles])
+        for strategy in STRATEGIES
+    ]
+    return bar_chart(
+        f"Each strategy at its best, {pair} pair", study.profiles, bars, "costs", "speedup over plain decoding"
+    )

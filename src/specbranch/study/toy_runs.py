@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from specbranch.study import formulas
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
@@ -23,6 +22,7 @@ from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.ranked import ranked_pair
 from specbranch.sim.toys import ToyRunner
+from specbranch.study import formulas
 
 MethodName = Literal["speculative", "pearl", "specbranch"]
 TOKENS = 1000
@@ -31,7 +31,8 @@ PROMPT = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A method with fixed lengths on a pair with known agreement: `gamma` as the formulas count it, `rates` by the draft's choice."""
+    """A method with fixed lengths on a pair with known agreement: `gamma` as the formulas count it, `rates` by the
+    draft's choice."""
 
     method: MethodName
     rates: tuple[float, ...]
@@ -51,7 +52,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PredictedSteps:
     """Draft steps a token: predicted and charged."""
 
     case: Case
@@ -78,18 +79,21 @@ class FixedLengths(Fixed):
 
 
 def plain_ratio(c: float) -> CostProfile:
-    """Return the costs the formulas presume: two devices, a draft step of 1, a target forward of c for up to 16 tokens."""
-    return CostProfile(target=((1, c), (16, c), (32, 2 * c)), draft=((1, 1.0), (4, 1.0), (14, 2.0)), note="a plain ratio of costs")
+    """Return the costs the formulas presume: two devices, a draft step of 1, a target forward of c for up to 16
+    tokens."""
+    return CostProfile(
+        target=((1, c), (16, c), (32, 2 * c)), draft=((1, 1.0), (4, 1.0), (14, 2.0)), note="a plain ratio of costs"
+    )
 
 
 def predict(case: Case) -> float:
     """Return draft steps a token by the model of the mechanism."""
-    formulas: dict[MethodName, Callable[[], float]] = {
+    latency: dict[MethodName, Callable[[], float]] = {
         "speculative": lambda: formulas.serial_latency(case.alpha, case.c, case.gamma),
         "pearl": lambda: formulas.pearl_latency(case.alpha, case.c, case.gamma, case.hit),
         "specbranch": lambda: formulas.two_stage_latency(case.alpha, case.c, case.gamma, case.hit),
     }
-    return formulas[case.method]()
+    return latency[case.method]()
 
 
 def charge(case: Case, tokens: int = TOKENS, seed: int = 0) -> float:
@@ -109,6 +113,6 @@ def charge(case: Case, tokens: int = TOKENS, seed: int = 0) -> float:
     return session.stats.decode_seconds / (session.stats.emitted - 1)
 
 
-def compare(case: Case, tokens: int = TOKENS, seed: int = 0) -> Comparison:
+def compare(case: Case, tokens: int = TOKENS, seed: int = 0) -> PredictedSteps:
     """Predict and charge one case."""
-    return Comparison(case, predict(case), charge(case, tokens, seed))
+    return PredictedSteps(case, predict(case), charge(case, tokens, seed))

@@ -1,7 +1,8 @@
-"""The public suites on the Hugging Face Hub: which file of which dataset holds each, and how its records read as prompts.
+"""The public suites on the Hugging Face Hub: which file of which dataset holds each, and how its records read as
+prompts.
 
-Owns the way from a suite's name to (id, category, turns). What is fetched is kept in the Hub's own cache alone. Invariant: whatever goes
-wrong is a `HubUnusable` that says why in a sentence.
+Owns the way from a suite's name to (id, category, turns). What is fetched is kept in the Hub's own cache alone.
+Invariant: whatever goes wrong is a `HubUnusable` that says why in a sentence.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Record = tuple[Any, Any, Any]  # id, category, turns; whoever receives them checks them
+HubPrompt = tuple[Any, Any, Any]  # id, category, turns; whoever receives them checks them
 
 
 class HubUnusable(Exception):
@@ -20,27 +21,35 @@ class HubUnusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HubFile:
     """A file of a dataset, and what a prompt is in it."""
 
     dataset: str
     file: str
-    read: Callable[[int, dict[str, Any]], Record]
+    read: Callable[[int, dict[str, Any]], HubPrompt]
 
 
 SOURCES = {
-    "humaneval": Source(
+    "humaneval": HubFile(
         "openai/openai_humaneval",
         "openai_humaneval/test-00000-of-00001.parquet",
         lambda at, record: (record["task_id"], "code", [record["prompt"]]),
     ),
-    "gsm8k": Source("openai/gsm8k", "main/test-00000-of-00001.parquet", lambda at, record: (f"gsm8k/{at}", "math", [record["question"]])),
-    "mt_bench": Source(
+    "gsm8k": HubFile(
+        "openai/gsm8k",
+        "main/test-00000-of-00001.parquet",
+        lambda at, record: (f"gsm8k/{at}", "math", [record["question"]]),
+    ),
+    "mt_bench": HubFile(
         "HuggingFaceH4/mt_bench_prompts",
         "raw/question.jsonl",
-        lambda at, record: (f"mt_bench/{record.get('question_id', at)}", "chat", record.get("turns") or record["prompt"]),
+        lambda at, record: (
+            f"mt_bench/{record.get('question_id', at)}",
+            "chat",
+            record.get("turns") or record["prompt"],
+        ),
     ),
-    "cnn_dm": Source(
+    "cnn_dm": HubFile(
         "abisee/cnn_dailymail",
         "3.0.0/test-00000-of-00001.parquet",
         lambda at, record: (f"cnn_dm/{at}", "summarization", [f"Summarize: {record['article']}"]),
@@ -48,7 +57,7 @@ SOURCES = {
 }
 
 
-def fetch(name: str) -> tuple[list[Record], str]:
+def fetch(name: str) -> tuple[list[HubPrompt], str]:
     """Return a suite's records and where they came from."""
     source = SOURCES[name]
     path, where = _download(source), f"{source.dataset} on the Hub"
@@ -59,7 +68,7 @@ def fetch(name: str) -> tuple[list[Record], str]:
         raise HubUnusable(f"{where} has another form than expected ({type(error).__name__}: {error}).") from error
 
 
-def _download(source: Source) -> Path:
+def _download(source: HubFile) -> Path:
     from huggingface_hub import constants, hf_hub_download
 
     try:

@@ -1,7 +1,9 @@
-"""Suites of prompts in Spec-Bench's JSONL format: those that ship, public ones from a folder or the Hub, and any file of that format.
+"""Suites of prompts in Spec-Bench's JSONL format: those that ship, public ones from a folder or the Hub, and any file
+of that format.
 
-Owns the way from a name to prompts, not what is done with them. Invariant: a suite has at least one prompt, every prompt an id of its own
-within the suite and at least one turn that is not blank. Public prompts are read where they lie and never become part of the package.
+Owns the way from a name to prompts, not what is done with them. Invariant: a suite has at least one prompt, every
+prompt an id of its own within the suite and at least one turn that is not blank. Public prompts are read where they lie
+and never become part of the package.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def load_suite(name: str, data: Path | None = None) -> Suite:
         raise BadParameter(f"{name!r} stands for several suites: {', '.join(SHIPPED)}. Name one of them here.")
     raise BadParameter(
         f"Unknown suite {name!r}.{nearest(name, SUITES)} Shipped: {', '.join((*SHIPPED, ALL_SHIPPED))}. "
-        f"Public: {', '.join(PUBLIC)}, each NAME.jsonl in the folder given by --data or {DATA_VARIABLE}, or in its folder 'prompts', "
+        f"Public: {', '.join(PUBLIC)}, each NAME.jsonl in the folder given by --data or {DATA_VARIABLE}, or in its "
+        "folder 'prompts', "
         "else from the Hub. A file of prompts is given with --prompts FILE."
     )
 
@@ -95,7 +98,9 @@ def load_suite(name: str, data: Path | None = None) -> Suite:
 def read_suite(file: Path, name: str | None = None) -> Suite:
     """Read a file of Spec-Bench's format; blank lines are passed over."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold U+2028 and the like as they are
+        lines = file.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # not splitlines: JSON may hold U+2028 and the like as they are
     except (OSError, UnicodeDecodeError) as error:
         raise BadParameter(f"The prompts in {file} cannot be read ({error}); {_EXPECTED}.") from error
     prompts = [_prompt(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -124,14 +129,19 @@ def _refuse_twins(suites: list[Suite]) -> None:
     for name in names:
         if names.count(name) > 1:
             where = " and ".join(suite.source for suite in suites if suite.name == name)
-            raise BadParameter(f"Two suites are called {name!r} ({where}), and rows would be mixed up. Rename one of the files.")
+            raise BadParameter(
+                f"Two suites are called {name!r} ({where}), and rows would be mixed up. Rename one of the files."
+            )
 
 
 def _refuse_repeated_ids(prompts: list[Prompt], where: str) -> None:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise BadParameter(f"{where} has question_id {prompt.id!r} twice; runs are told apart by it. Give each prompt one of its own.")
+            raise BadParameter(
+                f"{where} has question_id {prompt.id!r} twice; runs are told apart by it. Give each prompt one of its "
+                "own."
+            )
         seen.add(prompt.id)
 
 
@@ -174,11 +184,14 @@ def _kind(value: Any) -> str:
 
 
 def _public(name: str, data: Path | None) -> Suite:
-    """Look in the folder given; without one, in $SPECBRANCH_DATA, then on the Hub. A folder given by hand is the only place looked at."""
+    """Look in the folder given; without one, in $SPECBRANCH_DATA, then on the Hub. A folder given by hand is the
+    only place looked at."""
     variable = os.environ.get(DATA_VARIABLE)
     folder = data or (Path(variable).expanduser() if variable else None)
     if folder is not None and not folder.is_dir():
-        raise BadParameter(f"The folder of public suites {folder} does not exist. Give another with --data DIR or {DATA_VARIABLE}=DIR.")
+        raise BadParameter(
+            f"The folder of public suites {folder} does not exist. Give another with --data DIR or {DATA_VARIABLE}=DIR."
+        )
     tried = [folder / f"{name}.jsonl", folder / "prompts" / f"{name}.jsonl"] if folder else []
     for file in tried:
         if file.is_file():
@@ -195,15 +208,20 @@ def _from_hub(name: str, tried: list[Path]) -> Suite:
         records, source = fetch(name)
     except HubUnusable as error:
         raise _absent(name, tried, f" {error}") from None
-    prompts = tuple(_checked(id, category, turns, f"{source}, record {at}") for at, (id, category, turns) in enumerate(records, 1))
+    prompts = tuple(
+        _checked(id, category, turns, f"{source}, record {at}") for at, (id, category, turns) in enumerate(records, 1)
+    )
     if not prompts:
-        raise BadParameter(f"{source} holds no prompt; give a folder that has {name}.jsonl with --data or {DATA_VARIABLE}.")
+        raise BadParameter(
+            f"{source} holds no prompt; give a folder that has {name}.jsonl with --data or {DATA_VARIABLE}."
+        )
     return Suite(name, prompts, source)
 
 
 def _absent(name: str, tried: list[Path], hub: str) -> BadParameter:
     looked = f"looked for {' and '.join(map(str, tried))}" if tried else "no folder of public suites was given"
     return BadParameter(
-        f"The public suite {name!r} was not found: {looked}.{hub} Give the folder that has {name}.jsonl with --data DIR or "
+        f"The public suite {name!r} was not found: {looked}.{hub} Give the folder that has {name}.jsonl with --data "
+        "DIR or "
         f"{DATA_VARIABLE}=DIR. The suites that ship always work: {', '.join(SHIPPED)}, or {ALL_SHIPPED!r} for all four."
     )

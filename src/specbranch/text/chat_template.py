@@ -1,7 +1,8 @@
 """The chat template of a model: messages in, the one string the model was trained to read out.
 
-Owns the template's environment, which behaves as that of transformers does (sandboxed, blocks trimmed, `raise_exception`, `strftime_now`,
-JSON without escapes). Invariant: a template comes with a model and is not trusted; it can neither change what it is given nor reach Python.
+Owns the template's environment, which behaves as that of transformers does (sandboxed, blocks trimmed,
+`raise_exception`, `strftime_now`, JSON without escapes). Invariant: a template comes with a model and is not trusted;
+it can neither change what it is given nor reach Python.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise ModelError(f"The model's chat template cannot be read: {error}. Repair chat_template.jinja, or remove it.") from error
+            raise ModelError(
+                f"The model's chat template cannot be read: {error}. Repair chat_template.jinja, or remove it."
+            ) from error
 
     def render(
         self,
@@ -45,7 +48,11 @@ class ChatTemplate:
         plain = _plain([dict(message) for message in messages])
         try:
             return self._template.render(
-                messages=plain, tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt, **given
+                messages=plain,
+                tools=_plain(tools),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **given,
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise BadParameter(f"The model's chat template refuses these messages: {error}") from error

@@ -1,7 +1,8 @@
-"""The one-time conversion of a tokenizer that comes in another form (GGUF, SentencePiece) to a folder with tokenizer.json.
+"""The one-time conversion of a tokenizer that comes in another form (GGUF, SentencePiece) to a folder with
+tokenizer.json.
 
-Owns the folders of converted tokenizers and the call to transformers that fills them. Invariant: such a folder is whole or absent, and its
-name changes when the files it was made from do.
+Owns the folders of converted tokenizers and the call to transformers that fills them. Invariant: such a folder is whole
+or absent, and its name changes when the files it was made from do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import IO, Any
 from specbranch.errors import ModelError
 
 TOKENIZER = "tokenizer.json"
-# What transformers would choose for a GGUF of these architectures; to choose, it reads the whole file header by its slowest reader.
+# What transformers would choose for a GGUF of these architectures; to choose, it reads the whole file header by its
+# slowest reader.
 GGUF_CLASSES = {"llama": "PreTrainedTokenizerFast", "qwen2": "Qwen2TokenizerFast", "qwen3": "Qwen2TokenizerFast"}
 
 
@@ -31,7 +33,9 @@ def file_key(file: Path) -> str:
 
 def folder_key(folder: Path) -> str:
     """Name the conversion of a folder, by the names, sizes and times of its files."""
-    files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir() if file.is_file())
+    files = sorted(
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir() if file.is_file()
+    )
     return _key(folder.resolve().name, files)
 
 
@@ -52,14 +56,18 @@ def kept_folder(cache_folder: Path | None, key: str) -> Iterator[Path]:
 def convert(source: Path, into: Path, gguf_file: str | None) -> None:
     """Let transformers read the tokenizer and save it as tokenizer.json; `into` appears whole or not at all."""
     try:
-        found = _tokenizer_class(source, gguf_file).from_pretrained(str(source), **({"gguf_file": gguf_file} if gguf_file else {}))
+        found = _tokenizer_class(source, gguf_file).from_pretrained(
+            str(source), **({"gguf_file": gguf_file} if gguf_file else {})
+        )
     except Exception as error:  # whatever a damaged or unknown file makes it raise
         raise ModelError(f"The tokenizer in {source / (gguf_file or '')} cannot be read: {error}") from error
     into.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into.parent) as folder:
         found.save_pretrained(folder)
         if not (Path(folder) / TOKENIZER).is_file():
-            raise ModelError(f"The tokenizer in {source} has no fast form, so it cannot be used here. Give a model with {TOKENIZER}.")
+            raise ModelError(
+                f"The tokenizer in {source} has no fast form, so it cannot be used here. Give a model with {TOKENIZER}."
+            )
         _keep_endings(source, Path(folder), gguf_file)
         _move(Path(folder), into)
 

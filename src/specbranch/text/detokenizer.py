@@ -1,10 +1,10 @@
 """Token ids to text, a few at a time: what is given out is final and never ends within a character.
 
-Owns the window of tokens whose text is not settled yet. Invariant: the pieces, joined, are exactly the text of the whole list decoded at
-once, and each token is decoded a bounded number of times.
+Owns the window of tokens whose text is not settled yet. Invariant: the pieces, joined, are exactly the text of the
+whole list decoded at once, and each token is decoded a bounded number of times.
 
-A decoder treats the beginning of a list apart (it drops a leading space, say), so the window starts with *context*: tokens given out
-already, whose text is not empty. The new text is what the window's text has beyond the context's.
+A decoder treats the beginning of a list apart (it drops a leading space, say), so the window starts with *context*:
+tokens given out already, whose text is not empty. The new text is what the window's text has beyond the context's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONG = 32  # tokens held back before a cut between them is looked for
 _SPAN = 4  # a character has at most four bytes, so one of four neighbouring cuts falls between characters
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """What is needed of a tokenizer."""
 
     @property
@@ -37,7 +37,7 @@ class Decoder(Protocol):
 class Detokenizer:
     """The text of one growing list of tokens."""
 
-    def __init__(self, tokenizer: Decoder, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: TokenDecoder, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._window: list[int] = []

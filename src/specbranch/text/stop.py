@@ -1,7 +1,7 @@
 """Stop strings: watches the text as tokens are appended, and keeps back what may still turn out to be one.
 
-Owns the text of one answer. Invariant: the answer ends at the first token after which the text so far contains a stop string, and is cut
-before the earliest one; text that was shown is never taken back.
+Owns the text of one answer. Invariant: the answer ends at the first token after which the text so far contains a stop
+string, and is cut before the earliest one; text that was shown is never taken back.
 """
 
 from __future__ import annotations

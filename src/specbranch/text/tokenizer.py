@@ -1,7 +1,8 @@
-"""Text to token ids and back, over the `tokenizers` library alone: a folder with tokenizer.json loads without transformers or torch.
+"""Text to token ids and back, over the `tokenizers` library alone: a folder with tokenizer.json loads without
+transformers or torch.
 
-Owns reading the tokenizer files of a model, its special tokens and the ids that end a text.
-Invariant: ids, text and rendered chats are those that transformers gives for the same files. One exception: the clean-up of spaces before
+Owns reading the tokenizer files of a model, its special tokens and the ids that end a text. Invariant: ids, text and
+rendered chats are those that transformers gives for the same files. One exception: the clean-up of spaces before
 punctuation, meant for WordPiece encoders, is never done, as text could then change after it was shown.
 """
 
@@ -32,7 +33,11 @@ class Tokenizer:
     """One model's vocabulary, in both directions."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special: Mapping[str, str], eos_ids: Sequence[int] = (), chat_template: str | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        special: Mapping[str, str],
+        eos_ids: Sequence[int] = (),
+        chat_template: str | None = None,
     ) -> None:
         self._backend = backend
         self.special = dict(special)
@@ -42,10 +47,13 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path | str, cache_folder: Path | None = None) -> Self:
-        """Load from a model's folder. Without tokenizer.json it is converted by transformers and kept in `cache_folder`, if given."""
+        """Load from a model's folder. Without tokenizer.json it is converted by transformers and kept in
+        `cache_folder`, if given."""
         folder = Path(path)
         if not folder.is_dir():
-            raise ModelError(f"No tokenizer at {folder}: there is no such folder. Give the folder that holds {TOKENIZER}.")
+            raise ModelError(
+                f"No tokenizer at {folder}: there is no such folder. Give the folder that holds {TOKENIZER}."
+            )
         if (folder / TOKENIZER).is_file():
             return cls._load(folder)
         _log.warning("No %s in %s: converting its tokenizer with transformers, once.", TOKENIZER, folder)
@@ -56,7 +64,8 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, path: Path | str, cache_folder: Path) -> Self:
-        """Load from a GGUF file. The first time transformers converts it into `cache_folder`; later the file is not even opened."""
+        """Load from a GGUF file. The first time transformers converts it into `cache_folder`; later the file is not
+        even opened."""
         file = Path(path)
         if not file.is_file():
             raise ModelError(f"No model at {file}: there is no such file.")
@@ -74,7 +83,8 @@ class Tokenizer:
         return cls(backend, special, _eos_ids(folder, backend, special), _chat_template(folder, config))
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the ids of a text, with whatever the model puts around one (usually a BOS, or nothing) if `add_special`."""
+        """Return the ids of a text, with whatever the model puts around one (usually a BOS, or nothing) if
+        `add_special`."""
         check_text(text)
         return list(self._backend.encode(text, add_special_tokens=add_special).ids)
 
@@ -131,7 +141,9 @@ class Tokenizer:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        return frozenset(token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
 
     def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
         """Whether decoding passes over the token as if it were not there."""
@@ -147,7 +159,8 @@ class Tokenizer:
 
 
 def check_text(text: str, what: str = "The text") -> None:
-    """Refuse a text with half of a surrogate pair: Python makes one of a byte that is not UTF-8, and no tokenizer takes it."""
+    """Refuse a text with half of a surrogate pair: Python makes one of a byte that is not UTF-8, and no tokenizer
+    takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -195,7 +208,9 @@ def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], speci
             backend.add_tokens([AddedToken(**{key: value for key, value in entry.items() if key != "__type"})])
     names = [*special.values(), *_extra_special(config)]
     already = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names if name not in already])
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in names if name not in already]
+    )
 
 
 def _extra_special(config: Mapping[str, Any]) -> list[str]:
@@ -208,9 +223,12 @@ def _content(token: Any) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by name. special_tokens_map.json is the older place, and holds unless the newer lists its added tokens."""
+    """The special tokens by name. special_tokens_map.json is the older place, and holds unless the newer lists its
+    added tokens."""
     merged = {**legacy, **config} if "added_tokens_decoder" in config else {**config, **legacy}
-    named = {key: token for key, token in merged.items() if key.endswith("_token") and isinstance(token, (str, Mapping))}
+    named = {
+        key: token for key, token in merged.items() if key.endswith("_token") and isinstance(token, (str, Mapping))
+    }
     return {key: _content(token) for key, token in named.items()}
 
 

@@ -1,7 +1,7 @@
 """Whether a draft speaks the target's tokens: every id that both have must mean the same.
 
-Owns the comparison. Ids that only one of them has (a vocabulary padded to a round size, tokens added for one model) are no hindrance: the
-draft never proposes them, and losslessness does not depend on it.
+Owns the comparison. Ids that only one of them has (a vocabulary padded to a round size, tokens added for one model) are
+no hindrance: the draft never proposes them, and losslessness does not depend on it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def _sentence(different: list[int], ours: dict[int, str], theirs: dict[int, str]
     shown = "; ".join(f"{i} is {ours[i]!r} to the target and {theirs[i]!r} to the draft" for i in different[:SHOWN])
     more = f"; and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
     return (
-        f"Draft and target have different vocabularies: {len(different)} of {common} shared token ids differ ({shown}{more}). "
+        f"Draft and target have different vocabularies: {len(different)} of {common} shared token ids differ "
+        f"({shown}{more}). "
         "Use a draft of the target's own family, or method 'lookup', which needs no draft."
     )

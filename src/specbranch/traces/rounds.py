@@ -1,6 +1,7 @@
 """A trace read round by round: what became of every drafted token, and what each model waited for.
 
-Owns the reading of a `core.trace.Trace`, not its drawing. Invariant: the fates of a branch's tokens add up to its length.
+Owns the reading of a `core.trace.Trace`, not its drawing. Invariant: the fates of a branch's tokens add up to its
+length.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from typing import Any
 
 from specbranch.core.trace import Event
 
-Pair = tuple[Event | None, Event | None]  # of a round: the draft's, the target's
+RoundEvents = tuple[Event | None, Event | None]  # of a round: the draft's, the target's
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What became of one branch's tokens, or of those a tree was given in one round.
 
-    Emitted, refused by the target (on the main line, or beside it in a tree), cut by the length rule, never judged, or lost.
+    Emitted, refused by the target (on the main line, or beside it in a tree), cut by the length rule, never judged, or
+    lost.
     """
 
     used: int = 0
@@ -45,7 +47,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TracedRound:
     """What both models did in one round of one request."""
 
     number: int
@@ -130,8 +132,9 @@ class Times:
         }
 
 
-def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Sequence[str] = ()) -> list[Round]:
-    """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its last chain.
+def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Sequence[str] = ()) -> list[TracedRound]:
+    """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its
+    last chain.
 
     `origins` tell where each came from: a token that was looked up and never sent is in no event, though the target said it, too.
     """
@@ -141,16 +144,18 @@ def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Se
     is_tree = any(target and target.settled is not None for _, target in pairs)
     fates = _tree_fates(pairs, counts, origins) if is_tree else _branch_fates(pairs, counts)
     return [
-        Round(number, draft, target, fate, count, is_tree)
+        TracedRound(number, draft, target, fate, count, is_tree)
         for number, ((draft, target), fate, count) in enumerate(zip(pairs, fates, counts, strict=True))
     ]
 
 
-def times(rounds: Sequence[Round]) -> Times:
+def times(rounds: Sequence[TracedRound]) -> Times:
     """Add up where the time went. The first round reads the prompt."""
     decoding = rounds[1:]
     together = sum(one.together for one in decoding)
-    target, draft = (sum(event.end - event.start for one in decoding if (event := getattr(one, who))) for who in ("target", "draft"))
+    target, draft = (
+        sum(event.end - event.start for one in decoding if (event := getattr(one, who))) for who in ("target", "draft")
+    )
     whole = decoding[-1].end - decoding[0].start if decoding else 0.0
     prefill = rounds[0].seconds if rounds else 0.0
     neither = max(whole - target - draft + together, 0.0)
@@ -158,9 +163,11 @@ def times(rounds: Sequence[Round]) -> Times:
     return Times(prefill, together, target - together, draft - together, neither, len(decoding), has_draft)
 
 
-def usual_seconds(rounds: Sequence[Round]) -> float:
+def usual_seconds(rounds: Sequence[TracedRound]) -> float:
     """How long a round of decoding takes, usually."""
-    return statistics.median(one.seconds for one in rounds[1:]) if len(rounds) > 1 else sum(one.seconds for one in rounds)
+    return (
+        statistics.median(one.seconds for one in rounds[1:]) if len(rounds) > 1 else sum(one.seconds for one in rounds)
+    )
 
 
 def _only(group: list[Event], who: str) -> Event | None:
@@ -192,17 +199,21 @@ class _Verdict:
         return cls(target.pending, min(target.accepted, emitted), ended)
 
 
-def _branch_fates(pairs: Sequence[Pair], counts: Sequence[int]) -> list[tuple[Fate, ...]]:
+def _branch_fates(pairs: Sequence[RoundEvents], counts: Sequence[int]) -> list[tuple[Fate, ...]]:
     verdicts = [_Verdict.of(target, count) for (_, target), count in zip(pairs, counts, strict=True)]
     after = [*verdicts[1:], None]
-    return [_fates(draft, verdict, following) for (draft, _), verdict, following in zip(pairs, verdicts, after, strict=True)]
+    return [
+        _fates(draft, verdict, following) for (draft, _), verdict, following in zip(pairs, verdicts, after, strict=True)
+    ]
 
 
-def _tree_fates(pairs: Sequence[Pair], counts: Sequence[int], origins: Sequence[str]) -> list[tuple[Fate, ...]]:
+def _tree_fates(pairs: Sequence[RoundEvents], counts: Sequence[int], origins: Sequence[str]) -> list[tuple[Fate, ...]]:
     """Gather what verdicts tell of each round's tokens, as `core.stats` counts it."""
     fates = [Fate()] * len(pairs)
     place = 0
-    targets = [(number, target, count) for number, ((_, target), count) in enumerate(zip(pairs, counts, strict=True)) if target]
+    targets = [
+        (number, target, count) for number, ((_, target), count) in enumerate(zip(pairs, counts, strict=True)) if target
+    ]
     for number, target, count in targets:
         place += count
         foreseen = 0 < place <= len(origins) and origins[place - 1] == "branch"
@@ -212,7 +223,8 @@ def _tree_fates(pairs: Sequence[Pair], counts: Sequence[int], origins: Sequence[
 
 
 def _told(target: Event, number: int, emitted: int, foreseen: bool, is_last: bool) -> Iterator[tuple[int, Fate]]:
-    """What a verdict tells: fates, each with the round it belongs to. Where the request ended among its tokens, the rest was not judged."""
+    """What a verdict tells: fates, each with the round it belongs to. Where the request ended among its tokens, the
+    rest was not judged."""
     if target.settled is None or target.accepted is None:
         return
     ended = emitted <= target.accepted
@@ -224,14 +236,17 @@ def _told(target: Event, number: int, emitted: int, foreseen: bool, is_last: boo
         if ended:
             yield one.round, Fate(unused=one.rejected + one.siblings + one.lost + one.left + one.head)
         else:
-            yield one.round, Fate(rolled_back=one.rejected, beside=one.siblings, lost=one.lost, unused=one.left if is_last else 0)
+            yield (
+                one.round,
+                Fate(rolled_back=one.rejected, beside=one.siblings, lost=one.lost, unused=one.left if is_last else 0),
+            )
 
 
 def _fates(draft: Event | None, beside: _Verdict | None, following: _Verdict | None) -> tuple[Fate, ...]:
     """What became of each branch, as `core.stats` counts it.
 
-    A chain drafted alone goes on to the next verification. Beside one, the branch that is hit does, and its head is emitted at once; if
-    none is, the first is what a plain method would have drafted, and so is rolled back.
+    A chain drafted alone goes on to the next verification. Beside one, the branch that is hit does, and its head is
+    emitted at once; if none is, the first is what a plain method would have drafted, and so is rolled back.
     """
     if draft is None:
         return ()
@@ -241,7 +256,10 @@ def _fates(draft: Event | None, beside: _Verdict | None, following: _Verdict | N
         return tuple(Fate(unused=length) for length in draft.branches)
     if draft.kept is None:
         return tuple(Fate(lost=length) if at else Fate(rolled_back=length) for at, length in enumerate(draft.branches))
-    return tuple(_kept(length, 1, following) if at == draft.kept else Fate(lost=length) for at, length in enumerate(draft.branches))
+    return tuple(
+        _kept(length, 1, following) if at == draft.kept else Fate(lost=length)
+        for at, length in enumerate(draft.branches)
+    )
 
 
 def _kept(length: int, heads: int, following: _Verdict | None) -> Fate:
@@ -251,4 +269,6 @@ def _kept(length: int, heads: int, following: _Verdict | None) -> Fate:
     sent = min(following.pending, length - heads)
     accepted = min(following.accepted, sent)
     refused = 0 if following.ended else sent - accepted
-    return Fate(used=heads + accepted, rolled_back=refused, dropped=length - heads - sent, unused=sent - accepted - refused)
+    return Fate(
+        used=heads + accepted, rolled_back=refused, dropped=length - heads - sent, unused=sent - accepted - refused
+    )

@@ -1,6 +1,7 @@
 """What draft and target did, round by round, as text for a terminal; `timeline_svg` has the picture.
 
-Owns the wording and the layout in columns. Invariants: no line is longer than asked for, and nothing is told by colour alone.
+Owns the wording and the layout in columns. Invariants: no line is longer than asked for, and nothing is told by colour
+alone.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from specbranch.traces.rounds import Fate, Round, Times, times
 from specbranch.core.trace import Event
+from specbranch.traces.rounds import Fate, Times, TracedRound, times
 
 NARROWEST = 40
 MARGIN = 11  # columns before a bar: the round's number and the model
 FAR = 3.0  # times the usual round: longer bars are cut off
-Kind = Literal["target", "used", "rolled_back", "beside", "dropped", "unused", "lost", "reading", "waiting", "cut"]
+SpanKind = Literal["target", "used", "rolled_back", "beside", "dropped", "unused", "lost", "reading", "waiting", "cut"]
 Spell = Callable[[Sequence[int]], str]  # token ids to text
-Paint = Callable[[str, Kind], str]
+Paint = Callable[[str, SpanKind], str]
 
-GLYPHS: Mapping[Kind, str] = {  # a character each, and what stands for it where there is only ASCII
+GLYPHS: Mapping[SpanKind, str] = {  # a character each, and what stands for it where there is only ASCII
     "target": "█#",
     "used": "▓=",
     "rolled_back": "xx",
@@ -33,7 +34,7 @@ GLYPHS: Mapping[Kind, str] = {  # a character each, and what stands for it where
     "waiting": "·.",
     "cut": "»>",
 }
-MEANING: Mapping[Kind, str] = {
+MEANING: Mapping[SpanKind, str] = {
     "target": "target at work",
     "used": "drafted, in the answer",
     "rolled_back": "drafted, rolled back",
@@ -45,10 +46,10 @@ MEANING: Mapping[Kind, str] = {
     "waiting": "waiting for the other",
     "cut": "longer than drawn",
 }
-FATES: tuple[Kind, ...] = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
+FATES: tuple[SpanKind, ...] = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
 
 
-def plain(text: str, kind: Kind) -> str:
+def plain(text: str, kind: SpanKind) -> str:
     """Paint nothing."""
     return text
 
@@ -63,7 +64,7 @@ class Style:
     spell: Spell | None = None
 
     @property
-    def glyphs(self) -> Mapping[Kind, str]:
+    def glyphs(self) -> Mapping[SpanKind, str]:
         """A character for each kind of time."""
         return {kind: both[not self.unicode] for kind, both in GLYPHS.items()}
 
@@ -77,7 +78,7 @@ class Style:
         return max(self.width, NARROWEST)
 
 
-def draw_text(rounds: Sequence[Round], stats: Mapping[str, Any], style: Style, modelled: bool = False) -> str:
+def draw_text(rounds: Sequence[TracedRound], stats: Mapping[str, Any], style: Style, modelled: bool = False) -> str:
     """Return the whole timeline: legend, rounds, totals. `stats` are those of the request (core.stats)."""
     spent = times(rounds)
     scale = _scale(rounds, style)
@@ -137,9 +138,9 @@ def _tokens(stats: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _legend(rounds: Sequence[Round], style: Style) -> list[str]:
+def _legend(rounds: Sequence[TracedRound], style: Style) -> list[str]:
     fate = sum((one.fate for one in rounds), Fate())
-    present: list[Kind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
+    present: list[SpanKind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
     present += ["reading"] if any(one.draft and not one.fate.total for one in rounds[1:]) else []
     present += ["waiting"] if any(one.draft and one.target for one in rounds[1:]) else []
     entries = [f"{style.glyphs[kind]} {MEANING[kind]}" for kind in present]
@@ -147,14 +148,14 @@ def _legend(rounds: Sequence[Round], style: Style) -> list[str]:
     return [_painted_legend(line.replace("\0", " "), present, style) for line in lines]
 
 
-def _painted_legend(line: str, present: Sequence[Kind], style: Style) -> str:
+def _painted_legend(line: str, present: Sequence[SpanKind], style: Style) -> str:
     for kind in present:
         entry = f"{style.glyphs[kind]} {MEANING[kind]}"
         line = line.replace(entry, style.paint(style.glyphs[kind], kind) + entry[1:])
     return line
 
 
-def _scale(rounds: Sequence[Round], style: Style) -> float:
+def _scale(rounds: Sequence[TracedRound], style: Style) -> float:
     """Columns a second: the longest round fills a bar, unless it is far longer than usual."""
     lengths = [one.seconds for one in rounds[1:] if one.seconds > 0]
     if not lengths:
@@ -162,7 +163,7 @@ def _scale(rounds: Sequence[Round], style: Style) -> float:
     return style.bar / min(max(lengths), FAR * statistics.median(lengths))
 
 
-def _round(one: Round, scale: float, style: Style) -> Iterator[str]:
+def _round(one: TracedRound, scale: float, style: Style) -> Iterator[str]:
     for event in one.events:
         label = f"{one.number:>3} " if event is one.events[0] else "    "
         bar = [] if one.number == 0 else _bar(one, event, scale, style)
@@ -170,7 +171,7 @@ def _round(one: Round, scale: float, style: Style) -> Iterator[str]:
         yield from _line(f"{label}{event.who:<6} ", bar, note, style)
 
 
-def _line(head: str, bar: list[Kind], note: str, style: Style) -> Iterator[str]:
+def _line(head: str, bar: list[SpanKind], note: str, style: Style) -> Iterator[str]:
     """Put the note behind the bar if it fits there, else below it."""
     painted = "".join(style.paint(style.glyphs[kind], kind) for kind in bar)
     column = MARGIN + (style.bar + 2 if bar else 0)
@@ -184,20 +185,20 @@ def _line(head: str, bar: list[Kind], note: str, style: Style) -> Iterator[str]:
     yield from textwrap.wrap(note, style.bound(), initial_indent=first, subsequent_indent=" " * 6)
 
 
-def _bar(one: Round, event: Event, scale: float, style: Style) -> list[Kind]:
+def _bar(one: TracedRound, event: Event, scale: float, style: Style) -> list[SpanKind]:
     """One kind a column: waiting before and after the work, and in the draft's work what became of its tokens."""
     before, after = round((event.start - one.start) * scale), round((one.end - event.end) * scale)
     busy = max(round((event.end - event.start) * scale), 1)
-    work: list[Kind] = ["target"] * busy if event.who == "target" else _cut(one.fate, busy)
-    bar: list[Kind] = [*_repeat("waiting", before), *work, *_repeat("waiting", after)]
+    work: list[SpanKind] = ["target"] * busy if event.who == "target" else _cut(one.fate, busy)
+    bar: list[SpanKind] = [*_repeat("waiting", before), *work, *_repeat("waiting", after)]
     return bar if len(bar) <= style.bar else [*bar[: style.bar - 1], "cut"]
 
 
-def _repeat(kind: Kind, times: int) -> list[Kind]:
+def _repeat(kind: SpanKind, times: int) -> list[SpanKind]:
     return [kind] * times
 
 
-def _cut(fate: Fate, columns: int) -> list[Kind]:
+def _cut(fate: Fate, columns: int) -> list[SpanKind]:
     """Share columns out among the fates, by tokens; none that is there is left out while there is room."""
     kinds = [(kind, count) for kind, count in zip(FATES, fate.counts, strict=True) if count]
     if not kinds:
@@ -209,30 +210,37 @@ def _cut(fate: Fate, columns: int) -> list[Kind]:
     return [kinds[next(at for at, end in enumerate(ends) if column < end)][0] for column in range(columns)]
 
 
-def _note(one: Round, event: Event, style: Style) -> str:
+def _note(one: TracedRound, event: Event, style: Style) -> str:
     if one.number == 0:
         return f"reads the prompt, {event.rows} tokens" + (_said(one, event, style) if event.who == "target" else "")
     return _verification(one, event, style) if event.who == "target" else _drafting(one, event)
 
 
-def _verification(one: Round, event: Event, style: Style) -> str:
+def _verification(one: TracedRound, event: Event, style: Style) -> str:
     if event.accepted is None:
         return f"verifies {event.pending}, no verdict"
-    judged = "" if not event.pending else f"{'all' if event.accepted == event.pending else event.accepted} of {event.pending} accepted, "
+    judged = (
+        ""
+        if not event.pending
+        else f"{'all' if event.accepted == event.pending else event.accepted} of {event.pending} accepted, "
+    )
     return f"{judged}+{one.emitted}{_said(one, event, style)}"
 
 
-def _said(one: Round, event: Event, style: Style) -> str:
+def _said(one: TracedRound, event: Event, style: Style) -> str:
     """The text of what was emitted, cut to what a line can hold."""
     if style.spell is None or not one.emitted:
         return ""
-    text = "".join(c if c.isprintable() else "␣" if c == "\n" and style.unicode else " " for c in style.spell(event.tokens[: one.emitted]))
+    text = "".join(
+        c if c.isprintable() else "␣" if c == "\n" and style.unicode else " "
+        for c in style.spell(event.tokens[: one.emitted])
+    )
     text = text if style.unicode else text.encode("ascii", "replace").decode()
     most = max(style.bound() // 3, 16)
     return f": '{text if len(text) <= most else text[: most - 1] + '…' if style.unicode else text[: most - 3] + '...'}'"
 
 
-def _drafting(one: Round, event: Event) -> str:
+def _drafting(one: TracedRound, event: Event) -> str:
     if one.is_tree:
         return f"tree: {_became(one.fate)}" if one.fate.total else "drafts nothing"
     if not event.branches:
@@ -244,7 +252,7 @@ def _drafting(one: Round, event: Event) -> str:
     return f"{what}: {_outcome(one, event)}"
 
 
-def _outcome(one: Round, event: Event) -> str:
+def _outcome(one: TracedRound, event: Event) -> str:
     if one.target is not None and event.kept is None and not one.fate.unused:
         return "none kept" if len(event.branches) > 1 else "rolled back"
     told = f"number {event.kept + 1} kept" if event.kept is not None and len(event.branches) > 1 else ""

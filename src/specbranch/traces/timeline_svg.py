@@ -1,7 +1,7 @@
 """What draft and target did, as a picture: time to the right, the target above the draft, in as many rows as it takes.
 
-Owns the layout of the picture; colours and letters are those of `plots`. Invariant: one scale for the whole picture, so that lengths can
-be compared; only the reading of the prompt is drawn shorter than it was, and says so.
+Owns the layout of the picture; colours and letters are those of `plots`. Invariant: one scale for the whole picture, so
+that lengths can be compared; only the reading of the prompt is drawn shorter than it was, and says so.
 """
 
 from __future__ import annotations
@@ -9,20 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specbranch.charts import Key, legend, line, rect, svg, text
-from specbranch.traces.rounds import Fate, Round, times, usual_seconds
-from specbranch.traces.timeline import FATES, MEANING, Kind, seconds_text
+from specbranch.charts import LegendKey, legend, line, rect, svg, text
+from specbranch.traces.rounds import Fate, TracedRound, times, usual_seconds
+from specbranch.traces.timeline import FATES, MEANING, SpanKind, seconds_text
 
 WIDTH, LEFT, RIGHT, HEAD = 1080.0, 64.0, 16.0, 100.0
 TARGET, DRAFT, GAP, ROW = 22.0, 26.0, 3.0, 86.0  # heights
 USUAL = 56.0  # pixels of a usual round
 PREFILL = 74.0
 LEGIBLE = 20.0  # pixels a label needs
-COLOURS: Mapping[Kind, int] = {"target": 0, "used": 2, "rolled_back": 3, "beside": 6, "dropped": 5, "unused": 4, "lost": 1}
+COLOURS: Mapping[SpanKind, int] = {
+    "target": 0,
+    "used": 2,
+    "rolled_back": 3,
+    "beside": 6,
+    "dropped": 5,
+    "unused": 4,
+    "lost": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class DrawnLane:
     """Where rounds are drawn: from which moment, at which place, how many pixels a second."""
 
     begin: float
@@ -35,47 +43,57 @@ class Lane:
         return self.x + (moment - self.begin) * self.scale
 
 
-def draw_svg(rounds: Sequence[Round], title: str, subtitle: str = "") -> str:
+def draw_svg(rounds: Sequence[TracedRound], title: str, subtitle: str = "") -> str:
     """Draw one request, wrapped into rows."""
     scale = _scale(rounds)
     rows = _rows(rounds, scale)
-    body = [text(12, 20, title, kind="bold"), text(12, 38, subtitle, kind="small"), legend(_keys(rounds), 12, 58, WIDTH)]
+    body = [
+        text(12, 20, title, kind="bold"),
+        text(12, 38, subtitle, kind="small"),
+        legend(_keys(rounds), 12, 58, WIDTH),
+    ]
     for number, row in enumerate(rows):
         y = HEAD + number * ROW
         first = number == 0
-        lane = Lane(row[0].start if row else 0.0, LEFT + (PREFILL if first else 0.0), y, scale)
+        lane = DrawnLane(row[0].start if row else 0.0, LEFT + (PREFILL if first else 0.0), y, scale)
         body.append(_names(y, row, rounds))
         body += [_prefill(rounds[0], y)] if first and rounds else []
         body += [draw_round(one, lane) for one in row]
     return svg(WIDTH, HEAD + len(rows) * ROW + 8, "".join(body), title)
 
 
-def draw_comparison(runs: Mapping[str, Sequence[Round]], title: str, unit: str = "s") -> str:
-    """Draw the same request by several methods, one below the other at one scale; the prompt's reading is drawn as long as it was."""
+def draw_comparison(runs: Mapping[str, Sequence[TracedRound]], title: str, unit: str = "s") -> str:
+    """Draw the same request by several methods, one below the other at one scale; the prompt's reading is drawn as
+    long as it was."""
     left, height = 220.0, 78.0
     longest = max(rounds[-1].end for rounds in runs.values())
     scale = (WIDTH - left - RIGHT) / longest
-    body = [text(12, 20, title, kind="bold"), legend(_keys([one for rounds in runs.values() for one in rounds]), 12, 46, WIDTH)]
+    body = [
+        text(12, 20, title, kind="bold"),
+        legend(_keys([one for rounds in runs.values() for one in rounds]), 12, 46, WIDTH),
+    ]
     for number, (name, rounds) in enumerate(runs.items()):
         y = HEAD + number * height
         body += [text(12, y + 18, name), text(12, y + 36, f"{rounds[-1].end:.0f} {unit}", kind="small")]
-        body += [draw_round(one, Lane(0.0, left, y, scale)) for one in rounds]
+        body += [draw_round(one, DrawnLane(0.0, left, y, scale)) for one in rounds]
     return svg(WIDTH, HEAD + len(runs) * height, "".join(body), title)
 
 
-def draw_round(one: Round, lane: Lane) -> str:
+def draw_round(one: TracedRound, lane: DrawnLane) -> str:
     """Draw one round: a bar for the target, and one for each branch of the draft, cut by what became of its tokens."""
     parts = []
     if one.target:
         x, wide = lane.at(one.target.start), _wide(one.target.end - one.target.start, lane)
         parts.append(rect(x, lane.y, wide, TARGET, COLOURS["target"], tip=_target_tip(one)))
-        parts.append(text(x + wide / 2, lane.y + 15, f"+{one.emitted}", anchor="middle", kind="light") if wide >= LEGIBLE else "")
+        parts.append(
+            text(x + wide / 2, lane.y + 15, f"+{one.emitted}", anchor="middle", kind="light") if wide >= LEGIBLE else ""
+        )
     if one.draft:
         parts += _branches(one, lane)
     return "".join(parts)
 
 
-def _branches(one: Round, lane: Lane) -> list[str]:
+def _branches(one: TracedRound, lane: DrawnLane) -> list[str]:
     assert one.draft
     x, wide = lane.at(one.draft.start), _wide(one.draft.end - one.draft.start, lane)
     lanes = one.fates or (Fate(),)
@@ -84,12 +102,14 @@ def _branches(one: Round, lane: Lane) -> list[str]:
     for number, fate in enumerate(lanes):
         y = lane.y + TARGET + GAP + number * high
         if not longest:  # it read, and drafted nothing
-            parts.append(rect(x, y, wide, high - 1, COLOURS["unused"], faint=True, tip=f"round {one.number}: drafted nothing"))
+            parts.append(
+                rect(x, y, wide, high - 1, COLOURS["unused"], faint=True, tip=f"round {one.number}: drafted nothing")
+            )
         parts += _cells(one, fate, x, y, wide / max(longest, 1), max(high - 1, 1.0))
     return parts
 
 
-def _cells(one: Round, fate: Fate, x: float, y: float, cell: float, high: float) -> list[str]:
+def _cells(one: TracedRound, fate: Fate, x: float, y: float, cell: float, high: float) -> list[str]:
     cells, at = [], 0
     for kind, count in zip(FATES, fate.counts, strict=True):
         if count:
@@ -99,7 +119,7 @@ def _cells(one: Round, fate: Fate, x: float, y: float, cell: float, high: float)
     return cells
 
 
-def _target_tip(one: Round) -> str:
+def _target_tip(one: TracedRound) -> str:
     event = one.target
     assert event
     took = seconds_text(event.end - event.start)
@@ -108,26 +128,47 @@ def _target_tip(one: Round) -> str:
     return f"round {one.number}, {took}: {event.accepted} of {event.pending} accepted, {one.emitted} emitted"
 
 
-def _prefill(one: Round, y: float) -> str:
+def _prefill(one: TracedRound, y: float) -> str:
     spent = [(event, 0.0 if event.who == "target" else TARGET + GAP) for event in one.events]
     bars = "".join(
-        rect(LEFT, y + below, PREFILL - 8, TARGET, COLOURS["target" if event.who == "target" else "unused"], faint=True, tip="not to scale")
+        rect(
+            LEFT,
+            y + below,
+            PREFILL - 8,
+            TARGET,
+            COLOURS["target" if event.who == "target" else "unused"],
+            faint=True,
+            tip="not to scale",
+        )
         for event, below in spent
     )
-    labels = "".join(text(LEFT + 4, y + below + 15, f"▸ {seconds_text(event.end - event.start)}", kind="small") for event, below in spent)
+    labels = "".join(
+        text(LEFT + 4, y + below + 15, f"▸ {seconds_text(event.end - event.start)}", kind="small")
+        for event, below in spent
+    )
     return bars + labels + text(LEFT, y - 4, "prompt", kind="small")
 
 
-def _names(y: float, row: Sequence[Round], rounds: Sequence[Round]) -> str:
+def _names(y: float, row: Sequence[TracedRound], rounds: Sequence[TracedRound]) -> str:
     begin = rounds[1].start if len(rounds) > 1 else 0.0
     since = text(LEFT - 8, y + 64, seconds_text(row[0].start - begin) if row else "", anchor="end", kind="small")
     numbers = f"rounds {row[0].number} to {row[-1].number}" if row else ""
-    draft = text(LEFT - 8, y + TARGET + GAP + 17, "draft", anchor="end", kind="small") if any(one.draft for one in rounds) else ""
+    draft = (
+        text(LEFT - 8, y + TARGET + GAP + 17, "draft", anchor="end", kind="small")
+        if any(one.draft for one in rounds)
+        else ""
+    )
     rule = line(LEFT, y + TARGET + GAP + DRAFT + 3, WIDTH - RIGHT, y + TARGET + GAP + DRAFT + 3)
-    return text(LEFT - 8, y + 15, "target", anchor="end", kind="small") + draft + since + text(LEFT, y + 64, numbers, kind="small") + rule
+    return (
+        text(LEFT - 8, y + 15, "target", anchor="end", kind="small")
+        + draft
+        + since
+        + text(LEFT, y + 64, numbers, kind="small")
+        + rule
+    )
 
 
-def _scale(rounds: Sequence[Round]) -> float:
+def _scale(rounds: Sequence[TracedRound]) -> float:
     """Pixels a second: usual rounds wide enough for a label, the longest one no wider than a row."""
     room = WIDTH - LEFT - RIGHT - PREFILL
     longest, usual = max((one.seconds for one in rounds[1:]), default=0.0), usual_seconds(rounds)
@@ -135,9 +176,9 @@ def _scale(rounds: Sequence[Round]) -> float:
     return min(wanted, room / longest) if longest > 0 else wanted
 
 
-def _rows(rounds: Sequence[Round], scale: float) -> list[list[Round]]:
+def _rows(rounds: Sequence[TracedRound], scale: float) -> list[list[TracedRound]]:
     """Wrap between rounds."""
-    rows: list[list[Round]] = [[]]
+    rows: list[list[TracedRound]] = [[]]
     for one in rounds[1:]:
         room = WIDTH - LEFT - RIGHT - (PREFILL if len(rows) == 1 else 0.0)
         if rows[-1] and (one.end - rows[-1][0].start) * scale > room:
@@ -146,18 +187,18 @@ def _rows(rounds: Sequence[Round], scale: float) -> list[list[Round]]:
     return rows
 
 
-def _wide(seconds: float, lane: Lane) -> float:
+def _wide(seconds: float, lane: DrawnLane) -> float:
     return max(seconds * lane.scale - 1.0, 0.5)
 
 
-def _keys(rounds: Sequence[Round]) -> list[Key]:
+def _keys(rounds: Sequence[TracedRound]) -> list[LegendKey]:
     fate = sum((one.fate for one in rounds), Fate())
-    kinds: list[Kind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
-    keys = [Key(MEANING[kind], COLOURS[kind]) for kind in kinds]
+    kinds: list[SpanKind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
+    keys = [LegendKey(MEANING[kind], COLOURS[kind]) for kind in kinds]
     return [keys[0]._replace(name="target: one forward, +n tokens"), *keys[1:]]
 
 
-def subtitle(rounds: Sequence[Round], tokens: int, modelled: bool) -> str:
+def subtitle(rounds: Sequence[TracedRound], tokens: int, modelled: bool) -> str:
     """Say under the title what is seen."""
     spent = times(rounds)
     clock = "modelled time" if modelled else "measured time"

@@ -1,7 +1,7 @@
 """A decoder's step for few rows on a CPU as one call: the list of operations that `row_kernels` carries out.
 
-Owns the lists, the small buffers between operations, and the table of rows, in which stands all that tells one row from another: the
-lists know only how many there are. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
+Owns the lists, the small buffers between operations, and the table of rows, in which stands all that tells one row from
+another: the lists know only how many there are. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
 Invariant: a row gets the same bits in any company, as every operation on the list promises that.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specbranch.models.batch import Rows, positions_of, tokens_of
 from specbranch.models.cpu.linear import KernelLinear, Linear
-from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, Shape
+from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer
 from specbranch.models.kv import PAGE, Memory
@@ -31,7 +31,9 @@ class Operations:
     """A list under construction, then in use as a table."""
 
     rows: list[list[int]] = field(default_factory=list)
-    entered: list[int] = field(default_factory=list)  # by layer, operations after which the buffer x holds what it is given
+    entered: list[int] = field(
+        default_factory=list
+    )  # by layer, operations after which the buffer x holds what it is given
     written: int = 0  # operations after which all keys and values are stored
     table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -51,7 +53,12 @@ class FusedStep:
     def __init__(self, decoder: Decoder, kernels: RowKernels, memory: Memory) -> None:
         self.decoder, self.kernels, self.memory = decoder, kernels, memory
         arch = decoder.arch
-        sizes = {"x": arch.hidden, "h": arch.hidden, "change": arch.hidden, "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_dim}
+        sizes = {
+            "x": arch.hidden,
+            "h": arch.hidden,
+            "change": arch.hidden,
+            "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_dim,
+        }
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
         sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
@@ -71,7 +78,8 @@ class FusedStep:
         return self.logits_and_states(work, 0)[0]
 
     def logits_and_states(self, work: Sequence[Rows], layers: int) -> tuple[Tensor, Tensor]:
-        """The same, with the hidden states of the last layers side by side, the last of them normed [rows, layers·hidden]."""
+        """The same, with the hidden states of the last layers side by side, the last of them normed [rows,
+        layers·hidden]."""
         operations, rows, hidden = self._prepare(work), sum(len(some.tokens) for some in work), self.decoder.arch.hidden
         out, states = torch.empty(rows, self.scored), torch.empty(rows, layers, hidden)
         operations.table[-1, 5] = out.data_ptr()
@@ -140,7 +148,9 @@ class FusedStep:
     def _add_norm(self, operations: Operations, weight: Tensor, rows: int, change: bool = True) -> None:
         arch, added = self.decoder.arch, self._at("change") if change else 0
         code = self.kernels.addresses["norm"]
-        operations.add(code, self._at("x"), added, weight.data_ptr(), self._at("h"), rows, arch.hidden, float_bits(arch.rms_eps))
+        operations.add(
+            code, self._at("x"), added, weight.data_ptr(), self._at("h"), rows, arch.hidden, float_bits(arch.rms_eps)
+        )
 
     def _add_linear(self, operations: Operations, layer: Linear, source: str, target: str | None, rows: int) -> None:
         assert isinstance(layer, KernelLinear)
@@ -164,7 +174,8 @@ class FusedStep:
 
 
 def _lines(rows: Rows, tail: np.ndarray) -> np.ndarray:
-    """List what each row sees behind the prefix, by addresses; a parent's place is below its child's, so these follow the line."""
+    """List what each row sees behind the prefix, by addresses; a parent's place is below its child's, so these
+    follow the line."""
     if len(rows.seen) == 1 and rows.seen[0] + 1 == 1 << len(tail):  # plain decoding
         return tail[None]
     seen = rows.behind()
@@ -177,9 +188,12 @@ def _lines(rows: Rows, tail: np.ndarray) -> np.ndarray:
 
 def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
     """Return the fused step of a decoder on a CPU whose matrices all use the small-row kernel; None for others."""
-    matrices = [decoder.head, *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+    matrices = [
+        decoder.head,
+        *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)),
+    ]
     if not all(isinstance(matrix, KernelLinear) for matrix in matrices):
         return None
     arch = decoder.arch
-    kernels = load_row_kernels(Shape(arch.heads, arch.kv_heads, arch.head_dim))
+    kernels = load_row_kernels(KernelShape(arch.heads, arch.kv_heads, arch.head_dim))
     return FusedStep(decoder, kernels, memory) if kernels else None

@@ -1,12 +1,12 @@
 """A matrix product for few rows on CPUs, as machine code: its source, and its launch on torch's own threads.
 
-BLAS repacks the weights whenever there is more than one row; a decoder at 2 to 16 rows then waits for that instead of for memory. Here
-each weight is fetched once for all rows. Weights are float32, or int8 with a scale for each output, which are a quarter of the bytes and
-become float32 in the registers; where that conversion is slow the same whole numbers are kept as bfloat16, which only needs to be shifted.
-Owns no weights and chooses nothing (see `linear`).
+BLAS repacks the weights whenever there is more than one row; a decoder at 2 to 16 rows then waits for that instead of
+for memory. Here each weight is fetched once for all rows. Weights are float32, or int8 with a scale for each output,
+which are a quarter of the bytes and become float32 in the registers; where that conversion is slow the same whole
+numbers are kept as bfloat16, which only needs to be shifted. Owns no weights and chooses nothing (see `linear`).
 
-Invariant: an element of the result is one chain of fused multiply-adds in a fixed order, whatever the number of rows or threads. Row i of
-a call with many rows therefore equals, bit for bit, the call with that row alone.
+Invariant: an element of the result is one chain of fused multiply-adds in a fixed order, whatever the number of rows or
+threads. Row i of a call with many rows therefore equals, bit for bit, the call with that row alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
 
-Stored = Literal["float32", "bfloat16", "int8"]
-BYTES: dict[Stored, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
+WeightBits = Literal["float32", "bfloat16", "int8"]
+BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
 
 PART = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
 TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
@@ -34,8 +34,8 @@ _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The width of a vector, how many outputs a tile may have before its sums no longer fit in the registers, and how many vectors of each
-    row are taken before the loop turns."""
+    """The width of a vector, how many outputs a tile may have before its sums no longer fit in the registers, and how
+    many vectors of each row are taken before the loop turns."""
 
     lanes: int
     outs: int
@@ -51,8 +51,11 @@ class Kernel:
     alone: Callable[[Any], None]  # runs `work` on the calling thread
     team: Team | None  # runs `work` on every thread of torch's pool
 
-    def __call__(self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int, part: int, scale: int = 0) -> None:
-        """Write the product of the rows at `x` to `y`; a bias of 0 means none; `part` is from `outputs_at_a_time`; int8 has a scale."""
+    def __call__(
+        self, x: int, weight: int, bias: int, y: int, rows: int, ins: int, outs: int, part: int, scale: int = 0
+    ) -> None:
+        """Write the product of the rows at `x` to `y`; a bias of 0 means none; `part` is from `outputs_at_a_time`;
+        int8 has a scale."""
         # The first number counts the outputs taken so far: threads help themselves, so a slow one holds nobody up.
         arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, part, scale)
         threads = torch.get_num_threads()
@@ -63,15 +66,17 @@ class Kernel:
 
 
 def outputs_at_a_time(ins: int, outs: int, size: int = 4) -> int:
-    """How many outputs a thread should take at once, a weight being of so many bytes: whole tiles, and several turns for every thread."""
+    """How many outputs a thread should take at once, a weight being of so many bytes: whole tiles, and several turns
+    for every thread."""
     return max(4, min(PART // (size * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
 
 
 @cache
-def load_kernel(stored: Stored = "float32") -> Kernel | None:
+def load_kernel(stored: WeightBits = "float32") -> Kernel | None:
     """Compile the kernel for this machine, once a process; None where that cannot be done.
 
-    Best called before weights are loaded: the compiler's pages are given back at the end, and so do not add to the peak.
+    Best called before weights are loaded: the compiler's pages are given back at the end, and so do not add to the
+    peak.
     """
     try:
         machine = _machine(host_features(), stored)
@@ -85,7 +90,7 @@ def load_kernel(stored: Stored = "float32") -> Kernel | None:
     return Kernel(engine, work, _Work(work), torch_team())
 
 
-def _machine(features: dict[str, bool], stored: Stored = "float32") -> Machine | None:
+def _machine(features: dict[str, bool], stored: WeightBits = "float32") -> Machine | None:
     small = stored != "float32"  # 16 of them make one or two loads everywhere, and then several vectors
     if is_arm():
         return {"float32": Machine(4, 4, turns=4), "bfloat16": Machine(8, 2), "int8": Machine(16, 1)}[stored]
@@ -101,21 +106,24 @@ def is_arm() -> bool:
     return platform.machine() in ("aarch64", "arm64")
 
 
-def whole_numbers() -> Stored:
-    """How whole numbers are best kept: on an ARM core a vector of them takes two cycles to become floats, on x86 half a cycle."""
+def whole_numbers() -> WeightBits:
+    """How whole numbers are best kept: on an ARM core a vector of them takes two cycles to become floats, on x86
+    half a cycle."""
     return "bfloat16" if is_arm() else "int8"
 
 
-def source(machine: Machine, stored: Stored = "float32") -> str:
+def source(machine: Machine, stored: WeightBits = "float32") -> str:
     """Write the kernel in LLVM's language: tiles of every size, a walk over the rows, and the work of one thread."""
     lanes, wide = machine.lanes, machine.outs
     sizes = dict.fromkeys((wide, 1))
-    tiles = [_Tile(outs, rows, lanes, stored, machine.turns).source() for outs in sizes for rows in range(1, TILE_ROWS + 1)]
+    tiles = [
+        _Tile(outs, rows, lanes, stored, machine.turns).source() for outs in sizes for rows in range(1, TILE_ROWS + 1)
+    ]
     return "\n".join([_DECLARATIONS.format(L=lanes), *tiles, *map(_all_rows, sizes), _work(wide, stored)])
 
 
-_KINDS: dict[Stored, str] = {"float32": "float", "bfloat16": "i16", "int8": "i8"}  # in LLVM's language
-_SUFFIXES: dict[Stored, str] = {"float32": "f32", "bfloat16": "i16", "int8": "i8"}  # of its functions
+_KINDS: dict[WeightBits, str] = {"float32": "float", "bfloat16": "i16", "int8": "i8"}  # in LLVM's language
+_SUFFIXES: dict[WeightBits, str] = {"float32": "f32", "bfloat16": "i16", "int8": "i8"}  # of its functions
 
 
 _DECLARATIONS = """
@@ -133,20 +141,22 @@ declare <{L} x i8> @llvm.masked.load.v{L}i8.p0(ptr, i32, <{L} x i1>, <{L} x i8>)
 class _Tile:
     """A function for a few outputs times a few rows, all sums in registers.
 
-    In the templates o numbers outputs, r rows, L is the number of lanes. Each sum is a vector of L partial sums over every L-th
-    element, folded in halves at the end: the same for every tile size, hence the invariant of this module.
+    In the templates o numbers outputs, r rows, L is the number of lanes. Each sum is a vector of L partial sums over
+    every L-th element, folded in halves at the end: the same for every tile size, hence the invariant of this module.
     """
 
     outs: int
     rows: int
     lanes: int
-    stored: Stored
+    stored: WeightBits
     turns: int
 
     def source(self) -> str:
         arguments = "ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %n, i64 %stride"
         head = f"define internal void @tile{self.outs}x{self.rows}({arguments}) {{"
-        return "\n".join([head, self._begin(), self._long_loop(), self._loop(), self._ragged_end(), self._fold(), self._store(), "}"])
+        return "\n".join(
+            [head, self._begin(), self._long_loop(), self._loop(), self._ragged_end(), self._fold(), self._store(), "}"]
+        )
 
     def _each_out(self, template: str) -> str:
         return "\n".join(template.format(o=o, L=self.lanes) for o in range(self.outs))
@@ -170,7 +180,8 @@ class _Tile:
   br i1 %any.far, label %long, label %short"""
 
     def _long_loop(self) -> str:
-        """Write the loop that takes several vectors a turn, and the way to the one that takes the rest of them; the order is the same."""
+        """Write the loop that takes several vectors a turn, and the way to the one that takes the rest of them; the
+        order is the same."""
         kind = _KINDS[self.stored]
         turns = "\n".join(self._turn(turn) for turn in range(self.turns))
         return f"""long:
@@ -191,7 +202,13 @@ short:
 
     def _turn(self, turn: int) -> str:
         kind, at = _KINDS[self.stored], turn * self.lanes
-        fused = "call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %t" + str(turn) + "w{o}, <{L} x float> %t" + str(turn) + "x{r}, "
+        fused = (
+            "call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %t"
+            + str(turn)
+            + "w{o}, <{L} x float> %t"
+            + str(turn)
+            + "x{r}, "
+        )
         return f"""{self._each_out(f"  %t{turn}wp{{o}} = getelementptr {kind}, ptr %lw{{o}}, i64 {at}")}
 {self._weights("load {kind}, ptr %t" + str(turn) + "wp{o}, align {bytes}", f"t{turn}w")}
 {self._each_row(f"  %t{turn}xp{{r}} = getelementptr float, ptr %lx{{r}}, i64 {at}")}
@@ -199,8 +216,9 @@ short:
 {self._each(f"  %sofar{{o}}.{{r}}.{turn + 1} = {fused}<{{L}} x float> %sofar{{o}}.{{r}}.{turn})")}"""
 
     def _loop(self) -> str:
-        # The prefetch reaches for the next tile's weights while this one's are in use: rows of weights are too short for the hardware to
-        # find its pace. Into the second level (2), as the first is full; beyond the end of the memory it does nothing.
+        # The prefetch reaches for the next tile's weights while this one's are in use: rows of weights are too short
+        # for the hardware to find its pace. Into the second level (2), as the first is full; beyond the end of the
+        # memory it does nothing.
         return f"""loop:
   %k = phi i64 [%far, %short], [%k.next, %loop]
 {self._each("  %old{o}.{r} = phi <{L} x float> [%start{o}.{r}, %short], [%new{o}.{r}, %loop]")}
@@ -234,7 +252,8 @@ rest:
   br label %fold"""
 
     def _weights(self, load: str, name: str) -> str:
-        """Write the loading of each output's next weights as floats; `load` has fields for their kind and size as stored."""
+        """Write the loading of each output's next weights as floats; `load` has fields for their kind and size as
+        stored."""
         kind = f"<{self.lanes} x {_KINDS[self.stored]}>"
         loaded = load.replace("{kind}", kind).replace("{bytes}", str(BYTES[self.stored]))
         if self.stored == "float32":
@@ -250,7 +269,10 @@ rest:
 
     def _fold(self) -> str:
         width = self.lanes
-        lines = ["fold:", self._each("  %fold{o}.{r}.{L} = phi <{L} x float> [%sum{o}.{r}, %looped], [%end{o}.{r}, %rest]")]
+        lines = [
+            "fold:",
+            self._each("  %fold{o}.{r}.{L} = phi <{L} x float> [%sum{o}.{r}, %looped], [%end{o}.{r}, %rest]"),
+        ]
         while width > 1:
             width //= 2
             lines += [self._halve(width)]
@@ -273,7 +295,9 @@ rest:
             (
                 self._each(f"  %low{{o}}.{{r}}.{half} = shufflevector {cut} <{low}>"),
                 self._each(f"  %high{{o}}.{{r}}.{half} = shufflevector {cut} <{high}>"),
-                self._each(f"  %fold{{o}}.{{r}}.{half} = fadd <{half} x float> %low{{o}}.{{r}}.{half}, %high{{o}}.{{r}}.{half}"),
+                self._each(
+                    f"  %fold{{o}}.{{r}}.{half} = fadd <{half} x float> %low{{o}}.{{r}}.{half}, %high{{o}}.{{r}}.{half}"
+                ),
             )
         )
 
@@ -321,8 +345,9 @@ end:
 }}"""
 
 
-def _work(outs: int, stored: Stored) -> str:
-    """Write what a thread does: take a part of the outputs, go through it in wide tiles and then in single outputs, until none is left."""
+def _work(outs: int, stored: WeightBits) -> str:
+    """Write what a thread does: take a part of the outputs, go through it in wide tiles and then in single outputs,
+    until none is left."""
     pointers, numbers = ("x", "w", "bias", "y"), ("rows", "n", "outs", "part")
     fields = [*(("ptr", name) for name in pointers), *(("i64", name) for name in numbers), ("ptr", "scale")]
     loads = "\n".join(
@@ -349,7 +374,7 @@ end:
 }}"""
 
 
-def _stretch(name: str, step: int, stored: Stored, start: str, before: str, then: str) -> str:
+def _stretch(name: str, step: int, stored: WeightBits, start: str, before: str, then: str) -> str:
     """Write a loop over outputs from `start` to %stop in whole steps."""
     return f"""{name}:
   %{name}.o = phi i64 [{start}, %{before}], [%{name}.next, %{name}.go]

@@ -1,8 +1,10 @@
-"""Linear layers that stay cheap from 1 to 16 rows on a CPU: which implementation serves which shape, found by measurement at load.
+"""Linear layers that stay cheap from 1 to 16 rows on a CPU: which implementation serves which shape, found by
+measurement at load.
 
-Owns the choice and the callables; the machine code is in `kernels`. Invariant: one implementation serves the calls of a layer at every row
-count up to `MOST_ROWS`, so that with "llvm" (and no other kind) a row gets the same bits alone and among others. Calls with more rows
-(prefill) are torch's own; the compiled step calls no layer but the kernels of all of them, and so keeps that promise at any row count.
+Owns the choice and the callables; the machine code is in `kernels`. Invariant: one implementation serves the calls of a
+layer at every row count up to `MOST_ROWS`, so that with "llvm" (and no other kind) a row gets the same bits alone and
+among others. Calls with more rows (prefill) are torch's own; the compiled step calls no layer but the kernels of all of
+them, and so keeps that promise at any row count.
 
 `scripts/measure_linear.py` prints what each kind costs on this machine.
 """
@@ -20,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.errors import unknown
-from specbranch.models.cpu.kernels import Kernel, Stored, load_kernel, outputs_at_a_time, whole_numbers
+from specbranch.models.cpu.kernels import Kernel, WeightBits, load_kernel, outputs_at_a_time, whole_numbers
 
-Kind = Literal["torch", "onednn", "llvm"]
+LinearKind = Literal["torch", "onednn", "llvm"]
 Linear = Callable[[Tensor], Tensor]
 
 MOST_ROWS = 16
@@ -31,15 +33,15 @@ TRIED_ROWS = (1, 4, 8)
 TOLERATED = 1.25  # times torch's cost: what numbers that do not depend on the row count are worth
 SAMPLE = 1 << 22  # elements of a large weight that are enough to measure with
 TRIALS = 3  # that the kernel must lose before torch is preferred
-STORED_AS: dict[Stored, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+STORED_AS: dict[WeightBits, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 SECONDS = 0.03  # to spend on one trial of one shape
 
 
 def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return x ↦ x·Wᵀ + b in the kind that is best here for this shape; measures when a shape is new.
 
-    The weight is used in place: it must not be moved or replaced afterwards, while new values written into it are seen. Only
-    "onednn", which is never chosen unasked, holds a second, packed copy.
+    The weight is used in place: it must not be moved or replaced afterwards, while new values written into it are seen.
+    Only "onednn", which is never chosen unasked, holds a second, packed copy.
     """
     forced = forced_kind()
     if not _suits(weight, bias):
@@ -52,7 +54,8 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLinear:
-    """Return x ↦ (x·Wᵀ)·scale + b for a weight in int8 or bfloat16 that the kernel `takes`; int8 may be held otherwise."""
+    """Return x ↦ (x·Wᵀ)·scale + b for a weight in int8 or bfloat16 that the kernel `takes`; int8 may be held
+    otherwise."""
     stored = "bfloat16" if weight.dtype is torch.bfloat16 else whole_numbers()
     kernel = load_kernel(stored)
     assert kernel is not None
@@ -64,17 +67,17 @@ def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
 
     Nothing is measured: with few rows memory decides, which a trial on one cached matrix would not show.
     """
-    held: dict[str, Stored] = {"int8": whole_numbers(), "bfloat16": "bfloat16"}
+    held: dict[str, WeightBits] = {"int8": whole_numbers(), "bfloat16": "bfloat16"}
     runs = device.type == "cpu" and dtype is torch.float32 and forced_kind() in (None, "llvm")
     return runs and stored in held and load_kernel(held[stored]) is not None
 
 
-def forced_kind() -> Kind | None:
+def forced_kind() -> LinearKind | None:
     """Read the kind that the environment forces, if any."""
     name = os.environ.get(VARIABLE)
     if not name:
         return None
-    kinds: tuple[Kind, ...] = get_args(Kind)
+    kinds: tuple[LinearKind, ...] = get_args(LinearKind)
     if name not in kinds:
         raise unknown(f"value of {VARIABLE}", name, kinds)
     return kinds[kinds.index(name)]
@@ -83,7 +86,7 @@ def forced_kind() -> Kind | None:
 class PlainLinear:
     """torch's own, for any dtype, device and layout."""
 
-    kind: Kind = "torch"
+    kind: LinearKind = "torch"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -96,7 +99,7 @@ class PlainLinear:
 class PackedLinear:
     """oneDNN on a packed copy of the weight."""
 
-    kind: Kind = "onednn"
+    kind: LinearKind = "onednn"
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.packed, self.bias = _pack(weight), bias
@@ -108,11 +111,14 @@ class PackedLinear:
 
 
 class KernelLinear:
-    """The small-row kernel; a row's result does not depend on the rows beside it. A weight stored small has a scale for each output."""
+    """The small-row kernel; a row's result does not depend on the rows beside it. A weight stored small has a scale
+    for each output."""
 
-    kind: Kind = "llvm"
+    kind: LinearKind = "llvm"
 
-    def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None, most_rows: int, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, kernel: Kernel, weight: Tensor, bias: Tensor | None, most_rows: int, scale: Tensor | None = None
+    ) -> None:
         self.kernel, self.weight, self.bias, self.scale = kernel, weight, bias, scale
         self._most_rows = most_rows
         self._outs, self._ins = weight.shape
@@ -123,7 +129,13 @@ class KernelLinear:
         """Apply the layer; calls the kernel is not made for go to torch, errors included."""
         *outer, ins = x.shape
         rows = outer[0] if len(outer) == 1 else x.numel() // self._ins
-        if not 0 < rows <= self._most_rows or ins != self._ins or x.dtype is not torch.float32 or not x.is_cpu or _tracked(x):
+        if (
+            not 0 < rows <= self._most_rows
+            or ins != self._ins
+            or x.dtype is not torch.float32
+            or not x.is_cpu
+            or _tracked(x)
+        ):
             return self._plain(x)
         x = x.contiguous()
         y = x.new_empty(*outer, self._outs)
@@ -149,7 +161,12 @@ def _tracked(x: Tensor) -> bool:
 def _suits(weight: Tensor, bias: Tensor | None) -> bool:
     """Whether anything but plain torch may serve this layer."""
     parts = [weight] if bias is None else [weight, bias]
-    return weight.dim() == 2 and weight.numel() > 0 and all(map(_plain_float32, parts)) and (bias is None or bias.shape == weight.shape[:1])
+    return (
+        weight.dim() == 2
+        and weight.numel() > 0
+        and all(map(_plain_float32, parts))
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
 
 
 def _plain_float32(part: Tensor) -> bool:
@@ -172,10 +189,10 @@ def onednn_works() -> bool:
     return True
 
 
-_kinds: dict[tuple[int, int, int], Kind] = {}  # by outputs, inputs and threads
+_kinds: dict[tuple[int, int, int], LinearKind] = {}  # by outputs, inputs and threads
 
 
-def _measured(weight: Tensor) -> Kind:
+def _measured(weight: Tensor) -> LinearKind:
     outs, ins = weight.shape
     key = (outs, ins, torch.get_num_threads())
     if key not in _kinds:
@@ -183,7 +200,7 @@ def _measured(weight: Tensor) -> Kind:
     return _kinds[key]
 
 
-def _faster(weight: Tensor) -> Kind:
+def _faster(weight: Tensor) -> LinearKind:
     """Compare torch and the kernel on (part of) a weight; packed copies are no candidates, as memory counts."""
     kernel = load_kernel()
     if kernel is None:
@@ -200,7 +217,8 @@ def _kernel_holds(pair: tuple[Linear, Linear], ins: int) -> bool:
 
 
 def _paired_costs(layers: tuple[Linear, ...], x: Tensor) -> list[float]:
-    """Least seconds of each layer, taken in turns: under load the least is steadier than the median, and the choice should not waver."""
+    """Least seconds of each layer, taken in turns: under load the least is steadier than the median, and the choice
+    should not waver."""
     turns: list[list[float]] = []
     until = time.perf_counter() + SECONDS / len(TRIED_ROWS)
     while len(turns) < 4 or (len(turns) < 12 and time.perf_counter() < until):

@@ -77,8 +77,8 @@ def _compiled(text: str, optimise: bool) -> Any:
 def torch_team() -> Team | None:
     """Find the entry point of the OpenMP that torch itself uses.
 
-    A second pool would fight with torch's for the cores, as both spin while they wait. Looking the symbol up from torch's library
-    finds torch's own OpenMP even where several are installed; libgomp, libomp and libiomp5 all have it.
+    A second pool would fight with torch's for the cores, as both spin while they wait. Looking the symbol up from
+    torch's library finds torch's own OpenMP even where several are installed; libgomp, libomp and libiomp5 all have it.
     """
     found = _torch_symbol("GOMP_parallel")
     if found is None:
@@ -104,7 +104,8 @@ def _torch_symbol(symbol: str) -> Any:
 
 
 def _forget_pages(library: str) -> None:
-    """Give back the resident pages of a library that has done its work; they come back from its file if ever touched."""
+    """Give back the resident pages of a library that has done its work; they come back from its file if ever
+    touched."""
     if not hasattr(mmap, "MADV_DONTNEED") or not Path("/proc/self/smaps").exists():
         return
     madvise = ctypes.CDLL(None).madvise

@@ -1,7 +1,8 @@
 """The decoder's small operations in LLVM's language, written as plain loops that its optimiser turns into vectors.
 
-Owns the text, the layout of an operation's arguments and that of the table of rows. Invariant: sums run over a row's own numbers, and
-over the tokens it sees in their order in the sequence, in an order that depends on neither the rows beside it nor the threads.
+Owns the text, the layout of an operation's arguments and that of the table of rows. Invariant: sums run over a row's
+own numbers, and over the tokens it sees in their order in the sequence, in an order that depends on neither the rows
+beside it nor the threads.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from dataclasses import dataclass
 
 from specbranch.models.kv import PAGE
 
-FIELDS = 16  # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
-# A row's entry in the table: where the addresses of its sequence's pages are listed, how many places the rows of its sequence all see, the
-# address of its own place, how many tokens it sees, and where the addresses of those behind the prefix are listed. An address is that of a
-# place's key in the first head of the first layer.
+# numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
+FIELDS = 16
+# A row's entry in the table: where the addresses of its sequence's pages are listed, how many places the rows of its
+# sequence all see, the address of its own place, how many tokens it sees, and where the addresses of those behind the
+# prefix are listed. An address is that of a place's key in the first head of the first layer.
 ENTRY = ("pages", "prefix", "slot", "count", "line")
 SPINS = 4096  # looks at the barrier before a thread offers its core to others
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class KernelShape:
     """What the code is specialised to."""
 
     heads: int
@@ -45,9 +47,11 @@ class Shape:
         return self.kv_heads * self.head
 
 
-def source(shape: Shape) -> str:
+def source(shape: KernelShape) -> str:
     """Write all operations in LLVM's language, as plain loops; its optimiser turns them into vectors."""
-    return "\n".join((_DECLARATIONS, _exp(), _norm(), _turn(shape), _head_group(shape), _attend(shape), _gate(), _run()))
+    return "\n".join(
+        (_DECLARATIONS, _exp(), _norm(), _turn(shape), _head_group(shape), _attend(shape), _gate(), _run())
+    )
 
 
 _DECLARATIONS = """
@@ -77,7 +81,9 @@ def _loop(name: str, start: str, stop: str, body: str, step: int = 1) -> str:
 {name}.end:"""
 
 
-def _operation(name: str, pointers: tuple[str, ...], counts: tuple[str, ...], many: str, body: str, variables: str = "") -> str:
+def _operation(
+    name: str, pointers: tuple[str, ...], counts: tuple[str, ...], many: str, body: str, variables: str = ""
+) -> str:
     """Write an operation: read its arguments, then take items (%item, from 0 to `many`) until none is left.
 
     Every thread calls it and helps itself, so a slow one holds nobody up.
@@ -120,7 +126,8 @@ def _number(value: float) -> str:
 
 
 def _exp() -> str:
-    """Write e^x for x ≤ 0: 2^whole by its bits, 2^rest by its series to the 7th power (error below 1e-8); exactly 0 below -87."""
+    """Write e^x for x ≤ 0: 2^whole by its bits, 2^rest by its series to the 7th power (error below 1e-8); exactly 0
+    below -87."""
     series = [math.log(2) ** power / math.factorial(power) for power in range(8)]
     lines = [f"  %p7 = fadd float {_number(series[7])}, 0.0"]
     for power in range(6, -1, -1):
@@ -201,8 +208,9 @@ def _entry(row: str) -> str:
 {loads}"""
 
 
-def _turn(shape: Shape) -> str:
-    """Write the turning of a row's queries and keys by its position, after their norm if there is one; keys and values go to the cache."""
+def _turn(shape: KernelShape) -> str:
+    """Write the turning of a row's queries and keys by its position, after their norm if there is one; keys and
+    values go to the cache."""
     half, turned = f"<{shape.head_dim // 2} x float>", shape.heads + shape.kv_heads
     body = f"""{_entry("%item")}
   %layer.at = mul i64 %layer, {2 * shape.values}
@@ -224,7 +232,7 @@ def _turn(shape: Shape) -> str:
     return declare + _operation("turn", pointers, counts, "%rows", body, _variables(h="i64", g="i64", a=half, b=half))
 
 
-def _turn_head(shape: Shape) -> str:
+def _turn_head(shape: KernelShape) -> str:
     middle, half = shape.head_dim // 2, f"<{shape.head_dim // 2} x float>"
     return f"""  %from.at = mul i64 %h.i, {shape.head_dim}
   %from = getelementptr float, ptr %row, i64 %from.at
@@ -258,7 +266,7 @@ ready:
   store {half} %new.b, ptr %to.b, align 4"""
 
 
-def _norm_head(shape: Shape) -> str:
+def _norm_head(shape: KernelShape) -> str:
     middle, half = shape.head_dim // 2, f"<{shape.head_dim // 2} x float>"
     reduce = f"call {_LOOSE} float @llvm.vector.reduce.fadd.v{middle}f32(float -0.0, {half} %"
     return f"""  %sq.a = fmul {half} %raw.a, %raw.a
@@ -282,7 +290,7 @@ def _norm_head(shape: Shape) -> str:
   store {half} %normed.b, ptr %b"""
 
 
-def _store_value(shape: Shape) -> str:
+def _store_value(shape: KernelShape) -> str:
     kind = f"<{shape.head_dim} x float>"
     return f"""  %value.head = add i64 %g.i, {shape.heads + shape.kv_heads}
   %value.at = mul i64 %value.head, {shape.head_dim}
@@ -293,11 +301,12 @@ def _store_value(shape: Shape) -> str:
   store {kind} %value, ptr %v.p, align 4"""
 
 
-def _head_group(shape: Shape) -> str:
-    """Write attention of the queries that share a key head: pages of tokens in their order in the sequence, with running maxima.
+def _head_group(shape: KernelShape) -> str:
+    """Write attention of the queries that share a key head: pages of tokens in their order in the sequence, with
+    running maxima.
 
-    A page's keys and values are used by every query while they are cached: a long context is fetched from memory once. `%at` tells
-    where in a place its keys of this layer and head are.
+    A page's keys and values are used by every query while they are cached: a long context is fetched from memory once.
+    `%at` tells where in a place its keys of this layer and head are.
     """
     group, kind = shape.heads // shape.kv_heads, f"<{shape.head_dim} x float>"
     arguments = ", ".join(f"ptr noalias %{name}" for name in ("q", "pages", "line", "out"))
@@ -353,7 +362,8 @@ _EXPONENTIAL = f"""  %ep = getelementptr float, ptr %scores, i64 %e.i
 
 
 def _place(counter: str, head_dim: int) -> str:
-    """Find the place of the token so far behind the page's first: in the prefix by its number, behind it by what the line says."""
+    """Find the place of the token so far behind the page's first: in the prefix by its number, behind it by what the
+    line says."""
     return f"""  %{counter}.token = add i64 %b.i, %{counter}.i
   %{counter}.behind = sub i64 %{counter}.token, %prefix
   %{counter}.node = call i64 @llvm.smax.i64(i64 %{counter}.behind, i64 0)
@@ -366,7 +376,8 @@ def _place(counter: str, head_dim: int) -> str:
 
 
 def _block(head_dim: int, group: int) -> str:
-    """Write what is done with the tokens of one page for every head: scores, their maximum, exponentials, the weighted values."""
+    """Write what is done with the tokens of one page for every head: scores, their maximum, exponentials, the
+    weighted values."""
     kind = f"<{head_dim} x float>"
     score = f"""{_place("j", head_dim)}
   %kp = getelementptr float, ptr %j.place, i64 %at
@@ -427,8 +438,9 @@ def _block(head_dim: int, group: int) -> str:
 {_loop("g", "0", str(group), head)}"""
 
 
-def _attend(shape: Shape) -> str:
-    """Write attention; an item is a key head and a row, rows of one head after each other, as they share what is cached."""
+def _attend(shape: KernelShape) -> str:
+    """Write attention; an item is a key head and a row, rows of one head after each other, as they share what is
+    cached."""
     width = shape.heads // shape.kv_heads * shape.head_dim
     body = f"""  %head = udiv i64 %item, %rows
   %row = urem i64 %item, %rows
@@ -478,7 +490,9 @@ def _gate() -> str:
 def _run() -> str:
     """Write the going through a list: do an operation together, wait for each other, go on."""
     # A core that says it waits leaves what it shares to the other thread on it.
-    pause, argument = ("llvm.aarch64.hint", "i32") if platform.machine() in ("aarch64", "arm64") else ("llvm.x86.sse2.pause", "")
+    pause, argument = (
+        ("llvm.aarch64.hint", "i32") if platform.machine() in ("aarch64", "arm64") else ("llvm.x86.sse2.pause", "")
+    )
     each = f"""  %at = mul i64 %o.i, {FIELDS}
   %code.p = getelementptr i64, ptr %list, i64 %at
   %code = load ptr, ptr %code.p

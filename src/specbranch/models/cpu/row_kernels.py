@@ -4,8 +4,9 @@ At one row the small operations cost in dispatch what a third of the matrices co
 that the threads go through together, with one call from Python. Owns the compiled code and its launch; the text is in
 `row_kernel_text`, the list in `fused_step`.
 
-Invariant: a row's result depends on that row and on the tokens it sees, in their order in the sequence: not on the rows beside it, the
-number of threads, or where in the tail its tokens lie. So a token scored alone, in a chain or in a tree gets the same bits.
+Invariant: a row's result depends on that row and on the tokens it sees, in their order in the sequence: not on the rows
+beside it, the number of threads, or where in the tail its tokens lie. So a token scored alone, in a chain or in a tree
+gets the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, team_size_address, torch_team
-from specbranch.models.cpu.row_kernel_text import Shape, source
+from specbranch.models.cpu.row_kernel_text import KernelShape, source
 
 Operation = Literal["norm", "turn", "attend", "gate"]
 OPERATIONS: tuple[Operation, ...] = ("norm", "turn", "attend", "gate")
@@ -39,7 +40,8 @@ class RowKernels:
     team_size: int  # address of the function that tells a thread how many there are
 
     def run(self, header: int) -> None:
-        """Carry out a list of operations; `header` is the address of: arrived, operations, address of the list, `team_size`."""
+        """Carry out a list of operations; `header` is the address of: arrived, operations, address of the list,
+        `team_size`."""
         threads = torch.get_num_threads()
         if self.team is None or threads == 1:
             self.alone(header)
@@ -48,7 +50,7 @@ class RowKernels:
 
 
 @cache
-def load_row_kernels(shape: Shape) -> RowKernels | None:
+def load_row_kernels(shape: KernelShape) -> RowKernels | None:
     """Compile for this machine, once a process and shape; None where that cannot be done."""
     try:
         engine = compile_text(source(shape), optimise=True)

@@ -1,7 +1,7 @@
 """What the native decoder must know of a model before it reads a weight, from a config.json or from a GGUF header.
 
-Owns the reading of both and the refusal of what the decoder cannot do. Invariant: an `Architecture` that exists can be run, with
-nothing of its definition left aside in silence.
+Owns the reading of both and the refusal of what the decoder cannot do. Invariant: an `Architecture` that exists can be
+run, with nothing of its definition left aside in silence.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Architecture:
     window: int | None  # active sliding window
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    charged: int | None = None  # rows of the output head where they are not the vocabulary's: those behind it are never looked at
+    charged: int | None = (
+        None  # rows of the output head where they are not the vocabulary's: those behind it are never looked at
+    )
 
     @property
     def head_rows(self) -> int:
@@ -94,13 +96,27 @@ class Architecture:
         return self.charged or self.vocabulary
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length"):
+        for field in (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "vocabulary",
+            "context_length",
+        ):
             if getattr(self, field) < 1:
                 raise ModelError(f"{self.name} declares {field} = {getattr(self, field)}; expected a whole number ≥ 1.")
         if self.heads % self.kv_heads:
-            raise ModelError(f"{self.name} declares {self.heads} attention heads over {self.kv_heads} key heads; expected a multiple.")
+            raise ModelError(
+                f"{self.name} declares {self.heads} attention heads over {self.kv_heads} key heads; expected a "
+                "multiple."
+            )
         if self.head_dim % 2:
-            raise ModelError(f"{self.name} declares a head dimension of {self.head_dim}; rotary positions need an even one.")
+            raise ModelError(
+                f"{self.name} declares a head dimension of {self.head_dim}; rotary positions need an even one."
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "the model") -> Self:
@@ -186,7 +202,8 @@ class Architecture:
 def _known_family(family: str, name: str) -> Family:
     if family not in FAMILIES:
         raise UnsupportedArchitecture(
-            f"{name} has architecture {family!r}; the native decoder runs {', '.join(FAMILIES)}. It may run elsewhere: {USE_TRANSFORMERS}"
+            f"{name} has architecture {family!r}; the native decoder runs {', '.join(FAMILIES)}. It may run "
+            f"elsewhere: {USE_TRANSFORMERS}"
         )
     return family
 
@@ -194,7 +211,9 @@ def _known_family(family: str, name: str) -> Family:
 def _refuse_variants(config: Mapping[str, Any], name: str) -> None:
     """Refuse what a known family may declare and this decoder does not compute."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedArchitecture(f"{name} uses the activation {activation!r}; the native decoder has silu only. {USE_TRANSFORMERS}")
+        raise UnsupportedArchitecture(
+            f"{name} uses the activation {activation!r}; the native decoder has silu only. {USE_TRANSFORMERS}"
+        )
     rope = config.get("rope_parameters") or {}
     if (part := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1, 1.0):
         raise UnsupportedArchitecture(
@@ -209,7 +228,10 @@ def _refuse_variants(config: Mapping[str, Any], name: str) -> None:
 def _count(config: Mapping[str, Any], key: str, name: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"The configuration of {name} has {key} = {value!r}; expected a whole number ≥ 1. The file may be incomplete.")
+        raise ModelError(
+            f"The configuration of {name} has {key} = {value!r}; expected a whole number ≥ 1. The file may be "
+            "incomplete."
+        )
     return value
 
 
@@ -244,7 +266,8 @@ def _scaled(kind: str, theta: float, values: Mapping[str, Any], context: int, na
     if kind == "yarn":
         return _yarn(theta, values, context, original)
     raise UnsupportedArchitecture(
-        f"{name} uses {kind!r} rotary scaling; the native decoder has default, linear, llama3 and yarn. {USE_TRANSFORMERS}"
+        f"{name} uses {kind!r} rotary scaling; the native decoder has default, linear, llama3 and yarn. "
+        f"{USE_TRANSFORMERS}"
     )
 
 
@@ -288,7 +311,8 @@ class _GgufKeys:
         value = self.get(key, default)
         if not isinstance(value, int) or value < 1:
             raise ModelError(
-                f"{self.file.name} has {self.family}.{key} = {value!r}; expected a whole number ≥ 1. The file may be incomplete."
+                f"{self.file.name} has {self.family}.{key} = {value!r}; expected a whole number ≥ 1. The file may be "
+                "incomplete."
             )
         return value
 
@@ -299,10 +323,13 @@ class _GgufKeys:
             )
         if (length := self.get("attention.value_length", head_dim)) != head_dim:
             raise UnsupportedArchitecture(
-                f"{self.file.name} has values of {length} and keys of {head_dim} dimensions; the native decoder needs one size."
+                f"{self.file.name} has values of {length} and keys of {head_dim} dimensions; the native decoder needs "
+                "one size."
             )
         if experts := self.get("expert_count", 0):
-            raise UnsupportedArchitecture(f"{self.file.name} is a mixture of {experts} experts, which the native decoder does not run.")
+            raise UnsupportedArchitecture(
+                f"{self.file.name} is a mixture of {experts} experts, which the native decoder does not run."
+            )
 
 
 def _rope_from_gguf(keys: _GgufKeys, head_dim: int) -> Rope:
@@ -310,9 +337,14 @@ def _rope_from_gguf(keys: _GgufKeys, head_dim: int) -> Rope:
     if "rope_freqs.weight" in keys.file:
         divisors = tuple(keys.file.values("rope_freqs.weight"))
         if len(divisors) != head_dim // 2:
-            raise ModelError(f"{keys.file.name}: rope_freqs.weight has {len(divisors)} values, expected {head_dim // 2}.")
+            raise ModelError(
+                f"{keys.file.name}: rope_freqs.weight has {len(divisors)} values, expected {head_dim // 2}."
+            )
         return Rope(theta, "divisors", divisors=divisors)
     kind = keys.get("rope.scaling.type", "none")
-    values = {"factor": keys.get("rope.scaling.factor", 1.0), "attention_factor": keys.get("rope.scaling.attn_factor", None)}
+    values = {
+        "factor": keys.get("rope.scaling.factor", 1.0),
+        "attention_factor": keys.get("rope.scaling.attn_factor", None),
+    }
     values["original_max_position_embeddings"] = keys.get("rope.scaling.original_context_length", None)
     return _scaled("default" if kind == "none" else kind, theta, values, keys.count("context_length"), keys.file.name)

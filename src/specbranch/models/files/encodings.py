@@ -99,28 +99,38 @@ def _fields(raw: Tensor, *sizes: int) -> tuple[Tensor, ...]:
 
 
 def _unpacked(packed: Tensor, bits: int, run: int) -> Tensor:
-    """Unpack bytes [n, m] to whole numbers [n, m·8/bits]: from each `run` bytes first all their lowest bits, then the next ones."""
+    """Unpack bytes [n, m] to whole numbers [n, m·8/bits]: from each `run` bytes first all their lowest bits, then
+    the next ones."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     numbers = packed.view(packed.shape[0], -1, 1, run) >> shifts.unsqueeze(1)  # [n, m/run, 8/bits, run]
     return numbers.bitwise_and_((1 << bits) - 1).flatten(1)
 
 
 def _scaled(numbers: Tensor, scales: Tensor, leasts: Tensor | None = None) -> Tensor:
-    """Multiply numbers [n, 256] by the scale [n, ...] of their group, then subtract its least, each with a rounding of its own."""
+    """Multiply numbers [n, 256] by the scale [n, ...] of their group, then subtract its least, each with a rounding
+    of its own."""
     out = numbers.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
     return (out if leasts is None else out.sub_(leasts.unsqueeze(-1))).view(-1)
 
 
 def _scales_and_leasts(halves: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack two numbers of six bits for each of eight groups from [n, 12] bytes, and multiply by the block's own two: [n, 2, 4] each."""
-    first, rest = torch.split(packed, [8, 4], dim=1)  # the upper two bits of the first four groups belong to the last four
+    """Unpack two numbers of six bits for each of eight groups from [n, 12] bytes, and multiply by the block's own
+    two: [n, 2, 4] each."""
+    first, rest = torch.split(
+        packed, [8, 4], dim=1
+    )  # the upper two bits of the first four groups belong to the last four
     last = _unpacked(rest, 4, 4) | first >> 6 << 4
     numbers = torch.cat((first & 63, last), dim=1).view(-1, 2, 2, 4)  # [n, first or last groups, scale or least, 4]
     scales, leasts = (numbers * _half(halves).view(-1, 1, 2, 1)).unbind(2)
     return scales, leasts
 
 
-SAFETENSORS = {"F64": plain(torch.float64), "F32": plain(torch.float32), "F16": plain(torch.float16), "BF16": plain(torch.bfloat16)}
+SAFETENSORS = {
+    "F64": plain(torch.float64),
+    "F32": plain(torch.float32),
+    "F16": plain(torch.float16),
+    "BF16": plain(torch.bfloat16),
+}
 
 _GGUF = {
     0: plain(torch.float32),

@@ -1,11 +1,12 @@
 """Fetches one file of a Python package, from whatever index this environment's pip is set up for; names no host itself.
 
-Owns asking pip where a file lies, and a download that can be resumed. Invariant: bytes only ever go to the `.part` file given, which keeps
-what arrived when the download breaks off; whether they are the right bytes is for the caller to check.
+Owns asking pip where a file lies, and a download that can be resumed. Invariant: bytes only ever go to the `.part` file
+given, which keeps what arrived when the download breaks off; whether they are the right bytes is for the caller to
+check.
 
-pip is asked through its own finder: its documented way, a dry run with a report, downloads the whole wheel on an index without separate
-metadata (and always does so before pip 23.3), cannot be resumed and leaves the credentials out. The report is the fallback should the
-finder ever change.
+pip is asked through its own finder: its documented way, a dry run with a report, downloads the whole wheel on an index
+without separate metadata (and always does so before pip 23.3), cannot be resumed and leaves the credentials out. The
+report is the fallback should the finder ever change.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def locate(package: str, version: str) -> Source:
     found = _last_json(done.stdout) if done.returncode == 0 else _by_report(package, version)
     if not found.get("url"):
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise DownloadError(f"pip finds no {package}=={version} ({said[-1] if said else 'no connection, or the index does not have it'}).")
+        raise DownloadError(
+            f"pip finds no {package}=={version} "
+            f"({said[-1] if said else 'no connection, or the index does not have it'})."
+        )
     return _source(found)
 
 
@@ -96,7 +100,9 @@ def _by_report(package: str, version: str) -> Mapping[str, Any]:
     options = ("--dry-run", "--no-deps", "--ignore-installed", "--only-binary=:all:", "--quiet", "--report", "-")
     done = _run("-m", "pip", "install", *options, f"{package}=={version}")
     if "No module named pip" in done.stderr:
-        raise DownloadError(f"This Python ({sys.executable}) has no pip, which is asked where the file lies. Install pip into it.")
+        raise DownloadError(
+            f"This Python ({sys.executable}) has no pip, which is asked where the file lies. Install pip into it."
+        )
     installs = _last_json(done.stdout).get("install") or [{}] if done.returncode == 0 else [{}]
     return {"url": installs[0].get("download_info", {}).get("url")}
 
@@ -119,7 +125,8 @@ def _last_json(output: str) -> dict[str, Any]:
 def download(source: Source, part: Path, size: int, progress: Progress) -> None:
     """Fetch the file into `part`, going on from what it holds; connections that break are taken up again.
 
-    Raises Refused if pip has to do it, and DownloadError if the connection stays broken; `part` then keeps what arrived.
+    Raises Refused if pip has to do it, and DownloadError if the connection stays broken; `part` then keeps what
+    arrived.
     """
     fruitless = 0
     while fruitless < TRIES:
@@ -143,7 +150,9 @@ def _raise_if_hopeless(error: Exception) -> None:
         if error.code in (401, 403, 407):
             raise Refused(f"HTTP {error.code}") from error
         if error.code < 500 and error.code != 429:
-            raise DownloadError(f"The server answers {error.code} {error.reason} for the file that the index names.") from error
+            raise DownloadError(
+                f"The server answers {error.code} {error.reason} for the file that the index names."
+            ) from error
     elif isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
         raise Refused(str(error)) from error
     elif isinstance(error, OSError) and not isinstance(error, _NETWORK):
@@ -183,13 +192,17 @@ def _open(source: Source, offset: int) -> Any:
     if offset:
         request.add_header("Range", f"bytes={offset}-")
     proxies = {"http": source.proxy, "https": source.proxy} if source.proxy else None
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies), urllib.request.HTTPSHandler(context=_context(source)))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler(proxies), urllib.request.HTTPSHandler(context=_context(source))
+    )
     return opener.open(request, timeout=TIMEOUT)
 
 
 def _context(source: Source) -> ssl.SSLContext:
     """Certificates as pip has them: its own setting, then what requests reads, then the system's."""
-    given = source.cert or next((os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), None)
+    given = source.cert or next(
+        (os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), None
+    )
     if given and not Path(given).exists():
         raise DownloadError(f"The certificate file {given} that pip is told to use does not exist.")
     folder = given is not None and Path(given).is_dir()
@@ -208,7 +221,17 @@ def _length(path: Path) -> int:
 def download_by_pip(package: str, version: str, part: Path) -> None:
     """Let pip download the wheel itself, with all its logins and certificates; this cannot be resumed."""
     with tempfile.TemporaryDirectory(dir=part.parent) as folder:
-        done = _run("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder, f"{package}=={version}")
+        done = _run(
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--dest",
+            folder,
+            f"{package}=={version}",
+        )
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

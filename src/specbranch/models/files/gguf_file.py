@@ -1,7 +1,7 @@
 """The header of a GGUF file (versions 2 and 3, little endian): metadata, and where its tensors lie.
 
-Owns the parsing. Long arrays (the vocabulary) are skipped over and read only when asked for, since they cost more time than the
-weights. Invariant: everything named by the header lies inside the file.
+Owns the parsing. Long arrays (the vocabulary) are skipped over and read only when asked for, since they cost more time
+than the weights. Invariant: everything named by the header lies inside the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from specbranch.errors import ModelError
 from specbranch.models.files.encodings import Encoding, gguf_encoding
-from specbranch.models.files.tensor_file import Entry, TensorFile
+from specbranch.models.files.tensor_file import StoredTensor, TensorFile
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -111,7 +111,7 @@ class _Cursor:
         self.offset = offset
 
 
-def _parse(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
+def _parse(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(data)
         if data[:4] != b"GGUF":
@@ -123,7 +123,9 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
         metadata = {cursor.string(): cursor.value(cursor.scalar("<I"), path) for _ in range(pairs)}
         infos = [_info(cursor) for _ in range(tensors)]
         data_start = _aligned(cursor.offset, int(metadata.get("general.alignment", 32)))
-    return metadata, {tensor: Entry(shape, data_start + offset, encoding) for tensor, shape, offset, encoding in infos}
+    return metadata, {
+        tensor: StoredTensor(shape, data_start + offset, encoding) for tensor, shape, offset, encoding in infos
+    }
 
 
 def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, Encoding]:

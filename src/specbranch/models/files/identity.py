@@ -1,7 +1,7 @@
 """Telling models apart by their files, without loading them.
 
-Owns the digest. It reads both ends of each file, which is quick and enough to tell one model from another; it is no check of wholeness.
-An inflated model is its recipe and its source.
+Owns the digest. It reads both ends of each file, which is quick and enough to tell one model from another; it is no
+check of wholeness. An inflated model is its recipe and its source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ LENGTH = 16  # hexadecimal digits
 
 
 def model_identity(name: str) -> str:
-    """Return a short digest of the model that a path or Hub id names: file names, sizes, and what stands at both ends of each."""
+    """Return a short digest of the model that a path or Hub id names: file names, sizes, and what stands at both
+    ends of each."""
     return identity_of(locate(name))
 
 
@@ -30,7 +31,11 @@ def identity_of(located: Located) -> str:
     if located.kind == "inflation":
         recipe = read_inflation(path)
         return sha256(f"{recipe.digest} {identity_of(source_of(recipe))}".encode()).hexdigest()[:LENGTH]
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in KINDS and file.name not in ASIDE)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.iterdir() if file.suffix in KINDS and file.name not in ASIDE)
+    )
     digest = sha256()
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size} ".encode())

@@ -1,9 +1,9 @@
 """A small model's weights in the places of a larger model's: the same function at the larger one's cost.
 
-Owns where everything lies and what it is scaled by. The residual stream is padded with zeros, which nothing ever writes to; heads, neurons
-and layers beyond the small model's compute something that is multiplied by zero. Invariant: every number that nobody reads is random, and
-none is zero but those that keep the padding silent: behind the embedding, in queries beside the small head's dimensions, and in the
-projections that write into the stream.
+Owns where everything lies and what it is scaled by. The residual stream is padded with zeros, which nothing ever writes
+to; heads, neurons and layers beyond the small model's compute something that is multiplied by zero. Invariant: every
+number that nobody reads is random, and none is zero but those that keep the padding silent: behind the embedding, in
+queries beside the small head's dimensions, and in the projections that write into the stream.
 
 What keeps the function (h, d: hidden size and head dimension of the small model; H, D: of the large one):
 
@@ -34,7 +34,14 @@ from specbranch.models.shapes import Shape
 log = logging.getLogger("specbranch")
 
 WRITING = ("embedding", "out", "down")  # what puts numbers into the stream: zero but for the small model's own
-GROWN = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")  # the vocabulary's head may be smaller in a shape
+GROWN = (
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "intermediate",
+)  # the vocabulary's head may be smaller in a shape
 
 
 def shape_of(arch: Architecture) -> Shape:
@@ -61,18 +68,25 @@ def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> N
     if short:
         told = ", ".join(f"{field} {getattr(sizes, field)} of at least {getattr(small, field)}" for field in short)
         options = " ".join(f"--{field.replace('_', '-')} {getattr(small, field)}" for field in short)
-        raise BadParameter(f"{name}: the shape is smaller than the model: {told}. Choose a larger shape, or add {options}.")
+        raise BadParameter(
+            f"{name}: the shape is smaller than the model: {told}. Choose a larger shape, or add {options}."
+        )
     if sizes.head_dim % small.head_dim:
         raise BadParameter(
-            f"{name}: the head dimension is {sizes.head_dim}; expected a multiple of the model's {small.head_dim}, as its rotary "
+            f"{name}: the head dimension is {sizes.head_dim}; expected a multiple of the model's {small.head_dim}, as "
+            "its rotary "
             "frequencies must be among the shape's. Set --head-dim."
         )
     if sizes.heads % sizes.kv_heads:
-        raise BadParameter(f"{name}: {sizes.heads} heads over {sizes.kv_heads} key heads; expected a multiple. Set --heads or --kv-heads.")
+        raise BadParameter(
+            f"{name}: {sizes.heads} heads over {sizes.kv_heads} key heads; expected a multiple. Set --heads or "
+            "--kv-heads."
+        )
     group, copies = small.heads // small.kv_heads, _copies(small, sizes)
     if small.kv_heads * copies > sizes.kv_heads:
         raise BadParameter(
-            f"{name}: each of the model's {small.kv_heads} key heads serves {group} query heads, so {small.kv_heads * copies} key heads of "
+            f"{name}: each of the model's {small.kv_heads} key heads serves {group} query heads, so "
+            f"{small.kv_heads * copies} key heads of "
             f"{sizes.heads // sizes.kv_heads} query heads are needed; the shape has {sizes.kv_heads}. Set --kv-heads."
         )
 
@@ -83,8 +97,9 @@ def _copies(small: Architecture, large: Architecture | Shape) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where the rows of a part lie: `rows` of the small model at `at` of the large one; `silent` rows must give zero."""
+class LargePlaces:
+    """Where the rows of a part lie: `rows` of the small model at `at` of the large one; `silent` rows must give
+    zero."""
 
     rows: Tensor
     at: Tensor
@@ -95,13 +110,20 @@ class InflatedSource:
     """The tensors of an inflated model under Hugging Face's names, each made when it is read, where it is to be."""
 
     def __init__(
-        self, small: Architecture, source: TensorSource, large: Architecture, seed: int = 0, head_ids: Tensor | None = None
+        self,
+        small: Architecture,
+        source: TensorSource,
+        large: Architecture,
+        seed: int = 0,
+        head_ids: Tensor | None = None,
     ) -> None:
         """`head_ids`: the tokens of a reduced head, whose rows come first."""
         self.small, self.large, self.seed = small, large, seed
         self._source, self._head_ids = source, head_ids
         counts = {part: large.layers if "{}" in stem else 1 for part, stem in HUGGING_FACE.items()}
-        self._named = {HUGGING_FACE[part].format(layer): (part, layer) for part, count in counts.items() for layer in range(count)}
+        self._named = {
+            HUGGING_FACE[part].format(layer): (part, layer) for part, count in counts.items() for layer in range(count)
+        }
 
     @property
     def name(self) -> str:
@@ -118,7 +140,9 @@ class InflatedSource:
         part, layer = self._named[stem]
         expected = part_shape(self.large, part)[: None if suffix == "weight" else 1]
         if tuple(into.shape) != expected:
-            raise ModelError(f"{self.name}: tensor {tensor!r} has shape {list(expected)}; {list(into.shape)} was asked for.")
+            raise ModelError(
+                f"{self.name}: tensor {tensor!r} has shape {list(expected)}; {list(into.shape)} was asked for."
+            )
         if part == "attention_norm":
             log.info("Making layer %d of %d.", layer + 1, self.large.layers)
         self._fill(tensor, part, into)
@@ -154,7 +178,8 @@ class InflatedSource:
         into[places.at[:, None], columns] = live.to(into.dtype)
 
     def _soften(self, into: Tensor, live: Tensor, at: Tensor) -> None:
-        """Make the random numbers of a live row as small as its own, so that int8's steps are as fine as the small model's."""
+        """Make the random numbers of a live row as small as its own, so that int8's steps are as fine as the small
+        model's."""
         factors = torch.ones(into.shape[0], device=into.device, dtype=into.dtype)
         factors[at] = (live.abs().mean(-1) / self._bound).to(into.dtype)
         into.mul_(factors[:, None])
@@ -177,10 +202,10 @@ class InflatedSource:
             return self._spots(self._query_heads, self._plain_dims).to(device)
         return torch.arange(part_shape(self.small, part)[1], device=device)
 
-    def _places(self, part: str, device: torch.device) -> Places:
+    def _places(self, part: str, device: torch.device) -> LargePlaces:
         """Where the small model's outputs of a matrix, or its numbers of a vector, lie."""
         rows, at, silent = self._rows(part)
-        return Places(rows.to(device), at.to(device), silent.to(device))
+        return LargePlaces(rows.to(device), at.to(device), silent.to(device))
 
     def _rows(self, part: str) -> tuple[Tensor, Tensor, Tensor]:
         none = torch.empty(0, dtype=torch.int64)
@@ -188,7 +213,11 @@ class InflatedSource:
             heads = self._query_heads if part == "q" else self._key_heads
             at, whole = self._spots(heads, self._turned_dims), self._spots(heads, torch.arange(self.large.head_dim))
             # Keys may be anything where queries are zero, but their norm would heed it.
-            return self._rows_of(heads), at, whole[~torch.isin(whole, at)] if part == "q" or self.small.qk_norm else none
+            return (
+                self._rows_of(heads),
+                at,
+                whole[~torch.isin(whole, at)] if part == "q" or self.small.qk_norm else none,
+            )
         if part == "v":
             return self._rows_of(self._key_heads), self._spots(self._key_heads, self._plain_dims), none
         if part in ("q_norm", "k_norm"):
@@ -225,7 +254,8 @@ class InflatedSource:
 
     @property
     def _turned_dims(self) -> Tensor:
-        """Where the dimensions of a head lie that are turned by position: pair i, of dimensions i and i + d/2, at pair i·D/d."""
+        """Where the dimensions of a head lie that are turned by position: pair i, of dimensions i and i + d/2, at
+        pair i·D/d."""
         half, times = self.small.head_dim // 2, self.large.head_dim // self.small.head_dim
         pairs = torch.arange(half) * times
         return torch.cat((pairs, pairs + self.large.head_dim // 2))

@@ -1,7 +1,7 @@
 """The recipe of an inflation: which small model is put into which larger shape, from which seed.
 
-Owns the folder: one file, inflation.json, of a few hundred bytes; the weights are made where the model runs and are written nowhere.
-Invariant: a recipe that is loaded names a source that is the one it was checked with.
+Owns the folder: one file, inflation.json, of a few hundred bytes; the weights are made where the model runs and are
+written nowhere. Invariant: a recipe that is loaded names a source that is the one it was checked with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specbranch.models.files.locate import INFLATION, Located, locate
 from specbranch.models.shapes import Shape
 
 FORMAT = 1
-Kind = Literal["model", "draft"]
+InflatedKind = Literal["model", "draft"]
 AGAIN = "Make it again with `specbranch inflate`."
 
 
@@ -25,7 +25,7 @@ AGAIN = "Make it again with `specbranch inflate`."
 class Inflation:
     """A small model in the shape of a larger one."""
 
-    kind: Kind  # draft: made by `specbranch distill`, to be run beside its target
+    kind: InflatedKind  # draft: made by `specbranch distill`, to be run beside its target
     source: str  # a known name, a Hub id or a whole path
     source_identity: str
     shape: str  # the shape's name, or what it was made of
@@ -89,7 +89,9 @@ def read_model(folder: str | Path) -> Inflation:
     """Read the recipe of a model that runs alone, which a draft does not."""
     recipe = read_inflation(folder)
     if recipe.kind == "draft":
-        raise ModelError(f"{folder} ({recipe.name}) is a draft, which runs beside its target alone. Name it with --draft.")
+        raise ModelError(
+            f"{folder} ({recipe.name}) is a draft, which runs beside its target alone. Name it with --draft."
+        )
     return recipe
 
 
@@ -102,10 +104,14 @@ def write_inflation(folder: Path, recipe: Inflation) -> None:
         part.write_text(recipe.text(), encoding="utf-8")
         part.replace(folder / INFLATION)
     except OSError as error:
-        raise BadParameter(f"Cannot write ({error.strerror or error}): {folder}. Name another folder with --out.") from None
+        raise BadParameter(
+            f"Cannot write ({error.strerror or error}): {folder}. Name another folder with --out."
+        ) from None
 
 
 def refuse_other_folder(folder: Path) -> None:
     """Refuse to write where something else than a recipe lies."""
     if folder.exists() and not is_inflation(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise BadParameter(f"{folder} is there already and holds no recipe of an inflated model. Name another folder with --out.")
+        raise BadParameter(
+            f"{folder} is there already and holds no recipe of an inflated model. Name another folder with --out."
+        )

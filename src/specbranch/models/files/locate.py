@@ -1,7 +1,8 @@
-"""Where a model's files are: a folder, a GGUF file, an inflation's folder, or an id on the Hugging Face Hub, fetched into its own cache.
+"""Where a model's files are: a folder, a GGUF file, an inflation's folder, or an id on the Hugging Face Hub, fetched
+into its own cache.
 
-Owns the way from a name to a path, not the files' contents. Invariant: what is returned exists; a folder has a config.json, an inflation's
-its inflation.json.
+Owns the way from a name to a path, not the files' contents. Invariant: what is returned exists; a folder has a
+config.json, an inflation's its inflation.json.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def locate(name: str) -> Located:
     if path.exists():
         return _local(path)
     if _looks_like_path(name):
-        raise ModelError(f"There is no model at {name!r}.{_near(path)} Give a folder with config.json, a .gguf file, or a Hub id.")
+        raise ModelError(
+            f"There is no model at {name!r}.{_near(path)} Give a folder with config.json, a .gguf file, or a Hub id."
+        )
     return Located("folder", _from_hub(name, path))
 
 
@@ -50,7 +53,9 @@ def _local(path: Path) -> Located:
     if len(files) == 1:
         return Located("gguf", files[0])
     if files:
-        raise ModelError(f"{path} holds {len(files)} GGUF files; name one of them: {', '.join(file.name for file in files)}.")
+        raise ModelError(
+            f"{path} holds {len(files)} GGUF files; name one of them: {', '.join(file.name for file in files)}."
+        )
     raise ModelError(f"{path} holds neither config.json nor a .gguf file; is the model one folder further down?")
 
 
@@ -73,7 +78,9 @@ def _from_hub(name: str, path: Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # the Hub's errors are subclasses of these
         raise ModelError(_hub_sentence(name, error, constants.HF_HUB_OFFLINE) + _near(path)) from None
     if not (folder / "config.json").is_file():
-        raise ModelError(f"The Hub repository {name!r} has no config.json; if it holds GGUF files, fetch one and give its path.")
+        raise ModelError(
+            f"The Hub repository {name!r} has no config.json; if it holds GGUF files, fetch one and give its path."
+        )
     return folder
 
 

@@ -1,10 +1,12 @@
-"""A matrix as it is stored: in floats, in int8 with a scale for each output, or in int4 with a scale for each group of inputs.
+"""A matrix as it is stored: in floats, in int8 with a scale for each output, or in int4 with a scale for each group of
+inputs.
 
-Owns the layouts and the rounding to them, both on the device where the matrix lies. Invariant: whole numbers are symmetric around zero and
-a scale is in float32, so that a matrix is `number · scale` whatever precision it is multiplied in.
+Owns the layouts and the rounding to them, both on the device where the matrix lies. Invariant: whole numbers are
+symmetric around zero and a scale is in float32, so that a matrix is `number · scale` whatever precision it is
+multiplied in.
 
-int4 packs two numbers into a byte: within a group of 128 inputs byte j of 64 has input j in its low half and input j + 64 in its high
-half, each as the number plus 8.
+int4 packs two numbers into a byte: within a group of 128 inputs byte j of 64 has input j in its low half and input j +
+64 in its high half, each as the number plus 8.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ SMALL: dict[torch.dtype, Literal["int8", "int4"]] = {torch.int8: "int8", torch.u
 class Matrix:
     """The weight [out, in] of a linear map and its bias [out].
 
-    In int8 the weight has a scale [out] to be multiplied by, in int4 it is packed [out, in/2] with a scale [out, in/128]. A scale beside a
-    weight in bfloat16 says that it is to be multiplied in float32.
+    In int8 the weight has a scale [out] to be multiplied by, in int4 it is packed [out, in/2] with a scale [out,
+    in/128]. A scale beside a weight in bfloat16 says that it is to be multiplied in float32.
     """
 
     weight: Tensor
@@ -110,7 +112,8 @@ def _in_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to the scale that leaves a group the least squared error: a smaller one cuts its greatest off and is finer for the others."""
+    """Round to the scale that leaves a group the least squared error: a smaller one cuts its greatest off and is
+    finer for the others."""
     groups = rows.view(rows.shape[0], -1, GROUP)
     whole, least = _scale(groups, LARGEST["int4"]), groups.new_full((*groups.shape[:-1], 1), torch.inf)
     scale = whole

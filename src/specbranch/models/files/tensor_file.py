@@ -1,8 +1,8 @@
 """Reading tensors from a weight file straight into their final place, in small pieces.
 
-Owns the byte ranges of one file. Files are read, not mapped: mapped pages would count as memory of this process. A device is sent the
-bytes as they are stored, and unpacks them itself. Invariant: a tensor that was read lies wholly inside the file; anything else is a
-ModelError that names file and tensor.
+Owns the byte ranges of one file. Files are read, not mapped: mapped pages would count as memory of this process. A
+device is sent the bytes as they are stored, and unpacks them itself. Invariant: a tensor that was read lies wholly
+inside the file; anything else is a ModelError that names file and tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from torch import Tensor
 from specbranch.errors import ModelError
 from specbranch.models.files.encodings import SAFETENSORS, Encoding
 
-PIECE = 1 << 23  # numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block
-# Numbers converted at once on a CPU: they stay in its cache, and torch splits the work among threads only from 32768 on. Waking threads
-# for each operation costs more than it gains, and many times more where the cores are shared. A multiple of every block.
+PIECE = (
+    1 << 23
+)  # numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block
+# Numbers converted at once on a CPU: they stay in its cache, and torch splits the work among threads only from 32768
+# on. Waking threads for each operation costs more than it gains, and many times more where the cores are shared. A
+# multiple of every block.
 CALM = 31744
 
 
@@ -36,12 +39,13 @@ class TensorSource(Protocol):
     def __contains__(self, tensor: str) -> bool: ...
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
-        """Fill a contiguous tensor of the same shape, converting; `leading`: it may have fewer rows, the first ones are read."""
+        """Fill a contiguous tensor of the same shape, converting; `leading`: it may have fewer rows, the first ones
+        are read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredTensor:
     """Where one tensor lies in its file and how it is stored."""
 
     shape: tuple[int, ...]
@@ -57,13 +61,15 @@ class Entry:
 class TensorFile:
     """The tensors of one file, by name."""
 
-    def __init__(self, path: Path, entries: dict[str, Entry]) -> None:
+    def __init__(self, path: Path, entries: dict[str, StoredTensor]) -> None:
         self.path = path
         self.entries = entries
         size = path.stat().st_size
         for tensor, entry in entries.items():
             if not 0 <= entry.offset <= entry.end <= size:
-                raise ModelError(f"{path} is cut short: {tensor} ends at byte {entry.end}, the file at {size}. Fetch the file again.")
+                raise ModelError(
+                    f"{path} is cut short: {tensor} ends at byte {entry.end}, the file at {size}. Fetch the file again."
+                )
 
     @property
     def name(self) -> str:
@@ -78,30 +84,40 @@ class TensorFile:
         entry = self.entries.get(tensor)
         if entry is None:
             raise ModelError(
-                f"{self.path} has no tensor {tensor!r}, which its configuration needs. The file belongs to another model, or is incomplete."
+                f"{self.path} has no tensor {tensor!r}, which its configuration needs. The file belongs to another "
+                "model, or is incomplete."
             )
         rows_fit = leading and entry.shape[1:] == tuple(into.shape[1:]) and entry.shape[0] >= into.shape[0]
         if not rows_fit and entry.shape != tuple(into.shape):
-            raise ModelError(f"{self.path}: tensor {tensor!r} has shape {list(entry.shape)}; its configuration says {list(into.shape)}.")
+            raise ModelError(
+                f"{self.path}: tensor {tensor!r} has shape {list(entry.shape)}; its configuration says "
+                f"{list(into.shape)}."
+            )
         try:
             with self.path.open("rb", buffering=0) as file:
                 _fill(file, entry, into.view(-1))
         except (OSError, EOFError) as error:
-            raise ModelError(f"{self.path}: tensor {tensor!r} could not be read ({error}). Fetch the file again.") from None
+            raise ModelError(
+                f"{self.path}: tensor {tensor!r} could not be read ({error}). Fetch the file again."
+            ) from None
 
 
 @torch.inference_mode()  # a sixth less time a piece on a CPU
-def _fill(file: BinaryIO, entry: Entry, flat: Tensor) -> None:
+def _fill(file: BinaryIO, entry: StoredTensor, flat: Tensor) -> None:
     file.seek(entry.offset)
     if flat.device.type == "cpu" and flat.dtype == entry.encoding.dtype:
         return _read_exactly(file, flat.view(torch.uint8))
     block, size = entry.encoding.block, entry.encoding.size
     step = CALM if flat.device.type == "cpu" else PIECE
-    buffer = torch.empty(min(step, flat.numel()) // block * size, dtype=torch.uint8, pin_memory=flat.device.type == "cuda")
+    buffer = torch.empty(
+        min(step, flat.numel()) // block * size, dtype=torch.uint8, pin_memory=flat.device.type == "cuda"
+    )
     for out in torch.split(flat, step):
         raw = buffer[: out.numel() // block * size]
         _read_exactly(file, raw)
-        out.copy_(entry.encoding.decode(raw.to(flat.device)))  # sent when `to` returns: the next piece is read while a GPU unpacks this one
+        out.copy_(
+            entry.encoding.decode(raw.to(flat.device))
+        )  # sent when `to` returns: the next piece is read while a GPU unpacks this one
     return None
 
 
@@ -122,7 +138,9 @@ def open_safetensors(path: Path) -> TensorFile:
             if not 2 <= length <= min(path.stat().st_size - 8, 100 << 20):
                 raise ValueError(f"its header claims {length} bytes")
             header: dict[str, Any] = json.loads(file.read(length))
-        entries = {tensor: _entry(tensor, info, 8 + length) for tensor, info in header.items() if tensor != "__metadata__"}
+        entries = {
+            tensor: _entry(tensor, info, 8 + length) for tensor, info in header.items() if tensor != "__metadata__"
+        }
     except OSError as error:
         raise ModelError(f"{path} could not be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -130,11 +148,11 @@ def open_safetensors(path: Path) -> TensorFile:
     return TensorFile(path, entries)
 
 
-def _entry(tensor: str, info: dict[str, Any], data: int) -> Entry:
+def _entry(tensor: str, info: dict[str, Any], data: int) -> StoredTensor:
     if info["dtype"] not in SAFETENSORS:
         # Named only when read: a file may carry such tensors beside the weights.
-        return Entry(tuple(info["shape"]), data + info["data_offsets"][0], _unreadable(tensor, info["dtype"]))
-    entry = Entry(tuple(info["shape"]), data + info["data_offsets"][0], SAFETENSORS[info["dtype"]])
+        return StoredTensor(tuple(info["shape"]), data + info["data_offsets"][0], _unreadable(tensor, info["dtype"]))
+    entry = StoredTensor(tuple(info["shape"]), data + info["data_offsets"][0], SAFETENSORS[info["dtype"]])
     if entry.end != data + info["data_offsets"][1]:
         raise ValueError(f"{tensor} of shape {info['shape']} does not fill its bytes {info['data_offsets']}")
     return entry
@@ -143,7 +161,8 @@ def _entry(tensor: str, info: dict[str, Any], data: int) -> Entry:
 def _unreadable(tensor: str, dtype: str) -> Encoding:
     def decode(raw: Tensor) -> Tensor:
         raise ModelError(
-            f"Tensor {tensor!r} is stored as {dtype}; expected one of {', '.join(SAFETENSORS)}. Load it with runner='transformers'."
+            f"Tensor {tensor!r} is stored as {dtype}; expected one of {', '.join(SAFETENSORS)}. Load it with "
+            "runner='transformers'."
         )
 
     return Encoding(1, 0, decode)
@@ -178,7 +197,8 @@ class ShardedFile:
         """Fill `into`; see TensorSource."""
         if tensor not in self.files:
             raise ModelError(
-                f"{self.index} names no tensor {tensor!r}, which its configuration needs. It belongs to another model, or is incomplete."
+                f"{self.index} names no tensor {tensor!r}, which its configuration needs. It belongs to another "
+                "model, or is incomplete."
             )
         self.shards[self.files[tensor]].read(tensor, into, leading=leading)
 
@@ -191,5 +211,6 @@ def open_folder(folder: Path) -> TensorFile | ShardedFile:
         return open_safetensors(single)
     held = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
     raise ModelError(
-        f"{folder} has neither model.safetensors nor model.safetensors.index.json (it holds {held}). Fetch or convert the weights."
+        f"{folder} has neither model.safetensors nor model.safetensors.index.json (it holds {held}). Fetch or convert "
+        "the weights."
     )

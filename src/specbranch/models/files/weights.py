@@ -1,8 +1,8 @@
 """The decoder's weights, read one tensor at a time into the buffers it will use.
 
-Owns the names that tensors have in each kind of file. Invariant: no tensor exists twice while reading, and a matrix that is to be stored
-smaller is so before the next one is read; q, k, v lie in one matrix, gate and up in another, and a tied head is the embedding itself, or
-a smaller copy of it.
+Owns the names that tensors have in each kind of file. Invariant: no tensor exists twice while reading, and a matrix
+that is to be stored smaller is so before the next one is read; q, k, v lie in one matrix, gate and up in another, and a
+tied head is the embedding itself, or a smaller copy of it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,11 @@ class Weights:
 
 
 def read_weights(
-    arch: Architecture, source: TensorSource, device: torch.device, dtype: torch.dtype, stored: WeightsName | None = None
+    arch: Architecture,
+    source: TensorSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: WeightsName | None = None,
 ) -> Weights:
     """Read everything the architecture names; a missing or misshapen tensor is a ModelError.
 
@@ -118,9 +122,16 @@ def read_weights(
 
 
 def read_part(
-    arch: Architecture, source: TensorSource, part: str, device: torch.device, dtype: torch.dtype, layer: int = 0, suffix: str = "weight"
+    arch: Architecture,
+    source: TensorSource,
+    part: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    layer: int = 0,
+    suffix: str = "weight",
 ) -> Tensor:
-    """Read one tensor by the name it has here, in the order of rows that the decoder needs; a tied head is the embedding."""
+    """Read one tensor by the name it has here, in the order of rows that the decoder needs; a tied head is the
+    embedding."""
     reader, (rows, *inner) = _Reader(arch, source, device, dtype, None), part_shape(arch, part)
     if part in ("embedding", "head"):
         return reader.vocabulary_matrix("embedding" if arch.tied else part, rows)

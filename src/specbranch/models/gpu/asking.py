@@ -1,7 +1,8 @@
 """What is asked of the rows of a step, as the numbers a device chooses by.
 
-Owns the way from questions to `layout.Choosing`, for rows that are chosen among inside a graph: nothing shapes them but a temperature, and
-their tokens follow the match rule. Invariant: which way a row goes hangs on its own request and position alone.
+Owns the way from questions to `layout.Choosing`, for rows that are chosen among inside a graph: nothing shapes them but
+a temperature, and their tokens follow the match rule. Invariant: which way a row goes hangs on its own request and
+position alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def is_chosen_in_graph(spot: Spot) -> bool:
 
 def are_chosen_in_graph(spots: Sequence[Spot]) -> bool:
     """Whether none of some rows' tokens needs more."""
-    of_requests = {id(spot.request): spot for spot in reversed(spots)}  # what is wanted of the first tokens is not wanted less later
+    of_requests = {
+        id(spot.request): spot for spot in reversed(spots)
+    }  # what is wanted of the first tokens is not wanted less later
     return all(map(is_chosen_in_graph, of_requests.values())) and not any(spot.allowed is not None for spot in spots)
 
 
@@ -62,14 +65,19 @@ def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:
     if asked:
         at = [row for row, _ in asked]
         table[0, at] = np.array([temperature_of(spot) for _, spot in asked], dtype=np.float32).view(np.int32)
-        noisy = [(row, keys(spot.request.seed, spot.request.sample, spot.position)) for row, spot in asked if is_noisy(spot)]
-        table[1:3, [row for row, _ in noisy]] = np.array([both for _, both in noisy], dtype=np.uint32).view(np.int32).reshape(-1, 2).T
+        noisy = [
+            (row, keys(spot.request.seed, spot.request.sample, spot.position)) for row, spot in asked if is_noisy(spot)
+        ]
+        table[1:3, [row for row, _ in noisy]] = (
+            np.array([both for _, both in noisy], dtype=np.uint32).view(np.int32).reshape(-1, 2).T
+        )
         table[3, [row for row, _ in noisy]] = 1
     return Choosing(*table)
 
 
 def lead(choosing: Choosing, trials: Sequence[Trial], places: Sequence[Sequence[int]]) -> None:
-    """Write down which token leads to each node of the trials, whose rows lie here; of siblings with the same token, to the first."""
+    """Write down which token leads to each node of the trials, whose rows lie here; of siblings with the same token,
+    to the first."""
     for trial, rows in zip(trials, places, strict=True):
         seen: set[tuple[int, int]] = set()
         for index, token in enumerate(trial.order.tokens):

@@ -1,7 +1,9 @@
-"""Attention over pages by positions: each row reads what it shares through its group's table, the rest through its own line.
+"""Attention over pages by positions: each row reads what it shares through its group's table, the rest through its own
+line.
 
-Owns two ways to the same numbers: Triton kernels, and plain operations on any device, which the kernels are compared with. Invariant:
-with the kernels a row's bits depend on its queries and on the keys it sees, in the order of positions, and on nothing else.
+Owns two ways to the same numbers: Triton kernels, and plain operations on any device, which the kernels are compared
+with. Invariant: with the kernels a row's bits depend on its queries and on the keys it sees, in the order of positions,
+and on nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ log = logging.getLogger("specbranch")
 Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
 BLOCK, TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
-NEAR = 2048  # behind so many positions blocks are several times as long where few queries are taken together: results are read again
+# behind so many positions blocks are several times as long where few queries are taken together: results are read again
+NEAR = 2048
 WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
 LINE = 32  # places of an own line at a time
 CHUNK = 16  # blocks that are joined at a time; where there are more, twice as many
@@ -39,13 +42,16 @@ def choose_attend(device: torch.device, dtype: torch.dtype, heads: int, kv_heads
 
 
 def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -> Tensor:
-    """Attend with queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim]; returns [rows, heads·head_dim].
+    """Attend with queries [rows, heads, head_dim] to pages [pages, kv_heads, PAGE, head_dim]; returns [rows,
+    heads·head_dim].
 
     Gathers what each row sees: as much memory as all rows' caches together.
     """
     rows, heads, head_dim = queries.shape
     places, seen = _seen_places(step)
-    k, v = (side[places // PAGE, :, places % PAGE].transpose(1, 2) for side in (keys, values))  # [rows, kv_heads, places, head_dim]
+    k, v = (
+        side[places // PAGE, :, places % PAGE].transpose(1, 2) for side in (keys, values)
+    )  # [rows, kv_heads, places, head_dim]
     exact = torch.promote_types(queries.dtype, torch.float32)
     q = queries.view(rows, keys.shape[1], -1, head_dim).to(exact) / math.sqrt(head_dim)
     scores = torch.matmul(q, k.to(exact).transpose(-1, -2)).masked_fill(~seen[:, None, None], -torch.inf)
@@ -65,13 +71,22 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     groups, pages = step.tables.shape
     long = 2 if tile_rows * padded <= GROUP_ROWS else 1
     slots = 1 + blocks_of(pages, block, long)
-    shape = {"HEADS": heads, "DIM": head_dim, "WIDTH": max(power_of_two(head_dim), 16), "BLOCK": block, "LONG": long, "NEAR": NEAR}
+    shape = {
+        "HEADS": heads,
+        "DIM": head_dim,
+        "WIDTH": max(power_of_two(head_dim), 16),
+        "BLOCK": block,
+        "LONG": long,
+        "NEAR": NEAR,
+    }
     tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": LINE, "OWN": OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
     sums = queries.new_empty(rows, heads, slots, head_dim)
     tops, totals = queries.new_empty(2, rows, heads, slots, dtype=torch.float32)
-    out = queries.new_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:rows]  # products read whole tiles of rows
+    out = queries.new_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[
+        :rows
+    ]  # products read whole tiles of rows
     scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
     early = begins_early(queries.device)
     programs = rows + groups * tiling["TILES"] * (slots - 1)
@@ -81,7 +96,17 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
         EARLY=early, num_warps=WARPS, num_stages=STAGES, **launch(early),
     )  # fmt: skip
     kernels.join[(rows, heads)](
-        sums, tops, totals, step.shared, out, slots, **shape, CHUNK=CHUNK, EARLY=early, num_warps=JOIN_WARPS, **launch(early)
+        sums,
+        tops,
+        totals,
+        step.shared,
+        out,
+        slots,
+        **shape,
+        CHUNK=CHUNK,
+        EARLY=early,
+        num_warps=JOIN_WARPS,
+        **launch(early),
     )
     return out
 
@@ -95,7 +120,11 @@ def blocks_of(pages: int, block: int = BLOCK, long: int = 1) -> int:
 @cache
 def begins_early(device: torch.device) -> bool:
     """Whether a kernel may begin before the one before it has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and os.environ.get(EARLY_VARIABLE) != "0"
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] >= 9
+        and os.environ.get(EARLY_VARIABLE) != "0"
+    )
 
 
 def launch(early: bool) -> dict[str, bool]:
@@ -105,13 +134,18 @@ def launch(early: bool) -> dict[str, bool]:
 
 @cache
 def triton_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether the kernels give what the plain way gives, tried once for each shape; says so where a GPU must do without."""
+    """Whether the kernels give what the plain way gives, tried once for each shape; says so where a GPU must do
+    without."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     try:
         error = _largest_error(device, dtype, heads, kv_heads, head_dim)
     except Exception as reason:  # whatever a compiler may raise
-        log.warning("Attention runs in plain operations, which is slow: Triton does not work here (%s: %s).", type(reason).__name__, reason)
+        log.warning(
+            "Attention runs in plain operations, which is slow: Triton does not work here (%s: %s).",
+            type(reason).__name__,
+            reason,
+        )
         return False
     if error < (1e-4 if dtype is torch.float32 else 2e-2):
         return True
@@ -142,6 +176,8 @@ def _seen_places(step: Views) -> tuple[Tensor, Tensor]:
     longest = int(step.shared.max()) if device.type == "cpu" else step.tables.shape[1] * PAGE
     position = torch.arange(longest, device=device)
     through_table = step.tables[group][:, position // PAGE] * PAGE + position % PAGE
-    seen = torch.cat((torch.arange(step.own.shape[1], device=device) < step.own_count[:, None], position < step.shared[:, None]), 1)
+    seen = torch.cat(
+        (torch.arange(step.own.shape[1], device=device) < step.own_count[:, None], position < step.shared[:, None]), 1
+    )
     # What is not seen may never have been written, or not exist: the row itself stands in for it.
     return torch.where(seen, torch.cat((step.own, through_table), 1), step.slots[:, None]), seen

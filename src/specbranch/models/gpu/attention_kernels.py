@@ -1,8 +1,8 @@
 """The Triton kernels of attention by positions: partial results of own lines and of shared blocks, and their joining.
 
-Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from how many
-positions it shares; not from the rows beside it, from the number of programs launched, or from where in the pool anything lies. Needs
-Triton, so nobody imports it but `attention`, when it is asked to.
+Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from
+how many positions it shares; not from the rows beside it, from the number of programs launched, or from where in the
+pool anything lies. Needs Triton, so nobody imports it but `attention`, when it is asked to.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -47,7 +47,8 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
 def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride, slots,
                   TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
                   LONG: tl.constexpr):  # fmt: skip
-    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared positions end."""
+    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared
+    positions end."""
     d = tl.arange(0, WIDTH)
     queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
@@ -55,7 +56,9 @@ def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, bloc
     acc = tl.zeros((TILE, WIDTH), tl.float32)
     offset = page.to(tl.int64) * page_stride + head * PAGE * DIM
     if LONG == 1:
-        top, total, acc = _read(queries, keys + offset, values + offset, end, start, most, scale, top, total, acc, DIM, WIDTH, PAGE, BLOCK)
+        top, total, acc = _read(
+            queries, keys + offset, values + offset, end, start, most, scale, top, total, acc, DIM, WIDTH, PAGE, BLOCK
+        )
     else:
         for part in range(count):
             top, total, acc = _read(queries, keys + offset, values + offset, end, start + part * BLOCK, most, scale, top, total, acc, DIM,
@@ -84,21 +87,57 @@ def _read(queries, keys, values, end, start, most, scale, top, total, acc, DIM: 
 
 @triton.jit
 def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Leave a partial result to be joined: an average of values, which half precision holds as well as it holds values."""
+    """Leave a partial result to be joined: an average of values, which half precision holds as well as it holds
+    values."""
     d = tl.arange(0, WIDTH)
     average = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(tops + into, top, mask=live)
     tl.store(totals + into, total, mask=live)
-    tl.store(sums + into[:, None] * DIM + d[None, :], average.to(sums.dtype.element_ty), mask=live[:, None] & (d < DIM)[None, :])
+    tl.store(
+        sums + into[:, None] * DIM + d[None, :],
+        average.to(sums.dtype.element_ty),
+        mask=live[:, None] & (d < DIM)[None, :],
+    )
 
 
 # Rows and pages are no reason to compile another kernel, not even where they are 1.
 @triton.jit(do_not_specialize=["rows", "pages", "slots"])
-def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
-                    HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr,
-                    TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
+def partial_results(
+    q,
+    keys,
+    values,
+    sums,
+    tops,
+    totals,
+    shared,
+    own_count,
+    groups,
+    tables,
+    own,
+    scale,
+    page_stride,
+    rows,
+    pages,
+    slots,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    LINE: tl.constexpr,
+    OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONG: tl.constexpr,
+    NEAR: tl.constexpr,
+    # fmt: skip
+    TILE_ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    OWN_TILE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line,
+    1 + b is block b."""
     if EARLY:  # see product_kernels
         gdc_wait()
         gdc_launch_dependents()
@@ -148,19 +187,36 @@ def join(sums, tops, totals, shared, out, slots,
         top, total, acc = _joined(sums, tops, totals, first + 1, 0, blocks, top, total, acc, DIM, WIDTH, CHUNK)
     else:
         for begin in range(0, blocks, 2 * CHUNK):
-            top, total, acc = _joined(sums, tops, totals, first + 1, begin, blocks, top, total, acc, DIM, WIDTH, 2 * CHUNK)
+            top, total, acc = _joined(
+                sums, tops, totals, first + 1, begin, blocks, top, total, acc, DIM, WIDTH, 2 * CHUNK
+            )
     tl.store(out + at * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit
-def _joined(sums, tops, totals, first, begin, blocks, top, total, acc, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def _joined(
+    sums,
+    tops,
+    totals,
+    first,
+    begin,
+    blocks,
+    top,
+    total,
+    acc,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Add the results of some blocks to what was joined before."""
     d = tl.arange(0, WIDTH)
     b = begin + tl.arange(0, CHUNK)
     there = b < blocks
     tops_here = tl.load(tops + first + b, mask=there, other=float("-inf"))
     totals_here = tl.load(totals + first + b, mask=there, other=0.0)
-    sums_here = tl.load(sums + (first + b)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    sums_here = tl.load(
+        sums + (first + b)[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0
+    ).to(tl.float32)
     new = tl.maximum(top, tl.max(tops_here, 0))
     fade = tl.exp2(top - new)
     weight = tl.exp2(tops_here - new) * totals_here

@@ -1,7 +1,9 @@
-"""Choosing among logits on a device: each row's token and its best entries, noise included, and which rows the chosen tokens lead to.
+"""Choosing among logits on a device: each row's token and its best entries, noise included, and which rows the chosen
+tokens lead to.
 
-Owns two ways to the same choices: Triton kernels, and plain operations on any device, which the kernels are compared with. Invariant: what
-a row gives depends on its logits and on what is asked of it alone, so all that is said by the match rule is chosen here, in a graph or not.
+Owns two ways to the same choices: Triton kernels, and plain operations on any device, which the kernels are compared
+with. Invariant: what a row gives depends on its logits and on what is asked of it alone, so all that is said by the
+match rule is chosen here, in a graph or not.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ BEFORE = 3  # numbers of a line before its entries: token, whether it is reached
 class Chooser:
     """Chooses among the first `width` columns of a model's logits; what rows choose is left in `picks` too.
 
-    It answers with a line a row [rows, BEFORE + 2·count] in float32, which holds token ids exactly: token, whether the row is reached,
-    confidence, the best tokens, their scores. Lines stand until it is asked again about as many rows.
+    It answers with a line a row [rows, BEFORE + 2·count] in float32, which holds token ids exactly: token, whether the
+    row is reached, confidence, the best tokens, their scores. Lines stand until it is asked again about as many rows.
     """
 
     def __init__(self, picks: Tensor, width: int, columns: Columns | None = None) -> None:
@@ -91,13 +93,21 @@ class Chooser:
             return False
         logits = torch.randn(4, self.width, generator=torch.Generator().manual_seed(0)).to(self._device)
         choosing = torch.tensor(
-            [[ONE] * 4, [3] * 4, [5] * 4, [0, 1, 0, 1], range(4), [ROOT_ROW] * 4], dtype=torch.int32, device=self._device
+            [[ONE] * 4, [3] * 4, [5] * 4, [0, 1, 0, 1], range(4), [ROOT_ROW] * 4],
+            dtype=torch.int32,
+            device=self._device,
         )
         counts = torch.zeros(2, dtype=torch.int32, device=self._device)
         try:
-            found, plain = (choose(logits, choosing, counts, 8).clone() for choose in (self.choose_by_kernels, self.choose_plainly))
+            found, plain = (
+                choose(logits, choosing, counts, 8).clone() for choose in (self.choose_by_kernels, self.choose_plainly)
+            )
         except Exception as reason:  # whatever a compiler may raise
-            log.warning("Tokens are chosen in plain operations: Triton does not work here (%s: %s).", type(reason).__name__, reason)
+            log.warning(
+                "Tokens are chosen in plain operations: Triton does not work here (%s: %s).",
+                type(reason).__name__,
+                reason,
+            )
             return False
         if torch.allclose(found, plain, rtol=1e-3, atol=1e-3):
             return True

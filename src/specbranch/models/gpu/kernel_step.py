@@ -1,7 +1,8 @@
 """A decoder's forward in six kernels a layer: near the memory's pace, and a row with the same bits in any company.
 
-Owns the small buffers between kernels and how each product is cut up. Invariant: the order of every sum follows from a product's shape and
-from a pinned table, never from a trial at run time; only how many rows share a program follows from the rows of a step.
+Owns the small buffers between kernels and how each product is cut up. Invariant: the order of every sum follows from a
+product's shape and from a pinned table, never from a trial at run time; only how many rows share a program follows from
+the rows of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import PAGE, Memory
 
 ROW_TILE = 16
-MOST_TOGETHER = {True: 64, False: 32}  # rows of a tile, by whether weights are the first operand: 64 as the first take other instructions
+MOST_TOGETHER = {
+    True: 64,
+    False: 32,
+}  # rows of a tile, by whether weights are the first operand: 64 as the first take other instructions
 FAST_MEMORY = 200 << 10  # bytes of a program
 NAMES = ("qkv", "out", "gate_up", "down")
 Stored = Literal["plain", "int8", "int4"]  # plain: in the precision that is computed in
@@ -33,7 +37,8 @@ BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut up: columns of a tile, numbers of a step, parts of its length, whether weights are the first operand."""
+    """How a product is cut up: columns of a tile, numbers of a step, parts of its length, whether weights are the
+    first operand."""
 
     tile: int = 64
     step: int = 128
@@ -45,7 +50,8 @@ class Cut:
 
 Cuts = dict[tuple[str, int, int], Cut]  # by what the product is for and its shape: outputs, inputs
 
-# What won on one H200 (`scripts/find_cuts.py`). Other shapes, and all on another kind of GPU, take what `safe_cut` says.
+# What won on one H200 (`scripts/find_cuts.py`). Other shapes, and all on another kind of GPU, take what `safe_cut`
+# says.
 CUTS: Cuts = {
     ("qkv", 960, 576): Cut(32, 64, 1, False, 4, 6),
     ("gate_up", 3072, 576): Cut(32, 64, 1, False, 4, 3),
@@ -125,7 +131,8 @@ class Product:
         return self.weight, _or(self.bias, self.weight), _or(self.scale, self.weight)
 
     def how(self, rows: int, early: bool) -> dict[str, Any]:
-        """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be masked."""
+        """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be
+        masked."""
         cut, together = self.cut, self.together(rows)
         shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap}
         shape["STORED"] = BITS[stored_as(self.weight)]
@@ -149,13 +156,17 @@ class KernelStep(GpuStep):
     moves = True
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
-        super().__init__(decoder, memory, small=PLAIN)  # those are not used here, and compiled ones take seconds to import
+        super().__init__(
+            decoder, memory, small=PLAIN
+        )  # those are not used here, and compiled ones take seconds to import
         from specbranch.models.gpu import product_kernels
 
         self._kernels = product_kernels
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
         self._early = begins_early(device)
-        self._products = [{name: product_of(name, getattr(layer, name), arch) for name in NAMES} for layer in decoder.layers]
+        self._products = [
+            {name: product_of(name, getattr(layer, name), arch) for name in NAMES} for layer in decoder.layers
+        ]
         self._head = product_of("head", decoder.head, arch)
         wide = arch.heads * arch.head_dim
         self._stream, self._scaled = torch.zeros(2, MOST_ROWS, arch.hidden, device=device, dtype=dtype)
@@ -167,7 +178,9 @@ class KernelStep(GpuStep):
         self._parts = torch.zeros(
             max(MOST_ROWS * -(-arch.hidden // cut.tile) * cut.tile * cut.parts for cut in cuts.values()), device=device
         )
-        self._arrived = torch.zeros(MOST_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device).int()
+        self._arrived = torch.zeros(
+            MOST_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device
+        ).int()
         self._scored: dict[int, Tensor] = {}  # by rows
 
     def pin(self, pages: int) -> None:
@@ -192,7 +205,9 @@ class KernelStep(GpuStep):
 
     def _embed(self, step: Views, rows: int) -> None:
         arch, norm, memory = self.decoder.arch, self.decoder.layers[0].attention_norm, self.memory.data
-        counts, moves = (step.tokens, step.tokens[None]) if step.counts is None or step.moves is None else (step.counts, step.moves)
+        counts, moves = (
+            (step.tokens, step.tokens[None]) if step.counts is None or step.moves is None else (step.counts, step.moves)
+        )
         side = arch.kv_heads * arch.head_dim
         self._kernels.embed[(rows + (0 if step.moves is None else 2 * arch.layers),)](
             step.tokens, self.picks, counts, moves, self.decoder.embedding, norm, self._stream, self._scaled, self._squares["down"], memory,
@@ -228,7 +243,9 @@ class KernelStep(GpuStep):
     def _score(self, rows: int) -> Tensor:
         product = self._head
         if rows not in self._scored:
-            self._scored[rows] = torch.zeros(-(-rows // ROW_TILE) * ROW_TILE, product.outs, device=self._stream.device)[:rows]
+            self._scored[rows] = torch.zeros(-(-rows // ROW_TILE) * ROW_TILE, product.outs, device=self._stream.device)[
+                :rows
+            ]
         out, (weight, _, scale) = self._scored[rows], product.tensors()
         self._kernels.scored[(product.row_tiles(rows), -(-product.outs // product.cut.tile))](
             self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs, product.ins,
@@ -253,12 +270,21 @@ def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
 
 
 def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
-    """Whether the kernels are made for this model: half precision, known matrices, heads of a power of two, and Triton at work."""
+    """Whether the kernels are made for this model: half precision, known matrices, heads of a power of two, and
+    Triton at work."""
     arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
     linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in NAMES)]
-    suits = dtype in (torch.bfloat16, torch.float16) and arch.head_dim in (64, 128) and arch.hidden % 64 == 0 == arch.intermediate % 64
+    suits = (
+        dtype in (torch.bfloat16, torch.float16)
+        and arch.head_dim in (64, 128)
+        and arch.hidden % 64 == 0 == arch.intermediate % 64
+    )
     known = all(isinstance(linear, (PlainLinear, StoredLinear)) and linear.weight.is_contiguous() for linear in linears)
-    alike = all(len({getattr(layer, name).weight.dtype for layer in decoder.layers}) == 1 for name in NAMES) if known else False
+    alike = (
+        all(len({getattr(layer, name).weight.dtype for layer in decoder.layers}) == 1 for name in NAMES)
+        if known
+        else False
+    )
     return suits and alike and triton_works(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
 

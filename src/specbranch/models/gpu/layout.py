@@ -1,9 +1,10 @@
 """A step as one array of whole numbers: what rows of several sequences need on a device, carried there by one copy.
 
-Owns the order of the sections and their padding. Invariant: where a section lies depends on the bucket alone, so a captured graph reads
-every step of a bucket through the same views. A row reads the positions before `shared` through its group's page table, the others,
-itself last, through its own line. Where the one ends follows from the row's position alone, as long as the part of its tail that
-does not lie at its own positions is at most a group deep. What is asked of the rows, and what is to be moved before, goes with them.
+Owns the order of the sections and their padding. Invariant: where a section lies depends on the bucket alone, so a
+captured graph reads every step of a bucket through the same views. A row reads the positions before `shared` through
+its group's page table, the others, itself last, through its own line. Where the one ends follows from the row's
+position alone, as long as the part of its tail that does not lie at its own positions is at most a group deep. What is
+asked of the rows, and what is to be moved before, goes with them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Choosing(NamedTuple):
     second_key: np.ndarray | Tensor
     noisy: np.ndarray | Tensor  # 1 where noise is added
     parent: np.ndarray | Tensor  # a row of the same step, itself at the top
-    said: np.ndarray | Tensor  # the token that has to be chosen at the parent for this row to be reached; ROOT_ROW: it is, NO_ROW: never
+    said: (
+        np.ndarray | Tensor
+    )  # the token that has to be chosen at the parent for this row to be reached; ROOT_ROW: it is, NO_ROW: never
 
 
 class Bucket(NamedTuple):
@@ -66,7 +69,9 @@ class Views:
     own: Tensor  # [rows, OWN] flat places in the order of positions; beyond `own_count` they mean nothing
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
     counts: Tensor | None = None  # how many moves there are, and how deep the longest way from a root is
-    moves: Tensor | None = None  # [2, some] flat places: what lies at the first is copied to the second, one after the other
+    moves: Tensor | None = (
+        None  # [2, some] flat places: what lies at the first is copied to the second, one after the other
+    )
 
 
 def bucket_of(work: Sequence[Rows], least: Bucket = LEAST) -> Bucket:
@@ -86,7 +91,8 @@ def most_moves(rows: int) -> int:
 
 
 def power_of_four(number: int) -> int:
-    """The least power of four that is not below a number, but above 16 of two: padding costs more there than a graph."""
+    """The least power of four that is not below a number, but above 16 of two: padding costs more there than a
+    graph."""
     least = power_of_two(number)
     return least * 2 if least in (2, 8) else least
 
@@ -119,7 +125,11 @@ def brought_moves(packed: Tensor, bucket: Bucket, count: int) -> Tensor:
 
 
 def pack(
-    work: Sequence[Rows], spare: int, choosing: Choosing | None = None, moves: np.ndarray | None = None, least: Bucket = LEAST
+    work: Sequence[Rows],
+    spare: int,
+    choosing: Choosing | None = None,
+    moves: np.ndarray | None = None,
+    least: Bucket = LEAST,
 ) -> tuple[np.ndarray, Bucket]:
     """Write rows out for a device; padding is written to, and read from, the flat place `spare`."""
     work = [part for part in work if part.tokens]
@@ -176,7 +186,11 @@ class _Lines(NamedTuple):
 def _lines(work: Sequence[Rows]) -> _Lines:
     """Find every row's own line, all sequences at once."""
     tail = _tails(tuple([seen for part in work for seen in part.seen]))
-    prefix = work[0].prefix if len(work) == 1 else np.repeat([part.prefix for part in work], [len(part.tokens) for part in work])
+    prefix = (
+        work[0].prefix
+        if len(work) == 1
+        else np.repeat([part.prefix for part in work], [len(part.tokens) for part in work])
+    )
     positions = tail.depth + prefix
     shared = np.minimum(np.maximum((positions // GROUP - 1) * GROUP, 0), tail.run + prefix)
     counts = positions - shared + 1
@@ -190,7 +204,8 @@ def _lines(work: Sequence[Rows]) -> _Lines:
 
 
 class _Tails(NamedTuple):
-    """What rows see of their tails. A run from the prefix on lies at its own positions; what comes after it is told one by one."""
+    """What rows see of their tails. A run from the prefix on lies at its own positions; what comes after it is told
+    one by one."""
 
     depth: np.ndarray  # [rows] how much comes before the row itself
     run: np.ndarray  # [rows]
@@ -202,7 +217,9 @@ class _Tails(NamedTuple):
 @lru_cache(maxsize=4096)  # trees of the same shape come again and again
 def _tails(seen: tuple[int, ...]) -> _Tails:
     width = -(-max(seen).bit_length() // 8)
-    packed = np.frombuffer(b"".join([one.to_bytes(width, "little") for one in seen]), dtype=np.uint8).reshape(len(seen), width)
+    packed = np.frombuffer(b"".join([one.to_bytes(width, "little") for one in seen]), dtype=np.uint8).reshape(
+        len(seen), width
+    )
     bits = np.unpackbits(packed, axis=1, bitorder="little")
     depth = np.array([one.bit_count() - 1 for one in seen])
     run = np.array([(one ^ (one + 1)).bit_length() - 1 for one in seen])
@@ -230,7 +247,10 @@ def _write_groups(work: Sequence[Rows], groups: np.ndarray, tables: np.ndarray) 
 
 def _sections(packed: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """The numbers of rows as one table, and the sections behind it."""
-    return [packed[at : at + prod(shape)].reshape(shape) for shape, at in zip(_shapes(bucket), _offsets(bucket), strict=False)]
+    return [
+        packed[at : at + prod(shape)].reshape(shape)
+        for shape, at in zip(_shapes(bucket), _offsets(bucket), strict=False)
+    ]
 
 
 @cache

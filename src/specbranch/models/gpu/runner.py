@@ -1,10 +1,11 @@
 """The native Runner on a GPU: steps are graphs, questions are answered where the logits are.
 
-Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph is started, and one read
-brings the answers. What a graph does not choose by itself (shaped logits, the ratio rule, laws, log-probabilities) is worked out behind it.
-Where plain decoding goes on, the next step is started before anybody asks for it. Invariants: nothing waits for the device but that read;
-places that are to move move before anything else is read or written; all that a runner launches goes on its one stream (`_here`), so that
-two models work at once and nothing of one has to wait for the other.
+Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph is
+started, and one read brings the answers. What a graph does not choose by itself (shaped logits, the ratio rule, laws,
+log-probabilities) is worked out behind it. Where plain decoding goes on, the next step is started before anybody asks
+for it. Invariants: nothing waits for the device but that read; places that are to move move before anything else is
+read or written; all that a runner launches goes on its one stream (`_here`), so that two models work at once and
+nothing of one has to wait for the other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from specbranch.core.noise import keys
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Done, Feed, Growing, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, TAIL
-from specbranch.core.trees import Sapling, Tree
+from specbranch.core.trees import GrowingTree, Tree
 from specbranch.errors import CacheFull
 from specbranch.models import sample, verdict
 from specbranch.models.batch import Rows, dealt
@@ -36,10 +37,10 @@ from specbranch.models.gpu.choice import BEFORE, Chooser
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
 from specbranch.models.gpu.step import Graphs, Ran
-from specbranch.models.gpu.stream_clock import Moment, StreamClock
+from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.trees import DEEPEST, ENTRIES, LANES, MOVES, NODES, STEPS, DeviceTree, growing_bucket
 from specbranch.models.kv import PAGE, Copy
-from specbranch.models.model import Network
+from specbranch.models.model import ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
@@ -53,7 +54,8 @@ PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
 
 @dataclass(slots=True)
 class Ahead:
-    """A step that was started before it was asked for: each sequence's next token, as the device chose it, read at the next place."""
+    """A step that was started before it was asked for: each sequence's next token, as the device chose it, read at
+    the next place."""
 
     rows: dict[int, int]  # by sequence
     places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
@@ -74,12 +76,15 @@ class GpuRunner(NativeRunner):
             self._graphs = Graphs(step_of(decoder, self.memory), most)
             self._graphs.choose_with(self._chooser())
             self._graphs.tree = self._tree = DeviceTree(most, self.device, self.pool.pages * PAGE)
-        self._moves: list[tuple[int, np.ndarray, int]] = []  # still to be made: sequence, places, and the lowest that is written
+        self._moves: list[
+            tuple[int, np.ndarray, int]
+        ] = []  # still to be made: sequence, places, and the lowest that is written
         self._ahead: Ahead | None = None
 
     @property
-    def note(self) -> Callable[[], Moment] | None:
-        """How to note the moment at which the device has done all it was given so far; nothing where it does not work by itself."""
+    def note(self) -> Callable[[], DeviceMoment] | None:
+        """How to note the moment at which the device has done all it was given so far; nothing where it does not
+        work by itself."""
         return None if self._clock is None else self._clock.note
 
     def limit(self, vocabulary: int) -> None:
@@ -88,7 +93,7 @@ class GpuRunner(NativeRunner):
         with self._in_turn():
             self._graphs.choose_with(self._chooser())
 
-    def probe(self, layers: int, network: Network | None) -> None:
+    def probe(self, layers: int, network: ProbeNetwork | None) -> None:
         """Have verdicts carry what a network makes of hidden states; see `TorchRunner`."""
         with self._in_turn():
             super().probe(layers, network)
@@ -124,18 +129,23 @@ class GpuRunner(NativeRunner):
                 ran, lines = self._chosen(rows, choosing, count)
                 self._hold(work, _wide(ran.logits), None)
             else:
-                sent = self._launch(work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {})
+                sent = self._launch(
+                    work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {}
+                )
         if count is not None:
             return proposed(spots, asks, lines()[np.array(places), BEFORE - 1 :])
         if not asks:
             return []
         with self._here():
-            found = self.transfer.later(self.sampler.candidates([self._rows[ask.seq][ask.node] for ask in asks], spots, asks, sent))
+            found = self.transfer.later(
+                self.sampler.candidates([self._rows[ask.seq][ask.node] for ask in asks], spots, asks, sent)
+            )
         return proposed(spots, asks, found())
 
     @torch.inference_mode()
     def grow(self, growing: Growing, done: Done) -> Tree | None:
-        """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no more than its width."""
+        """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no
+        more than its width."""
         held, self._ahead = self._held[growing.seq], None
         fits = (NODES - len(growing.tree)) // growing.growth.children - 1  # so many may have children
         room = min(held.slots.room - len(growing.unread), growing.growth.most, fits)
@@ -151,15 +161,19 @@ class GpuRunner(NativeRunner):
                 self._plant(growing, room, bucket)
                 steps, count = self._grown_steps(bucket, done)
                 nodes, places = self._tree.nodes(self.transfer.down(self._tree.held(count)))
-            new = sorted((place, n) for n, place in enumerate(places) if nodes[n].fed and place >= len(held.slots.tokens))
+            new = sorted(
+                (place, n) for n, place in enumerate(places) if nodes[n].fed and place >= len(held.slots.tokens)
+            )
             above = [nodes[n].parent for _, n in new]
-            held.slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else places[parent] for parent in above])
+            held.slots.grow(
+                [nodes[n].token for _, n in new], [ROOT if parent == ROOT else places[parent] for parent in above]
+            )
         finally:
             held.table.shrink(len(held.slots))
-        sapling = Sapling(growing.tree)
-        sapling.nodes, sapling.read = nodes, True
-        sapling.steps = [*([len(growing.unread)] if growing.unread else []), *steps]
-        return sapling.tree()
+        grown = GrowingTree(growing.tree)
+        grown.nodes, grown.read = nodes, True
+        grown.steps = [*([len(growing.unread)] if growing.unread else []), *steps]
+        return grown.tree()
 
     def _can_grow(self, growing: Growing, room: int) -> bool:
         """Whether a tree grows by what the device's choice alone says, and fits there."""
@@ -167,10 +181,17 @@ class GpuRunner(NativeRunner):
         spot = Spot(self._requests[growing.seq], end, list)
         asks = bool(growing.unread) or growing.tree.read
         fits = len(growth.step) <= LANES and growth.children <= ENTRIES
-        return asks and fits and room > 0 and asking.is_chosen_in_graph(spot) and len(growing.unread) <= self._graphs.step.most_rows
+        return (
+            asks
+            and fits
+            and room > 0
+            and asking.is_chosen_in_graph(spot)
+            and len(growing.unread) <= self._graphs.step.most_rows
+        )
 
     def _plant(self, growing: Growing, room: int, bucket: Bucket) -> None:
-        """Bring a tree to the device, read what is unread of its text and commit that, and have the first step chosen."""
+        """Bring a tree to the device, read what is unread of its text and commit that, and have the first step
+        chosen."""
         seq, count = growing.seq, len(growing.unread)
         slots, request = self.slots(seq), self._requests[seq]
         end, tail = len(slots.prefix) + count, 0 if count else len(slots.tokens)
@@ -182,7 +203,9 @@ class GpuRunner(NativeRunner):
             if not count:
                 self._up({})
         growth = replace(growing.growth, deepest=min(growing.growth.deepest, DEEPEST))
-        tree = self._tree.planted(replace(growing, growth=growth), end, tail, room, self._held[seq].table.pages, noise, moves)
+        tree = self._tree.planted(
+            replace(growing, growth=growth), end, tail, room, self._held[seq].table.pages, noise, moves
+        )
         self.transfer.into(self._tree.state, tree)
         if not count:
             self._tree.grow(None, self._graphs.input, bucket)
@@ -193,7 +216,8 @@ class GpuRunner(NativeRunner):
         self.keep(seq, range(count), count)
 
     def _grown_steps(self, bucket: Bucket, done: Done) -> tuple[list[int], int]:
-        """Run the steps that the device chooses; returns how many nodes each read, and how many there are in the end."""
+        """Run the steps that the device chooses; returns how many nodes each read, and how many there are in the
+        end."""
         widths: list[int] = []
         count, width = self._tree.told(0)
         while width and len(widths) < STEPS and not done():
@@ -228,20 +252,32 @@ class GpuRunner(NativeRunner):
             positions.append(positions[trial.order.parent(index) + 1] + 1)
         allowed = trial.allowed or [None] * len(positions)
         nodes = (root, *trial.nodes)
-        return [Spot(request, at, partial(slots.sequence, node), 0, one) for at, node, one in zip(positions, nodes, allowed, strict=True)]
+        return [
+            Spot(request, at, partial(slots.sequence, node), 0, one)
+            for at, node, one in zip(positions, nodes, allowed, strict=True)
+        ]
 
     def _chosen_rows(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> list[list[int]] | None:
         """The rows of each trial in the step, if a graph can choose at all of them and nothing else is wanted."""
-        wanted = not trials or self._tapped or any(trial.logprobs is not None or trial.foretold for trial in trials)
-        wanted = wanted or {feed.seq for feed in work} != {trial.seq for trial in trials}  # others are judged later, by rows that are held
+        wanted = (
+            not trials or self._tapped or any(trial.logprobs is not None or trial.wants_forecast for trial in trials)
+        )
+        wanted = wanted or {feed.seq for feed in work} != {
+            trial.seq for trial in trials
+        }  # others are judged later, by rows that are held
         if wanted or not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
     def _lines(
-        self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], places: list[list[int]]
+        self,
+        work: Sequence[Feed],
+        rows: list[Rows],
+        trials: Sequence[Trial],
+        spots: Sequence[Spot],
+        places: list[list[int]],
     ) -> tuple[Reading, list[list[int]]]:
         """Start the step, unless it was started before; returns its lines, and which of them are the trials'."""
         ahead, self._ahead = self._ahead, None
@@ -251,15 +287,21 @@ class GpuRunner(NativeRunner):
         asking.lead(choosing, trials, places)
         return self._chosen(rows, choosing, 1)[1], places
 
-    def _go_on(self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]) -> dict[int, int] | None:
-        """Start the step that follows, where all trials go on plainly and it needs no new page; returns where to note what is said."""
+    def _go_on(
+        self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]
+    ) -> dict[int, int] | None:
+        """Start the step that follows, where all trials go on plainly and it needs no new page; returns where to
+        note what is said."""
         if not all(trial.order.goes_on and not trial.nodes for trial in trials) or len(rows) != len(trials):
             return None
         after = [Spot(spot.request, spot.position + 1, spot.history) for spot in spots]
         fits = all(part.start + 1 < min(len(part.table.pages) * PAGE, self._context_length) for part in rows)
         if not fits or not asking.are_chosen_in_graph(after):
             return None
-        there = [Rows(part.table, [-1 - place], part.start + 1, part.start + 1, [1]) for part, (place,) in zip(rows, at, strict=True)]
+        there = [
+            Rows(part.table, [-1 - place], part.start + 1, part.start + 1, [1])
+            for part, (place,) in zip(rows, at, strict=True)
+        ]
         _, lines = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
         places = {trial.seq: (part.start, int(part.places()[0])) for trial, part in zip(trials, there, strict=True)}
         self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
@@ -274,7 +316,9 @@ class GpuRunner(NativeRunner):
     def _start(self, rows: list[Rows], choosing: Choosing, count: int, pages: int = 0) -> Ran:
         """Run rows as one step that chooses; `pages`: by which a tree grows whose steps have so many."""
         moves, least = self._moves_for(choosing), self._graphs.step.least
-        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, least._replace(pages=max(pages, least.pages)))
+        packed, bucket = pack(
+            rows, self.pool.pages * PAGE, choosing, moves, least._replace(pages=max(pages, least.pages))
+        )
         try:
             self.transfer.into(self._graphs.input, packed)
             if moves is not None and not self._graphs.step.moves:
@@ -291,13 +335,17 @@ class GpuRunner(NativeRunner):
         if not self._moves:
             return None
         moves = np.concatenate([places for _, places, _ in self._moves], axis=1)
-        in_order = self._graphs.step.moves or len(self._moves) == 1  # a place may be left by one keep and filled by the next
+        in_order = (
+            self._graphs.step.moves or len(self._moves) == 1
+        )  # a place may be left by one keep and filled by the next
         if in_order and moves.shape[1] <= most_moves(len(choosing.said)):
             return moves
         self._up({})
         return None
 
-    def _verify_shaped(self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]) -> Verdicts:
+    def _verify_shaped(
+        self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
+    ) -> Verdicts:
         """Judge behind the graph what it does not choose by itself."""
         self._ahead = None
         arrays = {**self.sampler.picking(spots), **verdict.judging(trials, spots)} if trials else {}
@@ -307,13 +355,19 @@ class GpuRunner(NativeRunner):
         if not trials:
             return Verdicts(list, self.transfer.passed())
         top = max((trial.logprobs for trial in trials if trial.logprobs is not None), default=None)
-        of_trials = [self._rows[trial.seq][trial.node(index)] for trial in trials for index in range(ROOT, len(trial.nodes))]
+        of_trials = [
+            self._rows[trial.seq][trial.node(index)] for trial in trials for index in range(ROOT, len(trial.nodes))
+        ]
         logits = self.sampler.logits(of_trials)
-        tokens, reached = verdict.decided(self._picked(sample.unscaled(logits, sent), sent["choice"]), sample.shape(logits, sent), sent)
-        said = self._probed(of_trials, tokens) if any(trial.foretold for trial in trials) else None
+        tokens, reached = verdict.decided(
+            self._picked(sample.unscaled(logits, sent), sent["choice"]), sample.shape(logits, sent), sent
+        )
+        said = self._probed(of_trials, tokens) if any(trial.wants_forecast for trial in trials) else None
         lines = self.transfer.later(verdict.lines(logits, tokens, reached, top, said))
         told = [said is not None and row.states is not None for row in of_trials]
-        return Verdicts(lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told), lines.ready)
+        return Verdicts(
+            lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told), lines.ready
+        )
 
     def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
         """The token of every row by the match rule, over the whole vocabulary [rows]."""
@@ -325,7 +379,8 @@ class GpuRunner(NativeRunner):
         return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
 
     def _probed(self, rows: Sequence[TensorRow], tokens: Tensor) -> Tensor | None:
-        """What the probe makes of rows and the tokens they led to; anything of a row that was made before anybody asked."""
+        """What the probe makes of rows and the tokens they led to; anything of a row that was made before anybody
+        asked."""
         states = [None if row.states is None else row.states[row.index] for row in rows]
         like = next((state for state in states if state is not None), None)
         if self._probe is None or like is None:
@@ -348,7 +403,10 @@ class GpuRunner(NativeRunner):
         """Keep the rows of a forward: they may be asked about later."""
         made = iter(range(block.shape[0]))
         for feed, start in zip(work, self._first_nodes(work), strict=True):
-            held = ((start + at, TensorRow(block, next(made), self.decoder.columns, states)) for at in range(len(feed.tokens)))
+            held = (
+                (start + at, TensorRow(block, next(made), self.decoder.columns, states))
+                for at in range(len(feed.tokens))
+            )
             self._rows[feed.seq].update(held)
 
     def _first_nodes(self, work: Sequence[Feed]) -> list[int]:
@@ -390,7 +448,8 @@ class GpuRunner(NativeRunner):
 
     @torch.inference_mode()
     def _up(self, arrays: Arrays) -> Asked:
-        """Send arrays up, and with them the moves that wait, which are made at once. Where that fails, what was to move is forgotten."""
+        """Send arrays up, and with them the moves that wait, which are made at once. Where that fails, what was to
+        move is forgotten."""
         if not arrays and not self._moves:
             return {}
         waiting = {f"moves {number}": moves for number, (_, moves, _) in enumerate(self._moves)}
@@ -438,7 +497,8 @@ class GpuRunner(NativeRunner):
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """The same, behind what the caller has launched and before what it launches next: for tensors that pass between the two."""
+        """The same, behind what the caller has launched and before what it launches next: for tensors that pass
+        between the two."""
         around = None if self._stream is None else torch.cuda.current_stream(self.device)
         if self._stream is not None and around is not None:
             self._stream.wait_stream(around)
@@ -451,7 +511,8 @@ class GpuRunner(NativeRunner):
 
 
 def _own_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream that is waited for before what its owner holds is given back: a step that nobody asked for may still write there."""
+    """A stream that is waited for before what its owner holds is given back: a step that nobody asked for may still
+    write there."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     weakref.finalize(owner, stream.synchronize).atexit = False
     return stream
@@ -468,7 +529,9 @@ def _is_ahead(ahead: Ahead, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
     )
 
 
-def _judged(trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None) -> list[Judged]:
+def _judged(
+    trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None
+) -> list[Judged]:
     """Make verdicts of lines; notes what each sequence says, where a step was started that presumes it."""
     tokens, reached = lines[:, 0].astype(np.int64).tolist(), lines[:, 1].tolist()
     found = []

@@ -1,6 +1,8 @@
-"""The three small functions between a layer's products, shared by all layers: each is one kernel on a GPU, through torch.compile.
+"""The three small functions between a layer's products, shared by all layers: each is one kernel on a GPU, through
+torch.compile.
 
-Owns their arithmetic and whether they are compiled. Invariant: they wait for nothing, and their shapes follow from the bucket alone.
+Owns their arithmetic and whether they are compiled. Invariant: they wait for nothing, and their shapes follow from the
+bucket alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Small:
     gated: Callable[[Tensor], Tensor]
 
 
-def turned(qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor) -> Tensor:
+def turned(
+    qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor
+) -> Tensor:
     """Turn queries and keys, write keys and values to their places; returns the queries [rows, heads, head_dim].
 
     `pages` [pages, PAGE, 2, kv_heads, head_dim] is written to as it was given: a view made in here would be copied when compiled.
@@ -82,8 +86,8 @@ class _Compiled:
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self._plain = plain
-        # Shapes are never left open: sums over an open width are slow, and rows come in few numbers. Nothing is tried out either: that
-        # would make a copy of all pages, and a row's bits a matter of chance.
+        # Shapes are never left open: sums over an open width are slow, and rows come in few numbers. Nothing is tried
+        # out either: that would make a copy of all pages, and a row's bits a matter of chance.
         options: dict[str, str | int | bool | Callable[..., Any]] = {"triton.autotune_pointwise": False}
         self._now: Callable[..., Any] = torch.compile(plain, dynamic=False, fullgraph=True, options=options)
 
@@ -93,6 +97,11 @@ class _Compiled:
         try:
             return self._now(*given)
         except Exception as reason:  # whatever a compiler may raise
-            log.warning("A step's %s runs uncompiled, which is slow: %s: %s", self._plain.__name__, type(reason).__name__, reason)
+            log.warning(
+                "A step's %s runs uncompiled, which is slow: %s: %s",
+                self._plain.__name__,
+                type(reason).__name__,
+                reason,
+            )
             self._now = self._plain
             return self._plain(*given)

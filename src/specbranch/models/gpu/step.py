@@ -1,7 +1,8 @@
 """A decoder's forward over a packed step, and the CUDA graphs that replay it.
 
-Owns the order of operations and the memory that graphs read and write. Invariant: a step waits for nothing, and its shapes and addresses
-follow from its bucket alone. One stream runs a model's steps; what a run returns stands until the next one.
+Owns the order of operations and the memory that graphs read and write. Invariant: a step waits for nothing, and its
+shapes and addresses follow from its bucket alone. One stream runs a model's steps; what a run returns stands until the
+next one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture: they compile, and choose how to multiply
 MOST_GRAPHS = 64
 PINNED_ROWS = 16
-Kind = tuple[Bucket, int, int, bool]  # with the number of tapped layers, of best entries, and whether a tree grows by them
+StepKind = tuple[
+    Bucket, int, int, bool
+]  # with the number of tapped layers, of best entries, and whether a tree grows by them
 
 
 class GpuStep:
@@ -42,7 +45,9 @@ class GpuStep:
     most_rows = MOST_ROWS
     least = LEAST  # how large a step's bucket is at the least
 
-    def __init__(self, decoder: Decoder, memory: Memory, attend: Attend | None = None, small: Small | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, memory: Memory, attend: Attend | None = None, small: Small | None = None
+    ) -> None:
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
         self.decoder, self.memory = decoder, memory
         self.attend = attend or choose_attend(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
@@ -51,20 +56,25 @@ class GpuStep:
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
         norms = [layer.attention_norm for layer in decoder.layers]
         self._next_norms = (*norms[1:], decoder.norm)
-        self.picks = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)  # what rows chose last; a token −1 − i stands for the i-th
+        self.picks = torch.zeros(
+            MOST_ROWS, dtype=torch.int32, device=device
+        )  # what rows chose last; a token −1 − i stands for the i-th
 
     def pin(self, pages: int) -> None:
         """Have steps always as wide as this, up to so many pages.
 
-        torch's products sum in an order that hangs on how many rows there are, its plain attention on how many pages: where both are always
-        the same, a row's bits hang on no other row.
+        torch's products sum in an order that hangs on how many rows there are, its plain attention on how many pages:
+        where both are always the same, a row's bits hang on no other row.
         """
         if self.memory.data.device.type == "cuda":
             self.most_rows = PINNED_ROWS
-            self.least = Bucket(PINNED_ROWS, 1, LEAST.pages if self.attend is attend_by_kernels else max(pages, LEAST.pages))
+            self.least = Bucket(
+                PINNED_ROWS, 1, LEAST.pages if self.attend is attend_by_kernels else max(pages, LEAST.pages)
+            )
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Run all layers, writing the pages; returns logits [rows, vocabulary or columns] and hidden states of the tapped layers.
+        """Run all layers, writing the pages; returns logits [rows, vocabulary or columns] and hidden states of the
+        tapped layers.
 
         Those are what enters the last `tapped` - 1 layers, and the last of all, normed, side by side.
         """
@@ -95,21 +105,26 @@ class Ran:
 class Graphs:
     """The steps of one model, captured when a kind of step is first met; without graphs, the same forward.
 
-    A kind is a bucket, how many layers are tapped, and how many best entries of a row are wanted. The least recently used are dropped.
+    A kind is a bucket, how many layers are tapped, and how many best entries of a row are wanted. The least recently
+    used are dropped.
     """
 
-    def __init__(self, step: GpuStep, most_pages: int, capture: bool | None = None, chooser: Chooser | None = None) -> None:
+    def __init__(
+        self, step: GpuStep, most_pages: int, capture: bool | None = None, chooser: Chooser | None = None
+    ) -> None:
         self._step = step
         self._device = step.memory.data.device
         wanted = os.environ.get(VARIABLE) != "0" if capture is None else capture
         self.captures = wanted and self._device.type == "cuda"
         self._step.pin(power_of_two(most_pages))
         largest = Bucket(MOST_ROWS, MOST_ROWS, max(power_of_two(most_pages), LEAST.pages))
-        self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)  # where graphs read a packed step
+        self.input = torch.zeros(
+            packed_size(largest), dtype=torch.int32, device=self._device
+        )  # where graphs read a packed step
         self.chooser = chooser
         self.tree: DeviceTree | None = None
         self._outs: dict[int, Tensor] = {}  # by tapped layers; 0: logits
-        self._graphs: OrderedDict[Kind, tuple[torch.cuda.CUDAGraph, Ran]] = OrderedDict()
+        self._graphs: OrderedDict[StepKind, tuple[torch.cuda.CUDAGraph, Ran]] = OrderedDict()
         if self.captures:
             self._pool = torch.cuda.graph_pool_handle()
             # Of its own: graphs captured on one stream share cuBLAS' workspace.
@@ -132,7 +147,8 @@ class Graphs:
 
     @torch.inference_mode()
     def run_brought(self, bucket: Bucket, layers: int = 0, count: int = 0, grows: bool = False) -> Ran:
-        """Run the step that lies in `input`: tap so many last layers, and choose so many best entries of every row; of 0 none.
+        """Run the step that lies in `input`: tap so many last layers, and choose so many best entries of every row; of
+        0 none.
 
         `grows`: the tree grows by what is chosen, and the step that follows is left in `input`.
         """
@@ -154,7 +170,9 @@ class Graphs:
         if isinstance(packed, np.ndarray):
             host = torch.from_numpy(packed)
             packed = host.new_empty(host.shape, pin_memory=True).copy_(host) if self._device.type == "cuda" else host
-        self.input[: packed.shape[0]].copy_(packed, non_blocking=True)  # torch keeps pinned memory until the copy is done
+        self.input[: packed.shape[0]].copy_(
+            packed, non_blocking=True
+        )  # torch keeps pinned memory until the copy is done
 
     def _forward(self, bucket: Bucket, layers: int, count: int, grows: bool) -> Ran:
         step = views(self.input, bucket)
@@ -166,8 +184,9 @@ class Graphs:
             self.tree.grow(lines, self.input, growing_bucket(bucket.pages * PAGE, self._step.least))
         return Ran(logits, states, lines)
 
-    def _captured(self, kind: Kind) -> tuple[torch.cuda.CUDAGraph, Ran]:
-        """Capture a kind of step, on one of padding alone: what moves or goes on from what was chosen must happen once."""
+    def _captured(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, Ran]:
+        """Capture a kind of step, on one of padding alone: what moves or goes on from what was chosen must happen
+        once."""
         size = f"{kind[0].rows} rows in {kind[0].groups} groups over {kind[0].pages} pages"
         log.info("Capturing a step of %s.", size)
         changed = [self.input, self._step.picks, *([self.tree.state] if self.tree is not None else [])]
@@ -187,10 +206,15 @@ class Graphs:
                 tensor.copy_(before)
             if self.tree is not None:
                 self.tree.forget_told()
-        log.info("Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.", size, *kind[1:3], time.perf_counter() - begun)
+        log.info(
+            "Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.",
+            size,
+            *kind[1:3],
+            time.perf_counter() - begun,
+        )
         return graph, ran
 
-    def _warmed_up(self, kind: Kind) -> Ran:
+    def _warmed_up(self, kind: StepKind) -> Ran:
         """Run a step as it will be captured; returns where its results are to be.
 
         Results have memory of their own: what is left in the graphs' own, another graph's replay would overwrite.

@@ -1,7 +1,8 @@
-"""A linear layer whose weight is in int8 or int4: the plain reference on any device, and what kernels take its parts from.
+"""A linear layer whose weight is in int8 or int4: the plain reference on any device, and what kernels take its parts
+from.
 
-Owns the product, not the layouts (see `files/matrix`). Invariant: a result is in the precision of what went in, and the weight is written
-out one matrix at a time, and forgotten.
+Owns the product, not the layouts (see `files/matrix`). Invariant: a result is in the precision of what went in, and the
+weight is written out one matrix at a time, and forgotten.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """When a stream came to a place in its work, in the host's seconds.
 
-Owns the tie between a device's events and the host's clock: it is tied anew whenever a moment is noted while the stream rests, since then
-both clocks are at it; so neither drift nor the coarse count of an old tie matters. Invariant: noting a moment waits for nothing, nor does
-asking for it.
+Owns the tie between a device's events and the host's clock: it is tied anew whenever a moment is noted while the stream
+rests, since then both clocks are at it; so neither drift nor the coarse count of an old tie matters. Invariant: noting
+a moment waits for nothing, nor does asking for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-Moment = Callable[[], float]  # in the seconds of time.perf_counter; asked too early it says: now
+DeviceMoment = Callable[[], float]  # in the seconds of time.perf_counter; asked too early it says: now
 
 
 class StreamClock:
@@ -23,14 +23,16 @@ class StreamClock:
         self._stream = stream
         self._tie = self._recorded(), time.perf_counter()
 
-    def note(self) -> Moment:
+    def note(self) -> DeviceMoment:
         """Note the moment at which the stream has done all it was given so far."""
         resting = self._stream.query()
         event = self._recorded()
         if resting:
             self._tie = event, time.perf_counter()
         begun, seconds = self._tie
-        return lambda: seconds + begun.elapsed_time(event) / 1000 if _is_past(begun) and _is_past(event) else time.perf_counter()
+        return lambda: (
+            seconds + begun.elapsed_time(event) / 1000 if _is_past(begun) and _is_past(event) else time.perf_counter()
+        )
 
     def _recorded(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,7 +1,9 @@
-"""The Triton kernel by which a tree grows on a device: `core.trees.Sapling`'s arithmetic on arrays, in float64, in the same order.
+"""The Triton kernel by which a tree grows on a device: `core.trees.Sapling`'s arithmetic on arrays, in float64, in the
+same order.
 
-One program of one warp: what is to be read next is chosen between two steps of a draft, in some microseconds. Invariant: the same trees
-come of it as of `DeviceTree._plainly`. Needs Triton, so nobody imports it but `trees`, when it is asked to.
+One program of one warp: what is to be read next is chosen between two steps of a draft, in some microseconds.
+Invariant: the same trees come of it as of `DeviceTree._plainly`. Needs Triton, so nobody imports it but `trees`, when
+it is asked to.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -29,14 +31,43 @@ ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
 
 COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
     tl.constexpr(trees.SCALARS.index(name))
-    for name in ["count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature", "noisy"]
+    for name in [
+        "count",
+        "fed",
+        "spent",
+        "width",
+        "tail",
+        "prefix",
+        "asked",
+        "step",
+        "spare",
+        "pages",
+        "moves",
+        "temperature",
+        "noisy",
+    ]
 )
-WORTH, LEAST, FREE, DRAG, SLOWER, ROW, CHILDREN, ROWS, DEEPEST, MOST, PACES, ROOM, PLANTED = (
+WORTH, LEAST, FREE_TIME, TARGET_DELAY, DRAFT_DELAY, ROW_PRICE, CHILDREN, ROWS, DEEPEST, MOST, PACES, ROOM, PLANTED = (
     tl.constexpr(trees.SCALARS.index(name))
-    for name in ["worth", "least", "free", "drag", "slower", "row", "children", "rows", "deepest", "most", "lanes", "room", "planted"]
+    for name in [
+        "worth",
+        "least",
+        "free_time",
+        "target_delay",
+        "draft_delay",
+        "row_price",
+        "children",
+        "rows",
+        "deepest",
+        "most",
+        "lanes",
+        "room",
+        "planted",
+    ]
 )
 NOW, PRICES, EDGE, FIRST, OTHER, LOOKED, ODDS, KEYS, MOVES_AT, PAGES_AT = (
-    tl.constexpr(trees.AT[name]) for name in ("now", "step", "edges", "first", "other", "looked", "odds", "keys", "moves", "pages")
+    tl.constexpr(trees.AT[name])
+    for name in ("now", "step", "edges", "first", "other", "looked", "odds", "keys", "moves", "pages")
 )
 TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN = (
     tl.constexpr(trees.FIELDS.index(name))
@@ -126,7 +157,9 @@ def _weigh(state, nodes, planted, now, live):
         said = tl.load(at + SAID, mask=below, other=0.0)
         look = tl.load(at + LOOK, mask=below, other=0.0).to(tl.int32)
         deep = (tl.load(at + DEPTH, mask=below, other=0.0) > 1.0).to(tl.int32)
-        above = tl.where(parent == ROOT, 1.0, tl.load(nodes + tl.maximum(parent, 0) * FIELDS + REACH, mask=below, other=0.0))
+        above = tl.where(
+            parent == ROOT, 1.0, tl.load(nodes + tl.maximum(parent, 0) * FIELDS + REACH, mask=below, other=0.0)
+        )
         standing = tl.where(said > 0.0, tl.where(rank > 0.0, OTHER_OF, FIRST_OF), ABSENT)
         kind = tl.where(look > 0, (tl.minimum(look, WORDS) - 1 + WORDS * deep) * STANDINGS + standing, 0)
         own = tl.load(state + tl.where(rank > 0.0, OTHER, FIRST) + _class_of(state, said))
@@ -148,7 +181,7 @@ def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
     parent = tl.load(at + PARENT, mask=there, other=-1.0).to(tl.int32)
     opened = tl.load(nodes + tl.maximum(parent, 0) * FIELDS + READ, mask=there, other=0.0)
     worth = tl.load(state + WORTH)
-    free = tl.load(state + FREE)
+    free = tl.load(state + FREE_TIME)
     rows = tl.load(state + ROWS).to(tl.int32)
     bar = free * 0.0
     left = tl.where((free == 0.0) & (count >= rows), rows, 0)
@@ -160,30 +193,30 @@ def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
     unread = tl.load(at + READ, mask=there, other=1.0) == 0.0
     within = tl.load(at + DEPTH, mask=there, other=0.0) < tl.load(state + DEEPEST)
     is_open = there & unread & within & (worth * reach > bar) & ((parent == ROOT) | (opened > 0.0))
-    thirst = tl.where(is_open, reach * tl.maximum(1.0 - tl.load(at + KNOWN, mask=there, other=0.0), 0.0), -1.0)
+    gain = tl.where(is_open, reach * tl.maximum(1.0 - tl.load(at + KNOWN, mask=there, other=0.0), 0.0), -1.0)
     room = tl.minimum(tl.load(state + MOST).to(tl.int32) - fed, tl.load(state + ROOM).to(tl.int32))
     limit = tl.minimum(room, tl.load(state + PACES).to(tl.int32))
-    drag = tl.load(state + DRAG)
-    slower = tl.where(spent < free, tl.load(state + SLOWER), 0.0)
-    row = tl.load(state + ROW)
+    target_delay = tl.load(state + TARGET_DELAY)
+    draft_delay = tl.where(spent < free, tl.load(state + DRAFT_DELAY), 0.0)
+    row = tl.load(state + ROW_PRICE)
     least = tl.load(state + LEAST)
     best = limit * 0
     best_gain = bar * 0.0
     gain = bar * 0.0
     width = limit * 0
-    top = tl.max(thirst, 0)
+    top = tl.max(gain, 0)
     while (width < limit) & (top >= least):
-        found = tl.min(tl.where(thirst == top, n, NOWHERE), 0)
+        found = tl.min(tl.where(gain == top, n, NOWHERE), 0)
         tl.store(state + NOW + width, found.to(tl.float64))
-        thirst = tl.where(n == found, -1.0, thirst)
+        gain = tl.where(n == found, -1.0, gain)
         gain += tl.maximum(worth * top - row, 0.0)
-        end = spent + (tl.load(state + PRICES + width) + slower)
-        beyond = tl.maximum(end - tl.maximum(free + drag, spent), 0.0) + drag
+        end = spent + (tl.load(state + PRICES + width) + draft_delay)
+        beyond = tl.maximum(end - tl.maximum(free + target_delay, spent), 0.0) + target_delay
         profit = gain - tl.where(spent < free, beyond, end - spent)
         width += 1
         best = tl.where(profit > best_gain, width, best)
         best_gain = tl.where(profit > best_gain, profit, best_gain)
-        top = tl.max(thirst, 0)
+        top = tl.max(gain, 0)
     return best
 
 
@@ -231,7 +264,9 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     tl.store(own + lane * OWN, lane * 0 + spare, mask=live == 0)
     back = tl.arange(0, BACK)
     before = live[:, None] & (back[None, :] < (prefix - shared)[:, None])
-    tl.store(own + lane[:, None] * OWN + back[None, :], _flat(state, shared[:, None] + back[None, :], before), mask=before)
+    tl.store(
+        own + lane[:, None] * OWN + back[None, :], _flat(state, shared[:, None] + back[None, :], before), mask=before
+    )
     tl.debug_barrier()  # places are read now
     last = length - 1
     going = live
@@ -270,14 +305,16 @@ def grow(state, lines, packed, groups, tables, own, counts, moves, told, across,
         fed += tl.sum(noted.to(tl.int32), 0)
         count = _sprout(state, nodes, lines, across, count, now, live)
     width = count * 0
-    if count <= SMALL:  # noqa: SIM108 (Triton has no such expression of two calls)
+    if count <= SMALL:
         width = _choose(state, nodes, count, fed, spent, SMALL)
     else:
         width = _choose(state, nodes, count, fed, spent, NODES)
     tl.debug_barrier()
     if width > 0:
         _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across, per, pages, width, step)
-        spent += tl.load(state + PRICES + width - 1) + tl.where(spent < tl.load(state + FREE), tl.load(state + SLOWER), 0.0)
+        spent += tl.load(state + PRICES + width - 1) + tl.where(
+            spent < tl.load(state + FREE_TIME), tl.load(state + DRAFT_DELAY), 0.0
+        )
     tail = tl.load(state + TAIL)
     room = tl.load(state + ROOM)
     tl.debug_barrier()

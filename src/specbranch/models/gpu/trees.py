@@ -1,8 +1,10 @@
-"""A draft's tree that grows where its model is: what is read next is chosen on the device, and the next step written out there.
+"""A draft's tree that grows where its model is: what is read next is chosen on the device, and the next step written
+out there.
 
-Owns the tree's layout in the device's memory: one array of float64, in which whole numbers are exact, so that one copy brings it up and one
-read brings it back. Invariant: what grows is what `core.trees.Sapling` grows from the same proposals, operation by operation. Two ways lead
-there: a Triton kernel, and that very code, which the kernel is compared with and which serves where there is no GPU.
+Owns the tree's layout in the device's memory: one array of float64, in which whole numbers are exact, so that one copy
+brings it up and one read brings it back. Invariant: what grows is what `core.trees.Sapling` grows from the same
+proposals, operation by operation. Two ways lead there: a Triton kernel, and that very code, which the kernel is
+compared with and which serves where there is no GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +19,21 @@ from torch import Tensor
 
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, Growth, Node, Sapling
+from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, GrowingTree, Growth, Node
 from specbranch.models.batch import GROUP, Rows
 from specbranch.models.gpu.choice import BEFORE
-from specbranch.models.gpu.layout import ALIGNED, GROUP_ROWS, ROOT_ROW, Bucket, Choosing, most_moves, pack, packed_size, power_of_two, views
+from specbranch.models.gpu.layout import (
+    ALIGNED,
+    GROUP_ROWS,
+    ROOT_ROW,
+    Bucket,
+    Choosing,
+    most_moves,
+    pack,
+    packed_size,
+    power_of_two,
+    views,
+)
 from specbranch.models.kv import PAGE, Pool, Table
 
 NODES = 1024  # at most in a tree
@@ -33,17 +46,25 @@ LOST = 10.0  # seconds without a word from the device after which it is asked wh
 
 SCALARS = (
     "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature", "noisy",
-    "worth", "least", "free", "drag", "slower", "row", "children", "rows", "deepest", "most", "lanes", "room", "planted",
+    "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest", "most", "lanes", "room", "planted",
 )  # fmt: skip
-FIELDS = (*Node._fields, "place", "known")  # of a node; place: in the tail, once it was read; known: the chances of its children, summed
+FIELDS = (
+    *Node._fields,
+    "place",
+    "known",
+)  # of a node; place: in the tail, once it was read; known: the chances of its children, summed
 LOOKED = 2 * WORDS * STANDINGS
 PARTS = {
     "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED,
     "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
 }  # fmt: skip
-AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))  # where each part begins; nodes come last
+AT = dict(
+    zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True)
+)  # where each part begins; nodes come last
 
-Noise = tuple[int, Sequence[int]]  # the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
+NoiseKeys = tuple[
+    int, Sequence[int]
+]  # the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
 
 
 class DeviceTree:
@@ -58,7 +79,14 @@ class DeviceTree:
         self._growth: Growth | None = None
 
     def planted(
-        self, growing: Growing, prefix: int, tail: int, room: int, pages: Sequence[int], noise: Noise, moves: np.ndarray
+        self,
+        growing: Growing,
+        prefix: int,
+        tail: int,
+        room: int,
+        pages: Sequence[int],
+        noise: NoiseKeys,
+        moves: np.ndarray,
     ) -> np.ndarray:
         """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more."""
         growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
@@ -67,13 +95,19 @@ class DeviceTree:
         array = np.zeros(self._first + len(nodes) * len(FIELDS))
         array[: len(SCALARS)] = (
             len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare, len(pages), moves.shape[1],
-            noise[0], bool(noise[1]), growth.worth, growth.least, growth.free, growth.drag, growth.slower, growth.row, growth.children,
+            noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time, growth.target_delay, growth.draft_delay, growth.row_price, growth.children,
             growth.rows, growth.deepest, growth.most, len(growth.step), room, len(nodes),
         )  # fmt: skip
         array[AT["now"]] = ROOT
         chances = growth.chances
         tables = (*EDGES, *chances.first, *chances.other, *chances.looked, *map(exp, chances.shifts))
-        for name, part in (("step", growth.step), ("edges", tables), ("keys", noise[1]), ("moves", moves[0]), ("pages", pages)):
+        for name, part in (
+            ("step", growth.step),
+            ("edges", tables),
+            ("keys", noise[1]),
+            ("moves", moves[0]),
+            ("pages", pages),
+        ):
             array[AT[name] : AT[name] + len(part)] = part
         array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
         array[self._first :] = _numbers(nodes, growing.held)
@@ -121,7 +155,9 @@ class DeviceTree:
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
         table = read[self._first :].reshape(-1, len(FIELDS))
         whole, real = table.astype(np.int64).T.tolist(), table.T.tolist()
-        columns = [real[at] if name in ("chance", "reach", "said") else whole[at] for at, name in enumerate(Node._fields)]
+        columns = [
+            real[at] if name in ("chance", "reach", "said") else whole[at] for at, name in enumerate(Node._fields)
+        ]
         columns[-2:] = ([flag > 0 for flag in column] for column in columns[-2:])  # read, sent
         return list(map(Node, *columns)), whole[FIELDS.index("place")]
 
@@ -143,29 +179,36 @@ class DeviceTree:
         now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
         count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
         nodes, places = self._nodes(state[: self._first + count * len(FIELDS)])
-        sapling = _sapling(nodes)
+        growing = _sapling(nodes)
         read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
         if read and read != [ROOT]:
-            sapling.feed(read)
+            growing.feed(read)
         for row, n in enumerate(read):
             assert lines is not None
-            sapling.sprout(n, growth, *_candidates(lines[int(now["asked"]) if n == ROOT else row].tolist(), growth.children))
-        thirsty = sapling.thirsty(growth)[:room]
-        chosen = growth.pace(now["spent"], [thirst for _, thirst in thirsty])
-        nexts = sorted(n for n, _ in thirsty[:chosen])
-        places += [-1] * (len(sapling.nodes) - count)
+            growing.add_candidates(
+                n, growth, *_candidates(lines[int(now["asked"]) if n == ROOT else row].tolist(), growth.children)
+            )
+        readable = growing.readable(growth)[:room]
+        chosen = growth.pace(now["spent"], [gain for _, gain in readable])
+        nexts = sorted(n for n, _ in readable[:chosen])
+        places += [-1] * (len(growing.nodes) - count)
         for place, n in enumerate(nexts, tail):
             places[n] = place
         if nexts:
-            self._pack(packed, bucket, sapling.nodes, nexts, places, now, with_moves=step == 0 and lines is None)
-        now |= {"count": len(sapling.nodes), "fed": sum(node.fed for node in sapling.nodes), "width": chosen, "tail": tail + chosen}
+            self._pack(packed, bucket, growing.nodes, nexts, places, now, with_moves=step == 0 and lines is None)
+        now |= {
+            "count": len(growing.nodes),
+            "fed": sum(node.fed for node in growing.nodes),
+            "width": chosen,
+            "tail": tail + chosen,
+        }
         now |= {"step": step + 1, "room": room - chosen}
         now["spent"] += growth.seconds(now["spent"], chosen) if chosen else 0.0
         state[: len(SCALARS)] = [now[name] for name in SCALARS]
         state[AT["now"] : AT["now"] + chosen] = nexts
-        table = _numbers(sapling.nodes, dict(enumerate(places)))
+        table = _numbers(growing.nodes, dict(enumerate(places)))
         state[self._first : self._first + len(table)] = table
-        self._told[step] = 32 * len(sapling.nodes) + chosen
+        self._told[step] = 32 * len(growing.nodes) + chosen
 
     def _pack(
         self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int], now: Mapping[str, float],
@@ -174,7 +217,13 @@ class DeviceTree:
         """Write out the step that reads some nodes."""
         state, prefix, count = self.state.numpy(), int(now["prefix"]), len(nexts)
         table = Table(Pool(0), state[AT["pages"] : AT["pages"] + int(now["pages"])].astype(int).tolist())
-        rows = Rows(table, [nodes[n].token for n in nexts], prefix + int(now["tail"]), prefix, [_seen(nodes, places, n) for n in nexts])
+        rows = Rows(
+            table,
+            [nodes[n].token for n in nexts],
+            prefix + int(now["tail"]),
+            prefix,
+            [_seen(nodes, places, n) for n in nexts],
+        )
         keys = state[AT["keys"] : AT["moves"]].astype(np.int64).astype(np.uint32).view(np.int32).reshape(-1, 2)
         noise = keys[[nodes[n].depth for n in nexts]].T if now["noisy"] else np.zeros((2, count), dtype=np.int32)
         same = [np.full(count, int(now[name]), dtype=np.int32) for name in ("temperature", "noisy")]
@@ -190,10 +239,10 @@ def growing_bucket(places: int, least: Bucket) -> Bucket:
     return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-places // PAGE)), least.pages))
 
 
-def _sapling(nodes: list[Node]) -> Sapling:
-    sapling = Sapling(NO_TREE)
-    sapling.nodes = nodes
-    return sapling
+def _sapling(nodes: list[Node]) -> GrowingTree:
+    growing = GrowingTree(NO_TREE)
+    growing.nodes = nodes
+    return growing
 
 
 def _seen(nodes: Sequence[Node], places: Sequence[int], n: int) -> int:

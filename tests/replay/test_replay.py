@@ -1,4 +1,5 @@
-"""A replay is the run itself: the same tokens, the same counts, the same charged time, without the target and mostly without the draft."""
+"""A replay is the run itself: the same tokens, the same counts, the same charged time, without the target and mostly
+without the draft."""
 
 from __future__ import annotations
 
@@ -8,11 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.replay.signals import RecordedForecaster
-from specbranch.replay.decode import Diverged, Draft, Player, Target
-from specbranch.replay.reader import ROWS, Reader
-from specbranch.replay.record import Record, Task
-from specbranch.replay.runners import NONE, WIDTH, Entry, Memory, RecordedRunner
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
@@ -21,17 +17,30 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
+from specbranch.replay.decode import Diverged, RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.replay.reader import ROWS, Reader
+from specbranch.replay.record import Record, Task
+from specbranch.replay.runners import NONE, WIDTH, KnownProposal, ProposalStore, RecordedRunner
+from specbranch.replay.signals import RecordedForecaster
 from specbranch.sim.toys import Logits, ToyRunner, ToySampler
 from tiers import tiered
 from toybench import PROFILE, VOCABULARY, Case, Ending, Moody, decode, law, plainly, virtual_clock
 
 DRIFT = 0.3
 ENDINGS = (Ending("length", 40), Ending("eos", 200, eos_ids=(2,)))
-CASES = [Case((seed % 5, 3, 1), temperature, seed, ending) for seed in range(6) for temperature in (0.0, 0.9) for ending in ENDINGS]
+CASES = [
+    Case((seed % 5, 3, 1), temperature, seed, ending)
+    for seed in range(6)
+    for temperature in (0.0, 0.9)
+    for ending in ENDINGS
+]
 TWO_STAGE = ("confidence", "paper", "last")
 FIXED = [
     SpeculativeConfig(method=name, policy=policy, num_speculative_tokens=length, max_branches=4, stop_below=0.5)
-    for name, policy in (*((name, None) for name in METHODS if METHODS[name].policy != "planner"), *(("specbranch", p) for p in TWO_STAGE))
+    for name, policy in (
+        *((name, None) for name in METHODS if METHODS[name].policy != "planner"),
+        *(("specbranch", p) for p in TWO_STAGE),
+    )
     for length in (2, 6)
 ]
 PLANNED = [SpeculativeConfig(method=name) for name in METHODS if METHODS[name].policy == "planner"]
@@ -68,29 +77,33 @@ def record_of(case: Case) -> Record:
 
 
 @pytest.fixture
-def draft(tmp_path: Path) -> Iterator[Draft]:
-    memory = Memory(tmp_path / "memory.sqlite")
-    yield Draft("toy", memory, CountingRunner(law(DRIFT)))
+def draft(tmp_path: Path) -> Iterator[ReplayDraft]:
+    memory = ProposalStore(tmp_path / "memory.sqlite")
+    yield ReplayDraft("toy", memory, CountingRunner(law(DRIFT)))
     memory.close()
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[Target]:
-    memory = Memory(tmp_path / "target.sqlite")
-    yield Target("toy", memory, CountingRunner(law()))
+def target(tmp_path: Path) -> Iterator[ReplayTarget]:
+    memory = ProposalStore(tmp_path / "target.sqlite")
+    yield ReplayTarget("toy", memory, CountingRunner(law()))
     memory.close()
 
 
 QUICK = [*CONFIGS[::4], FIXED[[config.method for config in FIXED].index("lookahead")]]
 
 
-@pytest.mark.parametrize("config", tiered(CONFIGS, QUICK.__contains__), ids=lambda c: f"{c.method}-{c.policy}-{c.num_speculative_tokens}")
-def test_a_replay_counts_and_charges_what_a_live_run_does(config: SpeculativeConfig, draft: Draft, target: Target) -> None:
+@pytest.mark.parametrize(
+    "config", tiered(CONFIGS, QUICK.__contains__), ids=lambda c: f"{c.method}-{c.policy}-{c.num_speculative_tokens}"
+)
+def test_a_replay_counts_and_charges_what_a_live_run_does(
+    config: SpeculativeConfig, draft: ReplayDraft, target: ReplayTarget
+) -> None:
     drafted = 0
     mine, theirs = Experience(PROFILE), Experience(PROFILE)  # each learns from its own runs
     for case in CASES:
         live = decode(virtual_clock(DRIFT), case, config, experience=mine).stats
-        player = Player(record_of(case), draft, Heard(), target)
+        player = RecordDecoder(record_of(case), draft, Heard(), target)
         replayed = player.play(config, PROFILE, experience=theirs)
         player.close()
         assert asdict(replayed) == asdict(live)
@@ -99,8 +112,10 @@ def test_a_replay_counts_and_charges_what_a_live_run_does(config: SpeculativeCon
 
 
 @pytest.mark.parametrize("config", [FIXED[-1], *PLANNED], ids=lambda c: f"{c.method}-{c.policy}")
-def test_what_was_drafted_once_is_never_drafted_again(config: SpeculativeConfig, draft: Draft, tmp_path: Path) -> None:
-    player = Player(record_of(CASES[0]), draft)
+def test_what_was_drafted_once_is_never_drafted_again(
+    config: SpeculativeConfig, draft: ReplayDraft, tmp_path: Path
+) -> None:
+    player = RecordDecoder(record_of(CASES[0]), draft)
     first = player.play(config, PROFILE)
     runner = draft.runner
     assert isinstance(runner, CountingRunner)
@@ -108,47 +123,49 @@ def test_what_was_drafted_once_is_never_drafted_again(config: SpeculativeConfig,
     assert fed > 0
     assert asdict(player.play(config, PROFILE)) == asdict(first)
     assert (runner.fed, draft.memory.misses) == (fed, misses)
-    again = Memory(tmp_path / "memory.sqlite")  # and from the file alone
-    other = Player(player.record, replace(draft, memory=again))
+    again = ProposalStore(tmp_path / "memory.sqlite")  # and from the file alone
+    other = RecordDecoder(player.record, replace(draft, memory=again))
     assert asdict(other.play(config, PROFILE)) == asdict(first)
     assert runner.fed == fed and again.misses == 0
 
 
-def test_what_a_target_guessed_off_its_record_is_asked_once(target: Target, tmp_path: Path) -> None:
+def test_what_a_target_guessed_off_its_record_is_asked_once(target: ReplayTarget, tmp_path: Path) -> None:
     config, runner = SpeculativeConfig(method="lookahead", lookahead_window=4), target.runner
     assert isinstance(runner, CountingRunner)
-    player = Player(record_of(CASES[0]), None, target=target)
+    player = RecordDecoder(record_of(CASES[0]), None, target=target)
     first = player.play(config, PROFILE)
     fed, misses = runner.fed, target.memory.misses
     assert fed > 0 < misses and first.accepted > 0
     assert asdict(player.play(config, PROFILE)) == asdict(first)
-    again = Memory(tmp_path / "target.sqlite")  # and from the file alone
-    assert asdict(Player(player.record, None, target=replace(target, memory=again)).play(config, PROFILE)) == asdict(first)
+    again = ProposalStore(tmp_path / "target.sqlite")  # and from the file alone
+    assert asdict(
+        RecordDecoder(player.record, None, target=replace(target, memory=again)).play(config, PROFILE)
+    ) == asdict(first)
     assert (runner.fed, target.memory.misses, again.misses) == (fed, misses, 0)
     player.close()
-    other = Player(player.record, None, target=replace(target, identity="another"))
+    other = RecordDecoder(player.record, None, target=replace(target, identity="another"))
     other.play(config, PROFILE)
     other.close()
     assert target.memory.misses == 2 * misses
 
 
-def test_a_method_that_has_the_target_guess_needs_the_target(draft: Draft) -> None:
+def test_a_method_that_has_the_target_guess_needs_the_target(draft: ReplayDraft) -> None:
     with pytest.raises(BadParameter, match="'lookahead' asks what it would say to guesses of its own"):
-        Player(record_of(CASES[0]), draft).play(SpeculativeConfig(method="lookahead"), PROFILE)
+        RecordDecoder(record_of(CASES[0]), draft).play(SpeculativeConfig(method="lookahead"), PROFILE)
 
 
-def test_another_draft_seed_or_temperature_remembers_apart(draft: Draft) -> None:
+def test_another_draft_seed_or_temperature_remembers_apart(draft: ReplayDraft) -> None:
     warm = next(case for case in CASES if case.temperature)
     others = [Case(warm.prompt, 0.5, warm.seed, warm.ending), Case(warm.prompt, warm.temperature, 77, warm.ending)]
     config = SpeculativeConfig(method="speculative")
-    Player(record_of(warm), draft).play(config, PROFILE)
+    RecordDecoder(record_of(warm), draft).play(config, PROFILE)
     for case in others:
         before = draft.memory.misses
         live = decode(virtual_clock(DRIFT), case, config).stats
-        assert asdict(Player(record_of(case), draft).play(config, PROFILE)) == asdict(live)
+        assert asdict(RecordDecoder(record_of(case), draft).play(config, PROFILE)) == asdict(live)
         assert draft.memory.misses > before
     before = draft.memory.misses
-    Player(record_of(warm), replace(draft, identity="another")).play(config, PROFILE)
+    RecordDecoder(record_of(warm), replace(draft, identity="another")).play(config, PROFILE)
     assert draft.memory.misses > before
 
 
@@ -206,24 +223,35 @@ def test_a_replay_by_the_ratio_rule_is_a_sentence() -> None:
 def test_reading_ahead_back_and_beside_gives_the_proposals_of_a_fresh_draft(case: Case) -> None:
     text = [1, 3, 0, 2, 5, 4, 1, 1, 0, 3, 2, 2, 5]
     reader = Reader(ToyRunner(law(DRIFT)), Record(Task((1,), case.params, case.seed, ()), tuple(text[1:]), ()))
-    asked = [[1, 3, 0], [1, 3, 0, 2, 5, 0, 0], [1, 3, 0, 2, 5, 0, 4], text[:9], [1], [1, 3, 9 % 6, 1], text, [*text, 4, 4]]
+    asked = [
+        [1, 3, 0],
+        [1, 3, 0, 2, 5, 0, 0],
+        [1, 3, 0, 2, 5, 0, 4],
+        text[:9],
+        [1],
+        [1, 3, 9 % 6, 1],
+        text,
+        [*text, 4, 4],
+    ]
     for _ in range(2):
         for group in (asked[:1], asked[1:3], asked[3:4], asked[4:6], asked[6:]):
             assert reader.read(group) == [fresh(tokens, case) for tokens in group]
 
 
-def fresh(tokens: list[int], case: Case) -> Entry:
+def fresh(tokens: list[int], case: Case) -> KnownProposal:
     row, spot = law(DRIFT).logits_of(tokens), Spot(case.session().request, len(tokens), lambda: tokens)
-    top, bound = (ToySampler().propose([row], [spot], [Ask(0, 0, WIDTH, measure=kind)])[0] for kind in ("top", "entropy"))  # type: ignore[arg-type]
-    return Entry(top.tokens, top.confidence, bound.confidence, top.odds)
+    top, bound = (
+        ToySampler().propose([row], [spot], [Ask(0, 0, WIDTH, measure=kind)])[0] for kind in ("top", "entropy")
+    )  # type: ignore[arg-type]
+    return KnownProposal(top.tokens, top.confidence, bound.confidence, top.odds)
 
 
-def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(draft: Draft) -> None:
+def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(draft: ReplayDraft) -> None:
     runner = draft.runner
     assert isinstance(runner, CountingRunner)
     strayed = 0
     for case in CASES:
-        player = Player(record_of(case), draft)
+        player = RecordDecoder(record_of(case), draft)
         player.read_ahead()
         fed = runner.fed
         for config in CONFIGS:
@@ -237,35 +265,39 @@ def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(dr
     assert runner.forwards < runner.fed / 3 and runner.widest <= ROWS
 
 
-def test_a_record_is_read_ahead_once(draft: Draft) -> None:
+def test_a_record_is_read_ahead_once(draft: ReplayDraft) -> None:
     runner = draft.runner
     assert isinstance(runner, CountingRunner)
     for case, more in ((CASES[0], True), (CASES[0], False), (CASES[2], True)):
         fed = runner.fed
-        player = Player(record_of(case), draft)
+        player = RecordDecoder(record_of(case), draft)
         player.read_ahead()
         player.close()
         assert (runner.fed > fed) == more
 
 
-def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: Draft) -> None:
+def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: ReplayDraft) -> None:
     record = record_of(CASES[0])
-    player = Player(replace(record, tokens=record.tokens[:-3]), draft)
+    player = RecordDecoder(replace(record, tokens=record.tokens[:-3]), draft)
     with pytest.raises((Diverged, AssertionError, IndexError)):
         player.play(CONFIGS[0], PROFILE)
 
 
-def test_more_branches_than_are_remembered_is_a_sentence(draft: Draft) -> None:
+def test_more_branches_than_are_remembered_is_a_sentence(draft: ReplayDraft) -> None:
     with pytest.raises(BadParameter, match="a replay remembers 12"):
-        Player(record_of(CASES[0]), draft).play(SpeculativeConfig(method="specbranch", policy="confidence", max_branches=13), PROFILE)
+        RecordDecoder(record_of(CASES[0]), draft).play(
+            SpeculativeConfig(method="specbranch", policy="confidence", max_branches=13), PROFILE
+        )
 
 
-def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: Draft) -> None:
+def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: ReplayDraft) -> None:
     rejected, seconds = {"oracle": 0, "confidence": 0}, {"oracle": 0.0, "confidence": 0.0}
     for case in CASES:
-        player = Player(record_of(case), draft)
+        player = RecordDecoder(record_of(case), draft)
         for policy in rejected:
-            config = SpeculativeConfig(method="specbranch", policy=policy, num_speculative_tokens=4, max_branches=4, stop_below=0.3)
+            config = SpeculativeConfig(
+                method="specbranch", policy=policy, num_speculative_tokens=4, max_branches=4, stop_below=0.3
+            )
             stats = player.play(config, PROFILE)
             rejected[policy] += stats.rounds_rejected_inside
             seconds[policy] += stats.decode_seconds

@@ -9,7 +9,9 @@ import pytest
 from specbranch.suites.filler import behind
 from specbranch.suites.suite import Prompt, Suite
 
-SUITE = Suite("talk", (Prompt("1", "", ("What is a heron?",)), Prompt("2", "", ("Tell me of reeds.", "And of mud?"))), "a test")
+SUITE = Suite(
+    "talk", (Prompt("1", "", ("What is a heron?",)), Prompt("2", "", ("Tell me of reeds.", "And of mud?"))), "a test"
+)
 ANSWER = 20
 
 

@@ -6,15 +6,16 @@ import math
 
 import pytest
 
-from specbranch.study import formulas
-from specbranch.study.toy_runs import Case, charge, compare, plain_ratio
 from specbranch.errors import BadParameter
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.ranked import ranked_pair
 from specbranch.sim.shipped import load_profile
+from specbranch.study import formulas
+from specbranch.study.toy_runs import Case, charge, compare, plain_ratio
 from tiers import tiered
 
-# c, α, top-3 hit rate; speedups of serial SD at its best γ, PEARL with γ = c, the same with three branches, two-stage at its best length
+# c, α, top-3 hit rate; speedups of serial SD at its best γ, PEARL with γ = c, the same with three branches, two-stage
+# at its best length
 KNOWN = [
     (10, 0.5, 0.72, 1.46, 1.33, 1.42, 1.50, 2),
     (10, 0.7, 0.86, 1.98, 1.94, 2.06, 2.10, 4),
@@ -26,37 +27,39 @@ KNOWN = [
 def test_the_model_gives_the_known_speedups(
     c: int, alpha: float, hit: float, serial: float, pearl: float, branches: float, two_stage: float, length: int
 ) -> None:
-    best = analysis.best_length(lambda g: analysis.serial_latency(alpha, c, g))
-    assert c / analysis.serial_latency(alpha, c, best) == pytest.approx(serial, abs=0.006)
-    assert c / analysis.pearl_latency(alpha, c, c) == pytest.approx(pearl, abs=0.006)
-    assert c / analysis.pearl_latency(alpha, c, c, hit) == pytest.approx(branches, abs=0.006)
-    assert analysis.best_length(lambda m: analysis.two_stage_latency(alpha, c, m, hit)) == length
-    assert c / analysis.two_stage_latency(alpha, c, length, hit) == pytest.approx(two_stage, abs=0.006)
+    best = formulas.best_length(lambda g: formulas.serial_latency(alpha, c, g))
+    assert c / formulas.serial_latency(alpha, c, best) == pytest.approx(serial, abs=0.006)
+    assert c / formulas.pearl_latency(alpha, c, c) == pytest.approx(pearl, abs=0.006)
+    assert c / formulas.pearl_latency(alpha, c, c, hit) == pytest.approx(branches, abs=0.006)
+    assert formulas.best_length(lambda m: formulas.two_stage_latency(alpha, c, m, hit)) == length
+    assert c / formulas.two_stage_latency(alpha, c, length, hit) == pytest.approx(two_stage, abs=0.006)
 
 
 def test_accepted_length_is_the_mean_of_its_law() -> None:
     for alpha, length in ((0.3, 4), (0.8, 9), (1.0, 5), (0.0, 3)):
-        chances = analysis.accepted_chances(alpha, length)
+        chances = formulas.accepted_chances(alpha, length)
         assert sum(chances) == pytest.approx(1.0)
-        assert sum(count * chance for count, chance in enumerate(chances)) == pytest.approx(analysis.accepted_length(alpha, length))
+        assert sum(count * chance for count, chance in enumerate(chances)) == pytest.approx(
+            formulas.accepted_length(alpha, length)
+        )
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 0.7, 0.9, 0.99])
 @pytest.mark.parametrize("c", [5, 10, 20])
 def test_the_theorem_finds_gamma_equal_c_best_whatever_the_acceptance(alpha: float, c: int) -> None:
-    at_c = analysis.theorem_latency(alpha, c, c)
-    assert at_c <= min(analysis.theorem_latency(alpha, c, g) for g in range(1, 64)) * (1 + 1e-12)
+    at_c = formulas.theorem_latency(alpha, c, c)
+    assert at_c <= min(formulas.theorem_latency(alpha, c, g) for g in range(1, 64)) * (1 + 1e-12)
 
 
 def test_the_theorem_calls_a_weak_pair_slower_than_plain_decoding_where_the_mechanism_is_not() -> None:
-    assert analysis.theorem_latency(0.6, 10, 10) > 10 > analysis.pearl_latency(0.6, 10, 10)
-    assert analysis.theorem_latency(0.68, 10, 10) < 10
-    assert analysis.theorem_latency(0.0, 10, 10) == math.inf
-    assert analysis.pearl_latency(0.0, 10, 10) == 10
+    assert formulas.theorem_latency(0.6, 10, 10) > 10 > formulas.pearl_latency(0.6, 10, 10)
+    assert formulas.theorem_latency(0.68, 10, 10) < 10
+    assert formulas.theorem_latency(0.0, 10, 10) == math.inf
+    assert formulas.pearl_latency(0.0, 10, 10) == 10
 
 
 def test_without_rollback_the_model_is_the_ideal_latency() -> None:
-    assert analysis.pearl_latency(1.0, 10, 10) == pytest.approx(analysis.ideal_latency(10, 10))
+    assert formulas.pearl_latency(1.0, 10, 10) == pytest.approx(formulas.ideal_latency(10, 10))
 
 
 # Known agreement by the draft's choice: α, and what three heads hit together.
@@ -82,15 +85,16 @@ def test_predicted_latency_is_within_ten_percent_of_what_the_real_method_is_char
 
 
 def test_the_comparison_would_notice_a_wrong_model() -> None:
-    """A control: the theorem, and the model with another α, of another method or without its correction token, are all refused."""
+    """A control: the theorem, and the model with another α, of another method or without its correction token, are
+    all refused."""
     case = Case("pearl", MIDDLING, 10, 10)
     charged = charge(case, tokens=1200)
     wrong = [
-        analysis.theorem_latency(0.7, 10, 10),
-        analysis.pearl_latency(0.6, 10, 10),
-        analysis.pearl_latency(0.8, 10, 10),
-        analysis.serial_latency(0.7, 10, 10),
-        10 / analysis.accepted_length(0.7, 9),
+        formulas.theorem_latency(0.7, 10, 10),
+        formulas.pearl_latency(0.6, 10, 10),
+        formulas.pearl_latency(0.8, 10, 10),
+        formulas.serial_latency(0.7, 10, 10),
+        10 / formulas.accepted_length(0.7, 9),
     ]
     assert all(abs(latency / charged - 1) > 0.10 for latency in wrong)
 
@@ -114,7 +118,9 @@ def test_the_formulas_presume_the_plain_ratios_that_ship(c: int) -> None:
     unit = shipped.draft_seconds(1)
 
     def costs(profile: CostProfile, of: float) -> list[float]:
-        return [profile.target_seconds(n) / of for n in (1, 8, 16, 24)] + [profile.draft_seconds(w) / of for w in (1, 4, 8)]
+        return [profile.target_seconds(n) / of for n in (1, 8, 16, 24)] + [
+            profile.draft_seconds(w) / of for w in (1, 4, 8)
+        ]
 
     assert costs(ours, 1.0) == pytest.approx(costs(shipped, unit))
 
@@ -122,11 +128,11 @@ def test_the_formulas_presume_the_plain_ratios_that_ship(c: int) -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: analysis.serial_latency(1.2, 10, 4), "α is 1.2; expected a chance from 0 to 1"),
-        (lambda: analysis.accepted_length(-0.1, 4), "α is -0.1"),
-        (lambda: analysis.pearl_latency(0.5, 10, 4, 1.5), "hit rate is 1.5"),
-        (lambda: analysis.theorem_latency(0.5, 0, 4), "c is 0; expected a number above 0"),
-        (lambda: analysis.two_stage_latency(0.5, 10, 0), "draft length is 0; expected at least 1"),
+        (lambda: formulas.serial_latency(1.2, 10, 4), "α is 1.2; expected a chance from 0 to 1"),
+        (lambda: formulas.accepted_length(-0.1, 4), "α is -0.1"),
+        (lambda: formulas.pearl_latency(0.5, 10, 4, 1.5), "hit rate is 1.5"),
+        (lambda: formulas.theorem_latency(0.5, 0, 4), "c is 0; expected a number above 0"),
+        (lambda: formulas.two_stage_latency(0.5, 10, 0), "draft length is 0; expected at least 1"),
         (lambda: ranked_pair((0.9, 0.3)), "Rates of agreement"),
     ],
 )

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from specbranch.bench.methods import default_setting
-from specbranch.traces.rounds import Fate, Round, read_rounds, times, usual_seconds
-from specbranch.traces.timeline import Style, draw_text
-from specbranch.traces.timeline_svg import COLOURS, WIDTH, draw_comparison, draw_svg
 from specbranch.core.experience import Experience
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
 from specbranch.sim.profile import CostProfile
+from specbranch.traces.rounds import Fate, TracedRound, read_rounds, times, usual_seconds
+from specbranch.traces.timeline import Style, draw_text
+from specbranch.traces.timeline_svg import COLOURS, WIDTH, draw_comparison, draw_svg
 from tiers import tiered
 from toybench import Case, Ending, decode, serial, virtual_clock
 
@@ -24,14 +24,16 @@ METHODS = (
     *("lookup", "lookahead"),
 )
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
-TURNS = CostProfile(target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False)  # often only the text is looked up
+TURNS = CostProfile(
+    target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False
+)  # often only the text is looked up
 ENDINGS = (Ending("long", max_tokens=60), Ending("stopped", max_tokens=80, stop_token_ids=(3,)))
 
 
 @dataclass(frozen=True)
 class Run:
     session: Session
-    rounds: list[Round]
+    rounds: list[TracedRound]
 
 
 def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostProfile | None = PROFILE) -> Run:
@@ -45,13 +47,19 @@ def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostPr
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
 @pytest.mark.parametrize(
-    "method", tiered((m for m in METHODS if m not in ("autoregressive", "lookup")), ("pearl", "specbranch").__contains__)
+    "method",
+    tiered((m for m in METHODS if m not in ("autoregressive", "lookup")), ("pearl", "specbranch").__contains__),
 )
 def test_what_became_of_drafted_tokens_is_what_the_statistics_count(method: str, ending: Ending) -> None:
     for seed, profile in itertools.product(range(12), (PROFILE, TURNS)):
         made = run(method, seed, ending, profile)
         stats, fate = made.session.stats, sum((one.fate for one in made.rounds), Fate())
-        assert (fate.used, fate.rolled_back, fate.beside, fate.lost) == (stats.accepted, stats.rejected, stats.siblings, stats.losing)
+        assert (fate.used, fate.rolled_back, fate.beside, fate.lost) == (
+            stats.accepted,
+            stats.rejected,
+            stats.siblings,
+            stats.losing,
+        )
         assert fate.dropped + fate.unused == stats.dropped + stats.unused
         assert fate.total == stats.drafted
 
@@ -103,9 +111,9 @@ def test_a_terminal_narrower_than_forty_is_drawn_for_as_if_it_had_forty() -> Non
 
 def test_kept_lost_and_rolled_back_are_told_apart_without_colours() -> None:
     rounds = [
-        Round(0, None, Event(0, 0, "target", 0.0, 1.0, 3, 0, accepted=0, tokens=(9,)), (), 1),
-        Round(1, Event(0, 1, "draft", 1.0, 1.5, 4, 0, branches=(3,)), None, (Fate(used=2, rolled_back=1),)),
-        Round(
+        TracedRound(0, None, Event(0, 0, "target", 0.0, 1.0, 3, 0, accepted=0, tokens=(9,)), (), 1),
+        TracedRound(1, Event(0, 1, "draft", 1.0, 1.5, 4, 0, branches=(3,)), None, (Fate(used=2, rolled_back=1),)),
+        TracedRound(
             2,
             Event(0, 2, "draft", 2.0, 3.0, 8, 3, branches=(4, 4), kept=1),
             Event(0, 2, "target", 2.0, 4.0, 4, 3, accepted=2, tokens=(1, 2, 5), refused=(7,)),
@@ -127,12 +135,17 @@ def test_kept_lost_and_rolled_back_are_told_apart_without_colours() -> None:
 def test_colours_change_nothing_but_colours() -> None:
     made = run("specbranch")
     plain = draw_text(made.rounds, made.session.stats.summary(), Style(80))
-    painted = draw_text(made.rounds, made.session.stats.summary(), Style(80, paint=lambda words, kind: f"\x1b[1m{words}\x1b[0m"))
+    painted = draw_text(
+        made.rounds, made.session.stats.summary(), Style(80, paint=lambda words, kind: f"\x1b[1m{words}\x1b[0m")
+    )
     assert painted != plain and painted.replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
 
 
 def test_one_round_far_longer_than_the_others_does_not_flatten_them() -> None:
-    events = [Event(0, n, "target", 10.0 * n, 10.0 * n + (1000.0 if n == 7 else 1.0), 1, 0, accepted=0, tokens=(1,)) for n in range(12)]
+    events = [
+        Event(0, n, "target", 10.0 * n, 10.0 * n + (1000.0 if n == 7 else 1.0), 1, 0, accepted=0, tokens=(1,))
+        for n in range(12)
+    ]
     text = draw_text(read_rounds(events), run("autoregressive").session.stats.summary(), Style(100))
     bars = [line[11:].split(" ")[0] for line in text.splitlines() if line[4:10] == "target" and "prompt" not in line]
     assert bars[6].endswith("»") and all(len(bar) >= 5 for bar in bars)
@@ -161,7 +174,11 @@ def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_reques
 def test_the_picture_has_a_cell_for_each_fate_in_its_colour() -> None:
     made = run("specbranch")
     picture = ElementTree.fromstring(draw_svg(made.rounds, "t"))
-    tips = [(rect.attrib["class"], title.text or "") for rect in picture.iter("{http://www.w3.org/2000/svg}rect") for title in rect]
+    tips = [
+        (rect.attrib["class"], title.text or "")
+        for rect in picture.iter("{http://www.w3.org/2000/svg}rect")
+        for title in rect
+    ]
     lost = [tip for shade, tip in tips if shade == f"f{COLOURS['lost']}"]
     used = [tip for shade, tip in tips if shade == f"f{COLOURS['used']}"]
     assert len(lost) == sum(bool(fate.lost) for one in made.rounds for fate in one.fates) > 0
@@ -172,7 +189,9 @@ def test_several_methods_are_drawn_at_one_scale() -> None:
     runs = {method: run(method).rounds for method in ("autoregressive", "pearl")}
     picture = ElementTree.fromstring(draw_comparison(runs, "two ways", "units"))
     shade = f"f{COLOURS['target']}"
-    bars = [rect.attrib for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.attrib.get("class") == shade]
+    bars = [
+        rect.attrib for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.attrib.get("class") == shade
+    ]
     ends: dict[str, float] = {}
     for bar in bars[1:]:  # the first is the legend's
         ends[bar["y"]] = max(ends.get(bar["y"], 0.0), float(bar["x"]) + float(bar["width"]))

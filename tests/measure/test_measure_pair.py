@@ -13,20 +13,28 @@ import pytest
 
 from specbranch import LLM
 from specbranch.assembly import ModelChoice
-from specbranch.measure import pair as measure
-from specbranch.measure.side_by_side import Companion, measure_slowing
-from specbranch.measure.pair import Compared, Effort, Figure, Probe
-from specbranch.measure.workers import Workers, load_workers, pair_name
 from specbranch.errors import BadParameter, ModelError
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe
 from specbranch.exec.verifier import Verifier
+from specbranch.measure import pair as measure
+from specbranch.measure.pair import Compared, Effort, MedianTiming, Probe
+from specbranch.measure.side_by_side import Companion, measure_slowing
+from specbranch.measure.workers import Workers, load_workers, pair_name
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 from toybench import SlowRunner, drafter_recipe, law
 
 BRIEF = Effort(
-    repeats=2, least=1, seconds=2.0, rows=(1, 2, 4), widths=(1, 2, 4), widths_far=(1, 4), host_tokens=6, check_tokens=6, check_repeats=1
+    repeats=2,
+    least=1,
+    seconds=2.0,
+    rows=(1, 2, 4),
+    widths=(1, 2, 4),
+    widths_far=(1, 4),
+    host_tokens=6,
+    check_tokens=6,
+    check_repeats=1,
 )
 
 
@@ -52,7 +60,12 @@ def measured() -> CostProfile:
 
 
 def test_what_is_measured_is_at_least_what_the_models_take(measured: CostProfile) -> None:
-    assert [rows for rows, _ in measured.target] == [1, 2, 4, 256] and [rows for rows, _ in measured.draft] == [1, 2, 4, 256]
+    assert [rows for rows, _ in measured.target] == [1, 2, 4, 256] and [rows for rows, _ in measured.draft] == [
+        1,
+        2,
+        4,
+        256,
+    ]
     assert all(seconds >= 0.004 for _, seconds in measured.target)
     assert all(seconds >= 0.001 for _, seconds in measured.draft)
     assert measured.host > 0
@@ -99,7 +112,7 @@ def test_medians_count_the_first_turns_do_not_and_the_order_changes() -> None:
     turns = {"a": [9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 90.0], "b": [9.0] * 7, "c": [9.0] * 7}
     probes = [Probe(name, 1, functools.partial(timed, name, iter(seconds))) for name, seconds in turns.items()]
     figures = measure._take_turns(probes, Effort(repeats=5, seconds=60.0), lambda what: None)
-    assert figures["a", 1] == Figure(3.0, pytest.approx(1 / 3)) and figures["b", 1] == Figure(9.0, 0.0)
+    assert figures["a", 1] == MedianTiming(3.0, pytest.approx(1 / 3)) and figures["b", 1] == MedianTiming(9.0, 0.0)
     thirds = [tuple(order[at : at + 3]) for at in range(0, len(order), 3)]
     assert all(sorted(third) == ["a", "b", "c"] for third in thirds) and len(set(thirds)) > 1
 
@@ -127,7 +140,8 @@ def test_the_check_charges_what_the_profile_says() -> None:
 
 
 class Hindered:
-    """Two models by a clock of their own: each draft step beside the target costs it and the step so much more, the first time a lot."""
+    """Two models by a clock of their own: each draft step beside the target costs it and the step so much more, the
+    first time a lot."""
 
     def __init__(self, target: float, draft: float) -> None:
         self.target, self.draft = target, draft
@@ -188,7 +202,11 @@ def test_progress_counts_up_to_its_end() -> None:
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [(("p", "t", "d"), "p"), ((None, "t", "smollm2-weak"), "smollm2-weak"), ((None, "/a/big", "/b/small"), "small & big")],
+    [
+        (("p", "t", "d"), "p"),
+        ((None, "t", "smollm2-weak"), "smollm2-weak"),
+        ((None, "/a/big", "/b/small"), "small & big"),
+    ],
 )
 def test_a_pair_is_named(given: tuple[str | None, str, str], name: str) -> None:
     assert pair_name(*given) == name
@@ -225,7 +243,9 @@ def test_a_target_alone_may_use_the_profile_of_a_pair(pair: tuple[str, str], rea
 @pytest.mark.default_model
 @pytest.mark.slow
 def test_the_default_pair_can_be_measured(default_model: Path) -> None:
-    workers = load_workers(ModelChoice("smollm2-135m", device="cpu"), ModelChoice("smollm2-default", device="cpu"), "smollm2-default")
+    workers = load_workers(
+        ModelChoice("smollm2-135m", device="cpu"), ModelChoice("smollm2-default", device="cpu"), "smollm2-default"
+    )
     profile = measure.measure(workers, replace(BRIEF, repeats=1))
     assert profile.pair == "smollm2-default" and profile.target_identity != profile.draft_identity
     assert {one.method for one in measure.check(profile, workers, BRIEF)} == set(measure.CHECKED)

@@ -1,4 +1,5 @@
-"""The doctor finds what is wrong, calls nothing well that was not looked at, and recommends what its prediction says."""
+"""The doctor finds what is wrong, calls nothing well that was not looked at, and recommends what its prediction
+says."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbranch.assembly import ModelChoice
 from specbranch.bench import doctor
-from specbranch.doctor.checks import Finding, Patient, Prediction, examine, recommendation
 from specbranch.distill.agreement import Agreement
+from specbranch.doctor.checks import Finding, Patient, Prediction, examine, recommendation
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.native import load_native
 from specbranch.pairs import Pair
@@ -38,12 +39,25 @@ def examined(pair: tuple[str, str]) -> tuple[doctor.Report, list[Finding], list[
     return report, told, steps
 
 
-def test_a_sound_pair_is_well_and_every_method_is_predicted(examined: tuple[doctor.Report, list[Finding], list[str]]) -> None:
+def test_a_sound_pair_is_well_and_every_method_is_predicted(
+    examined: tuple[doctor.Report, list[Finding], list[str]],
+) -> None:
     report, told, steps = examined
     assert report.is_well and told == report.findings and steps[-1] == "Done"
-    assert {"Python", "torch", "CPU", "GPU", "Memory", "Cache folder", "Target", "Draft", "Vocabulary", "Agreement", "Costs", "Method"} <= {
-        finding.about for finding in told
-    }
+    assert {
+        "Python",
+        "torch",
+        "CPU",
+        "GPU",
+        "Memory",
+        "Cache folder",
+        "Target",
+        "Draft",
+        "Vocabulary",
+        "Agreement",
+        "Costs",
+        "Method",
+    } <= {finding.about for finding in told}
     methods = {one.method: one for one in report.predictions}
     assert {"autoregressive", "speculative", "pearl", "specbranch", "lookup", "auto"} <= methods.keys()
     assert methods["autoregressive"].speedup == 1.0 and all(one.speedup > 0 for one in report.predictions)
@@ -53,7 +67,9 @@ def test_kernels_are_told_with_the_storage_of_weights(pair: tuple[str, str], tmp
     small = doctor._kernel("target", load_native(pair[0], context_length=64, weights="int8"))
     if load_kernel("int8") is not None:
         assert small.level == "ok" and "is used, with weights in int8" in small.said
-    wide = LlamaConfig(vocab_size=99, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+    wide = LlamaConfig(
+        vocab_size=99, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
     LlamaForCausalLM(wide).save_pretrained(tmp_path)
     slow = doctor._kernel("draft", load_native(tmp_path, context_length=64, weights="int4"))
     assert slow.level == "note" and "no compiled step for int4" in slow.said and "--draft-weights" in slow.advice
@@ -76,7 +92,9 @@ def test_a_damaged_folder_is_a_problem(tmp_path: Path, pair: tuple[str, str]) ->
     assert about(report.findings, "Draft").level == "problem" and not report.is_well
 
 
-def test_a_pairs_draft_without_weights_is_a_problem(tiny: Pair, tmp_path: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pairs_draft_without_weights_is_a_problem(
+    tiny: Pair, tmp_path: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text((tiny_draft / "config.json").read_text())
     monkeypatch.setenv("SPECBRANCH_DRAFTS", str(tmp_path))
@@ -144,7 +162,11 @@ def test_a_draft_that_hardly_agrees_is_told(top1: float, level: str) -> None:
 
 def test_a_dear_draft_is_noted() -> None:
     cheap, dear = (CostProfile(target=((1, 1.0), (4, 1.5)), draft=((1, step),)) for step in (0.1, 0.8))
-    assert doctor.costs(cheap).level == "ok" and "c = 10.0" in doctor.costs(cheap).said and "1.50 times" in doctor.costs(cheap).said
+    assert (
+        doctor.costs(cheap).level == "ok"
+        and "c = 10.0" in doctor.costs(cheap).said
+        and "1.50 times" in doctor.costs(cheap).said
+    )
     assert doctor.costs(dear).level == "note"
 
 
@@ -156,7 +178,10 @@ def test_the_quickest_method_is_recommended_with_its_setting() -> None:
 
 
 def test_plain_decoding_is_recommended_where_nothing_gains() -> None:
-    made: list[Any] = [Prediction("autoregressive", {}, 1.0, 1.0), Prediction("pearl", {"num_speculative_tokens": 3}, 1.01, 2.0)]
+    made: list[Any] = [
+        Prediction("autoregressive", {}, 1.0, 1.0),
+        Prediction("pearl", {"num_speculative_tokens": 3}, 1.01, 2.0),
+    ]
     best, finding = recommendation(made)
     assert best.method == "autoregressive" and finding.level == "note" and "--method autoregressive" in finding.advice
 
@@ -164,11 +189,11 @@ def test_plain_decoding_is_recommended_where_nothing_gains() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("draft", "gains"), [(0.001, True), (10.0, False)])
 def test_the_prediction_follows_the_costs(pair: tuple[str, str], draft: float, gains: bool) -> None:
+    from specbranch.distill.agreement import AnsweredPrompt
     from specbranch.measure.workers import load_workers
-    from specbranch.distill.agreement import Text
 
     workers = load_workers(ModelChoice(pair[0], device="cpu"), ModelChoice(pair[1], device="cpu"), "tiny")
-    texts = [Text(tuple(prompt), doctor._answer(workers, prompt)) for prompt in workers.prompts()]
+    texts = [AnsweredPrompt(tuple(prompt), doctor._answer(workers, prompt)) for prompt in workers.prompts()]
     profile = CostProfile(target=((1, 1.0), (16, 1.0)), draft=((1, draft),), overlap=False)
     found = {one.method: one.speedup for one in doctor.predict(workers, texts, profile)}
     assert (found["speculative"] > 1) is gains

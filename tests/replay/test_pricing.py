@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.replay.pricing import BookingPlayer, Books, has_book
 from specbranch.bench.methods import default_setting
-from specbranch.replay.decode import Draft, Player, Target
-from specbranch.replay.record import Record, Task
-from specbranch.replay.runners import Memory
 from specbranch.bench.tuning import SPACES
 from specbranch.config import SpeculativeConfig
 from specbranch.core.stats import Stats
+from specbranch.replay.decode import RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.replay.pricing import NotingDecoder, ReplayedMethods, has_fixed_decisions
+from specbranch.replay.record import Record, Task
+from specbranch.replay.runners import ProposalStore
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 from specbranch.sim.toys import ToyRunner
@@ -34,16 +34,16 @@ FAR = CostProfile(
 
 
 @pytest.fixture
-def draft(tmp_path: Path) -> Iterator[Draft]:
-    memory = Memory(tmp_path / "memory.sqlite")
-    yield Draft("toy", memory, ToyRunner(law(0.3)))
+def draft(tmp_path: Path) -> Iterator[ReplayDraft]:
+    memory = ProposalStore(tmp_path / "memory.sqlite")
+    yield ReplayDraft("toy", memory, ToyRunner(law(0.3)))
     memory.close()
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[Target]:
-    memory = Memory(tmp_path / "target.sqlite")
-    yield Target("toy", memory, ToyRunner(law()))
+def target(tmp_path: Path) -> Iterator[ReplayTarget]:
+    memory = ProposalStore(tmp_path / "target.sqlite")
+    yield ReplayTarget("toy", memory, ToyRunner(law()))
     memory.close()
 
 
@@ -58,7 +58,7 @@ def setting(method: str, **values: object) -> SpeculativeConfig:
     return config
 
 
-BOOKED = [method for method in SPACES if has_book(setting(method))]
+BOOKED = [method for method in SPACES if has_fixed_decisions(setting(method))]
 
 
 def test_what_plans_by_itself_and_nothing_else_has_no_book() -> None:
@@ -66,15 +66,17 @@ def test_what_plans_by_itself_and_nothing_else_has_no_book() -> None:
 
 
 @pytest.mark.parametrize("method", BOOKED)
-def test_a_book_charges_what_a_play_is_charged(method: str, draft: Draft, target: Target) -> None:
+def test_a_book_charges_what_a_play_is_charged(method: str, draft: ReplayDraft, target: ReplayTarget) -> None:
     profiles = [PROFILE, TURNS, FAR, load_profile("c10"), load_profile("h200-1b-8b")]
     seen = set()
     for case in CASES:
         for length in (2, 7):
-            config = setting(method, num_speculative_tokens=length, max_branches=3, stop_below=0.5, lookahead_window=length)
-            book = BookingPlayer(record_of(case), draft, target=target).book(config)
+            config = setting(
+                method, num_speculative_tokens=length, max_branches=3, stop_below=0.5, lookahead_window=length
+            )
+            book = NotingDecoder(record_of(case), draft, target=target).book(config)
             for profile in profiles:
-                stats = Player(record_of(case), draft, target=target).play(config, profile)
+                stats = RecordDecoder(record_of(case), draft, target=target).play(config, profile)
                 assert told(book.charged(profile)) == pytest.approx(told(stats), rel=1e-6)
                 assert book.seconds(profile) == pytest.approx(stats.decode_seconds, rel=1e-6)
             seen.add(book.seconds(PROFILE))
@@ -90,17 +92,17 @@ def told(stats: Stats) -> dict[str, object]:
     return flat
 
 
-def test_what_was_played_once_is_not_played_again(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
-    books, config = Books(draft), SpeculativeConfig(method="pearl")
+def test_what_was_played_once_is_not_played_again(draft: ReplayDraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    books, config = ReplayedMethods(draft), SpeculativeConfig(method="pearl")
     first = books.of(record_of(CASES[0]), config)
     assert books.of(record_of(CASES[1]), config) != first and books.played == [config, config]
-    monkeypatch.setattr(BookingPlayer, "book", None)
+    monkeypatch.setattr(NotingDecoder, "book", None)
     assert books.of(record_of(CASES[0]), config) is first
     books.close()
 
 
-def test_what_goes_on_until_the_target_is_done_or_plans_by_itself_is_refused(draft: Draft) -> None:
+def test_what_goes_on_until_the_target_is_done_or_plans_by_itself_is_refused(draft: ReplayDraft) -> None:
     for config in (setting("specbranch:confidence", until_target=True), *map(setting, ("tree", "specbranch", "auto"))):
-        assert not has_book(config)
+        assert not has_fixed_decisions(config)
         with pytest.raises(ValueError, match="depends on the profile"):
-            BookingPlayer(record_of(CASES[0]), draft).book(config)
+            NotingDecoder(record_of(CASES[0]), draft).book(config)

@@ -1,4 +1,5 @@
-"""Suites are read from where they lie, refused with a sentence where they are wrong, and those that ship are our own."""
+"""Suites are read from where they lie, refused with a sentence where they are wrong, and those that ship are our
+own."""
 
 from __future__ import annotations
 
@@ -14,8 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbranch.bench import hub
-from specbranch.suites.suite import DATA_VARIABLE, PUBLIC, SHIPPED, SUITES, load_suite, load_suites, prompt_set, read_suite
 from specbranch.errors import BadParameter
+from specbranch.suites.suite import (
+    DATA_VARIABLE,
+    PUBLIC,
+    SHIPPED,
+    SUITES,
+    load_suite,
+    load_suites,
+    prompt_set,
+    read_suite,
+)
 
 GOOD = {"question_id": 1, "category": "chat", "turns": ["Hello", "And again"]}
 
@@ -32,7 +42,9 @@ def _unreachable(*_: object, **__: object) -> str:
 
 def written(path: Path, *lines: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n", encoding="utf-8"
+    )
     return path
 
 
@@ -51,7 +63,12 @@ def test_articles_to_summarise_have_250_to_500_words() -> None:
 
 
 def test_own_stands_for_all_four_once_each_in_the_order_named() -> None:
-    assert [suite.name for suite in load_suites(["own-math", "own"])] == ["own-math", "own-code", "own-chat", "own-summary"]
+    assert [suite.name for suite in load_suites(["own-math", "own"])] == [
+        "own-math",
+        "own-code",
+        "own-chat",
+        "own-summary",
+    ]
     with pytest.raises(BadParameter, match="stands for several suites"):
         load_suite("own")
 
@@ -65,10 +82,18 @@ def test_a_limit_takes_the_first_of_each_suite() -> None:
 
 
 def test_a_file_of_the_format_is_read_whatever_else_it_holds(tmp_path: Path) -> None:
-    file = written(tmp_path / "mine.jsonl", {**GOOD, "reference": ["x"]}, "", {**GOOD, "question_id": "b", "turns": ["one\u2028line"]})
+    file = written(
+        tmp_path / "mine.jsonl",
+        {**GOOD, "reference": ["x"]},
+        "",
+        {**GOOD, "question_id": "b", "turns": ["one\u2028line"]},
+    )
     suite = load_suites(files=[file])[0]
     assert (suite.name, suite.source) == ("mine", str(file))
-    assert [(prompt.id, prompt.turns) for prompt in suite.prompts] == [("1", ("Hello", "And again")), ("b", ("one\u2028line",))]
+    assert [(prompt.id, prompt.turns) for prompt in suite.prompts] == [
+        ("1", ("Hello", "And again")),
+        ("b", ("one\u2028line",)),
+    ]
 
 
 @pytest.mark.parametrize("place", ["gsm8k.jsonl", "prompts/gsm8k.jsonl"])
@@ -128,7 +153,12 @@ def test_a_public_suite_that_is_not_there_says_where_it_was_looked_for_and_what_
     with pytest.raises(BadParameter) as caught:
         load_suite("cnn_dm", tmp_path)
     said = str(caught.value)
-    assert str(tmp_path / "prompts" / "cnn_dm.jsonl") in said and "--data" in said and DATA_VARIABLE in said and "'own'" in said
+    assert (
+        str(tmp_path / "prompts" / "cnn_dm.jsonl") in said
+        and "--data" in said
+        and DATA_VARIABLE in said
+        and "'own'" in said
+    )
     assert "Hub" not in said  # a folder given by hand is the only place
 
 
@@ -149,7 +179,9 @@ def test_jsonl_from_the_hub_reads_as_prompts(tmp_path: Path, monkeypatch: pytest
 
     def download(dataset: str, file: str, repo_type: str) -> str:
         asked.append((dataset, file, repo_type))
-        return str(written(tmp_path / "question.jsonl", {"question_id": 81, "category": "writing", "prompt": ["a", "b"]}))
+        return str(
+            written(tmp_path / "question.jsonl", {"question_id": 81, "category": "writing", "prompt": ["a", "b"]})
+        )
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     suite = load_suite("mt_bench")
@@ -173,8 +205,12 @@ def test_parquet_from_the_hub_reads_as_prompts(
     assert load_suite(name).prompts[0].turns == turns
 
 
-def test_a_file_of_the_hub_in_another_form_or_without_a_reader_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(written(tmp_path / "q.jsonl", {"other": 1})))
+def test_a_file_of_the_hub_in_another_form_or_without_a_reader_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *_, **__: str(written(tmp_path / "q.jsonl", {"other": 1}))
+    )
     with pytest.raises(BadParameter, match="another form than expected"):
         load_suite("mt_bench")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: "file.parquet")
@@ -194,7 +230,9 @@ def test_the_name_of_a_set_of_prompts_does_not_depend_on_their_order(prompts: li
 
 
 def check_material() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_material", Path(__file__).parents[2] / "scripts" / "check_material.py")
+    spec = importlib.util.spec_from_file_location(
+        "check_material", Path(__file__).parents[2] / "scripts" / "check_material.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -208,7 +246,12 @@ DATA = os.environ.get(DATA_VARIABLE)
 def test_no_shipped_prompt_shares_thirteen_words_in_a_row_with_a_public_one() -> None:
     check, folder = check_material(), Path(DATA or "")
     public = [turn for name in PUBLIC for prompt in load_suite(name, folder).prompts for turn in prompt.turns]
-    own = {f"{prompt.id} {at}": turn for suite in load_suites(["own"]) for prompt in suite.prompts for at, turn in enumerate(prompt.turns)}
+    own = {
+        f"{prompt.id} {at}": turn
+        for suite in load_suites(["own"])
+        for prompt in suite.prompts
+        for at, turn in enumerate(prompt.turns)
+    }
     stretches = {stretch: name for name, turn in own.items() for stretch in check.cut(check.words(turn))}
     planted = next(turn for turn in own.values() if len(turn.split()) > 20)
     assert check.search(stretches, public)[0] == {}
