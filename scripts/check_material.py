@@ -1,9 +1,9 @@
 """Search the material drafts were trained on for benchmark prompts: `python scripts/check_material.py DIR/training
 PROMPTS.jsonl …`
 
-A prompt counts as found if any of its stretches of 13 words (all of its words, if it has fewer, and more than 5) stands in a conversation,
-whatever its case and punctuation: the usual measure of contamination. Prints what was found and ends with status 1 if anything was. With
---planted it first hides one prompt in the material, in memory, and must find it.
+A prompt counts as found if any of its stretches of 13 words (all of its words, if it has fewer, and more than 5) stands
+in a conversation, whatever its case and punctuation: the usual measure of contamination. Prints what was found and ends
+with status 1 if anything was. With --planted it first hides one prompt in the material, in memory, and must find it.
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ def table(here: dict[str, Row], there: dict[str, Row], prompts: int) -> Table:
     clock = load_profile(CLOCK)
     made = Table(
         title=f"\n{prompts} prompt{'s' if prompts > 1 else ''}, every method on the same pair (over all tokens)",
-        caption=f"* Modelled, not measured: what is drafted and accepted is this pair's, but time is charged by the profile {CLOCK}, "
+        caption="* Modelled, not measured: what is drafted and accepted is this pair's, but time is charged by the "
+        f"profile {CLOCK}, "
         f"measured on {clock.hardware} with {clock.pair}, both at work at once.",
         caption_justify="left",
     )
@@ -139,9 +140,15 @@ def verdict(here: dict[str, Row], there: dict[str, Row]) -> str:
     else:
         choice = f"Fastest here: {best.method}, {best.speedup:.2f} × plain decoding."
     if here["specbranch"].speedup <= 1.0:
-        choice += " specbranch does not pay here: drafting costs more than it brings, and on so short a text it has hardly found that out."
+        choice += (
+            " specbranch does not pay here: drafting costs more than it brings, and on so short a text it has "
+            "hardly found that out."
+        )
     if any(row.speedup > 1.1 * row.tokens_per_forward for row in here.values()):
-        choice += " But something else kept this machine busy: no method can gain more than its tokens per forward. Try again when it is quiet."
+        choice += (
+            " But something else kept this machine busy: no method can gain more than its tokens per forward. Try "
+            "again when it is quiet."
+        )
     gpu = "" if other.method == "specbranch" else f"{other.method} {other.speedup:.2f} ×, "
     lossless = all(row.lossless for row in (*here.values(), *there.values()))
     sentence = (

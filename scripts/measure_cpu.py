@@ -42,9 +42,8 @@ def main() -> None:
     print(f"median ratio {found['speed']['ratio']:.2f}")
     print("rows in a step: " + ", ".join(f"{rows}: {ms:.1f} ms" for rows, ms in found["speed"]["rows"].items()))
     print(
-        "load {load_seconds:.2f} s; peak {peak_mb:.0f} MB = weights {weights_mb:.0f} + cache {cache_mb:.0f} + {rest_mb:.0f}".format(
-            **found["memory"]
-        )
+        "load {load_seconds:.2f} s; peak {peak_mb:.0f} MB = weights {weights_mb:.0f} + cache {cache_mb:.0f} + "
+        "{rest_mb:.0f}".format(**found["memory"])
     )
     print(json.dumps(found))
 

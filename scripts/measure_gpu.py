@@ -260,7 +260,10 @@ def print_table(found: list[dict[str, Any]]) -> None:
     for entry in found:
         one = next(other["ms"] for other in found if other["case"] == entry["case"] and other["work"] == "1 row")
         told = ", ".join(verdicts(entry, one)) + ("" if entry["kernels"] else "  (plain attention)")
-        times = f"{entry['ms']:7.3f} {entry['least_ms']:7.3f} {entry['no_attention_ms']:7.3f} {entry['floor_ms']:6.2f} {entry['share']:6.1%}"
+        times = (
+            f"{entry['ms']:7.3f} {entry['least_ms']:7.3f} {entry['no_attention_ms']:7.3f} "
+            f"{entry['floor_ms']:6.2f} {entry['share']:6.1%}"
+        )
         rest = f"{entry['ms'] / one:8.3f} {entry['pack_us']:7.1f} {entry['first_s']:7.1f}"
         print(f"{entry['case']:>8} {entry['work']:>12} {times} {rest}  {told}")
 

@@ -71,13 +71,14 @@ class LLM:
         """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub
         ids; the default pair where nothing is named.
 
-        Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real and time is modelled:
-        all seconds in the statistics are those the profile charges. A profile measured with another pair is refused, unless forced.
-        `predictor`: a folder that `specbranch train-predictor` wrote, for policy "paper"; the pairs known by name have one of their own.
-        `dtype`: the precision of computing. `weights`, `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8" or "int4";
-        the last two are another, coarser model, of which every method still gives exactly the text that plain decoding gives.
-        `cache_tokens`: places in each model's cache for all requests together; nothing: what there is room for.
-        What is learned of a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
+        Without `method` the best fit is taken. With a `clock`, the name or file of a cost profile, decisions are real
+        and time is modelled: all seconds in the statistics are those the profile charges. A profile measured with
+        another pair is refused, unless forced. `predictor`: a folder that `specbranch train-predictor` wrote, for
+        policy "paper"; the pairs known by name have one of their own. `dtype`: the precision of computing. `weights`,
+        `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8" or "int4"; the last two are another,
+        coarser model, of which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
+        places in each model's cache for all requests together; nothing: what there is room for. What is learned of a
+        pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
         cache folder, unless `keep_experience` is false.
         """
         self.target, named = chosen_models(pair, target, draft)

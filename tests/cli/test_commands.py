@@ -20,7 +20,10 @@ PROMPT = "A branch is a guess"
 
 
 def test_help_needs_no_torch() -> None:
-    script = "import sys; from specbranch.cli.main import run; run(['generate', '--help']); run(['--help']); sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys; from specbranch.cli.main import run; run(['generate', '--help']); run(['--help']); "
+        "sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0
     assert "--temperature" in done.stdout and "specbranch chat" in done.stdout

@@ -1,4 +1,4 @@
-"""MethodRounds read off a text are the rounds that decoding makes."""
+"""Rounds read off a text are the rounds that decoding makes."""
 
 from __future__ import annotations
 

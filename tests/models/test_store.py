@@ -421,7 +421,10 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_store_needs_no_torch() -> None:
-    code = "import sys, specbranch.models.files.store; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, specbranch.models.files.store; print([m for m in ('torch', 'transformers', 'numpy') if m in "
+        "sys.modules])"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

@@ -309,17 +309,23 @@ def _plain(value: Any) -> str:
 
 
 GLOSSARY = {
-    "tokens/s": "decoded tokens over decode time, summed over prompts, each time the median over repeats; first tokens are left out.",
-    "speedup": "tokens/s over that of autoregressive decoding (AR): same engine, run, prompts. Its interval: drawing prompts anew.",
+    "tokens/s": "decoded tokens over decode time, summed over prompts, each time the median over repeats; first tokens "
+    "are left out.",
+    "speedup": "tokens/s over that of autoregressive decoding (AR): same engine, run, prompts. Its interval: drawing "
+    "prompts anew.",
     "spread": "half of the width of the middle 50 % over repeats, relative to the median.",
     "tokens/forward": "tokens emitted for each forward of the target, the prefill left out.",
-    "rollback rate": "drafted tokens thrown away over drafted tokens, on the surviving line: losing branches are counted apart.",
-    "branch hits": "the share of branch points that the target reached at which one of the branches went on as the target did.",
+    "rollback rate": "drafted tokens thrown away over drafted tokens, on the "
+    "surviving line: losing branches are counted apart.",
+    "branch hits": "the share of branch points that the target reached at which "
+    "one of the branches went on as the target did.",
     "idle": "the share of decode time in which a model had nothing to do.",
     "beside": "the share of the draft's working time that lies inside the target's.",
     "host": "the share of decode time in which neither model worked.",
-    "begun": "the share of rounds that began with something the draft had read while the target worked; of beside: of rounds with both.",
-    "lossless": "every run gave the same tokens as AR. A dash where the ratio rule keeps the distribution instead of the text.",
+    "begun": "the share of rounds that began with something the draft had read while the target worked; of beside: of "
+    "rounds with both.",
+    "lossless": "every run gave the same tokens as AR. A dash where the ratio rule keeps the distribution instead of the "
+    "text.",
     "modelled": "tokens and decisions are real, the time is charged by a cost profile instead of being measured.",
 }
 

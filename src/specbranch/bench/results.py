@@ -4,23 +4,31 @@ Owns the shape of a result; how figures come about is for `aggregate`, where the
 what `Results.save` writes, `Results.load` reads back equal, and a file of another version is refused rather than
 misread.
 
-tokens_per_second   decoding only, end of sequence respected: decoded tokens over decode seconds, both summed over prompts, each prompt's
-                    seconds being their median over repeats. The first token and both prefills are apart, in ttft_seconds.
-speedup             tokens_per_second over that of autoregressive decoding, over the prompts and repeats that both finished in this run:
-                    where the texts are the same this is the ratio of total times. The one speedup reported; long answers weigh more,
-                    as they do in the time somebody waits. speedup_low and speedup_high: its 95 % interval, drawing prompts anew.
-spread              half of the width of the middle 50 % over repeats, divided by the median: of tokens_per_second; speedup_spread: of
-                    speedup. None after a single repeat by the wall clock; 0 on a modelled clock, which gives the same figure every time.
-rollback            drafted tokens thrown away per emitted token, by reason; rollback_rate is core.stats' own, as are all rates here.
+tokens_per_second   decoding only, end of sequence respected: decoded tokens over decode seconds, both summed over
+                    prompts, each prompt's seconds being their median over repeats. The first token and both prefills
+                    are apart, in ttft_seconds.
+speedup             tokens_per_second over that of autoregressive decoding, over the prompts and repeats that both
+                    finished in this run: where the texts are the same this is the ratio of total times. The one speedup
+                    reported; long answers weigh more, as they do in the time somebody waits. speedup_low and
+                    speedup_high: its 95 % interval, drawing prompts anew.
+spread              half of the width of the middle 50 % over repeats, divided by the median: of tokens_per_second;
+                    speedup_spread: of speedup. None after a single repeat by the wall clock; 0 on a modelled clock,
+                    which gives the same figure every time.
+rollback            drafted tokens thrown away per emitted token, by reason; rollback_rate is core.stats' own, as are
+                    all rates here.
 run_between_rejections   decoded tokens over the rounds in which a token of the main line was rejected (the paper's M).
-devices             that the method takes: two where draft and target are on different ones; tokens_per_second_per_device is its share.
+devices             that the method takes: two where draft and target are on different ones;
+                    tokens_per_second_per_device is its share.
 accepted_lengths    how many verifications of a chain accepted 0, 1, 2 … of its tokens.
-lossless            whether every run gave the same tokens as autoregressive decoding; None under the ratio rule, or without such a run.
+lossless            whether every run gave the same tokens as autoregressive decoding; None under the ratio rule, or
+                    without such a run.
 draft_idle, target_idle   the share of decode time in which the model had nothing to do: how long it waits.
-draft_overlapped        the share of the draft's working time that lies inside the target's: what overlap hides. 0 where they take turns.
+draft_overlapped        the share of the draft's working time that lies inside the target's: what overlap hides. 0 where
+                        they take turns.
 host_share          the share of decode time in which neither model worked: the host's between and inside rounds.
-begun_with_tree     the share of rounds (target forwards) that began with something the draft had read before, while the target worked; None
-                    where nothing is drafted beside it. begun_of_overlapped: the same as a share of the rounds in which a draft worked beside.
+begun_with_tree     the share of rounds (target forwards) that began with something the draft had read before, while the
+                    target worked; None where nothing is drafted beside it. begun_of_overlapped: the same as a share of
+                    the rounds in which a draft worked beside.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     "profiles",
     multiple=True,
     metavar="NAME",
-    help="Costs to map the strategies for: a shipped profile or a FILE.json; may be given several times [all that ship].",
+    help="Costs to map the strategies for: a shipped profile or a FILE.json; may be given several times [all that "
+    "ship].",
 )
 @click.option(
     "--out",

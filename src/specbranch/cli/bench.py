@@ -65,7 +65,8 @@ def bench() -> None:
 @_what(
     "--methods",
     metavar="A,B,…",
-    help="Methods, see below, or METHOD:POLICY for another policy than its own, such as specbranch:confidence; plain decoding always runs "
+    help="Methods, see below, or METHOD:POLICY for another policy than its own, such as specbranch:confidence; "
+    "plain decoding always runs "
     "too [all of this engine but tree and auto]. Variants: -PART leaves a part out (specbranch-trees), @SETTING=VALUE "
     "sets something else "
     "than was tuned (specbranch:paper@stop_below=0.2).",
@@ -90,7 +91,8 @@ def bench() -> None:
     type=click.IntRange(min=1),
     multiple=True,
     metavar="N",
-    help="Put text of ours before each prompt, so that prompt and answer have about N tokens; may be repeated [prompts as they are].",
+    help="Put text of ours before each prompt, so that prompt and answer have about N tokens; may be repeated "
+    "[prompts as they are].",
 )
 @_what(
     "--temperature", "temperatures", type=float, multiple=True, metavar="T", help="Temperature; may be repeated [0]."
@@ -98,7 +100,8 @@ def bench() -> None:
 @_models(
     "--target-shape",
     metavar="SHAPE",
-    help="Run the target in a larger model's shape, see `inflate`: 7b, hidden=64,layers=3, 7b,layers=40; own: as it is [own].",
+    help="Run the target in a larger model's shape, see `inflate`: 7b, hidden=64,layers=3, 7b,layers=40; own: as "
+    "it is [own].",
 )
 @_models("--draft-shape", metavar="SHAPE", help="The same for the draft.")
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
@@ -164,7 +167,8 @@ def bench() -> None:
     "--experience",
     "keep_experience",
     is_flag=True,
-    help="By the wall clock: let planned methods take up what was learned of the pair on this machine, and add to it [they begin anew].",
+    help="By the wall clock: let planned methods take up what was learned of the pair on this machine, and add to "
+    "it [they begin anew].",
 )
 @_how("--force-profile", is_flag=True, help="Take a profile although it was measured with another pair.")
 @_how("--seed", type=int, default=0, metavar="N", help="Every prompt gets a seed of its own, made from this one [0].")

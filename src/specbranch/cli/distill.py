@@ -128,8 +128,9 @@ def distill(as_json: bool, **given: Any) -> None:
     specbranch distill --target smollm2-135m --layers 4 --out my-draft
     specbranch distill --target BIG --layers 4 --head-tokens 8192 --out my-draft --resume
 
-    The draft shares the target's embedding and output head; only its own layers are stored. Killed at any moment, the same command with
-    --resume goes on. DIR/training holds the material, checkpoints, metrics.jsonl and a picture; it may be deleted afterwards.
+    The draft shares the target's embedding and output head; only its own layers are stored. Killed at any moment, the
+    same command with --resume goes on. DIR/training holds the material, checkpoints, metrics.jsonl and a picture; it
+    may be deleted afterwards.
     """
     from specbranch.distill.train import train
 
@@ -374,7 +375,10 @@ def _written(folder: Path, material: Material, as_json: bool) -> str:
     }
     if as_json:
         return json.dumps(told)
-    return f"{len(material):,} conversations, {told['tokens_written']:,} tokens, are in {folder}. Train on them with --material {folder}."
+    return (
+        f"{len(material):,} conversations, {told['tokens_written']:,} tokens, are in {folder}. Train on them with "
+        f"--material {folder}."
+    )
 
 
 def _writer_settings(given: Mapping[str, Any], device: str) -> WriterSettings:

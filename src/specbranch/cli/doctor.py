@@ -73,7 +73,8 @@ def _table(predictions: Sequence[Prediction]) -> list[str]:
         length = one.setting.get("num_speculative_tokens")
         set_to = f"drafts of {length}" if length else ""
         lines.append(
-            f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward   {set_to}".rstrip()
+            f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward   "
+            f"{set_to}".rstrip()
         )
     return lines
 

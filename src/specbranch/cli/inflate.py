@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIZES = tuple(Shape.__dataclass_fields__)
 TABLE = [
-    (name, f"{s.hidden} hidden, {s.layers} layers, {s.heads} heads ({s.kv_heads} of keys) of {s.head_dim}, {s.intermediate} neurons, "
+    (name, f"{s.hidden} hidden, {s.layers} layers, {s.heads} heads ({s.kv_heads} of keys) of {s.head_dim}, " f"{s.intermediate} neurons, "
      f"{s.vocabulary} tokens")
     for name, s in SHAPES.items() if name != "tiny"
 ]  # fmt: skip

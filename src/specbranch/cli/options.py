@@ -72,7 +72,8 @@ TARGET = (
     _model(
         "--weights",
         metavar="TYPE",
-        help="How the target's matrices are stored: float32, bfloat16, int8 or int4. The last two make another, coarser model of it, with "
+        help="How the target's matrices are stored: float32, bfloat16, int8 or int4. The last two make another, "
+        "coarser model of it, with "
         "a text of its own [as --dtype].",
     ),
     _model(
@@ -96,7 +97,8 @@ DRAFT = (
     _draft(
         "--draft-weights",
         metavar="TYPE",
-        help="How the draft's matrices are stored, see --weights; this changes speed alone [int8 if its file is, else as --dtype].",
+        help="How the draft's matrices are stored, see --weights; this changes speed alone [int8 if its file is, "
+        "else as --dtype].",
     ),
 )
 SPECULATION = (
@@ -115,13 +117,15 @@ SPECULATION = (
     _speculation(
         "--policy",
         metavar="POLICY",
-        help="How lengths and branches are chosen: planner (the default of specbranch), paper (as published, with H-RAD), confidence, "
+        help="How lengths and branches are chosen: planner (the default of specbranch), paper (as published, with "
+        "H-RAD), confidence, "
         "entropy, last or fixed [the method's own].",
     ),
     _speculation(
         "--without",
         metavar="PART,…",
-        help=f"Parts of the policy to leave out; of planner: {', '.join(PARTS['planner'])}; of paper: {', '.join(PARTS['paper'])} [none].",
+        help=f"Parts of the policy to leave out; of planner: {', '.join(PARTS['planner'])}; of paper: "
+        f"{', '.join(PARTS['paper'])} [none].",
     ),
     _speculation(
         "--predictor",
@@ -131,7 +135,8 @@ SPECULATION = (
     _speculation(
         "--executor",
         metavar="NAME",
-        help="serial; process: the draft in a process of its own, beside the target; streams: both here, side by side, with a target on a "
+        help="serial; process: the draft in a process of its own, beside the target; streams: both here, side by "
+        "side, with a target on a "
         "GPU and the draft on the same, another, or the CPU [serial].",
     ),
     _speculation(
@@ -140,7 +145,8 @@ SPECULATION = (
         is_flag=True,
         flag_value=False,
         default=None,
-        help="Neither take up nor keep what is learned of the pair on this machine; else it is kept in the cache folder, or in "
+        help="Neither take up nor keep what is learned of the pair on this machine; else it is kept in the cache "
+        "folder, or in "
         "$SPECBRANCH_EXPERIENCE.",
     ),
     _speculation(
@@ -296,7 +302,10 @@ def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str 
     if any(tuned.get(name) != value for name, value in here.items()):
         click.echo(f"{file} was tuned for another pair ({tuned.get('pair')}); it is used all the same.", err=True)
     elif tuned.get("overlap") and given.get("clock") is None and given.get("executor") in (None, "serial"):
-        told = f"{file} was tuned for draft and target at work at once ({tuned.get('profile')}); here they take turns (see --executor)."
+        told = (
+            f"{file} was tuned for draft and target at work at once ({tuned.get('profile')}); here they take "
+            "turns (see --executor)."
+        )
         click.echo(told, err=True)
 
 

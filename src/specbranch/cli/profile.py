@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     "--executor",
     type=click.Choice(["serial", "process"]),
     default="serial",
-    help="serial: the models take turns, each with all threads, and the profile says that nothing overlaps; process: side by side, each "
+    help="serial: the models take turns, each with all threads, and the profile says that nothing overlaps; "
+    "process: side by side, each "
     "with half of the threads, and the profile says how much they slow each other down [serial].",
 )
 @click.option(

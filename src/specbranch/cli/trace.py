@@ -56,7 +56,8 @@ _option = options_of("Prompt and output")
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Write timeline.svg, timeline.txt, timeline.json (open it in ui.perfetto.dev or chrome://tracing) and timeline.jsonl there.",
+    help="Write timeline.svg, timeline.txt, timeline.json (open it in ui.perfetto.dev or chrome://tracing) and "
+    "timeline.jsonl there.",
 )
 @_option(
     "--json", "as_json", is_flag=True, help="One JSON object: rounds, seconds by kind, stats … instead of the drawing."

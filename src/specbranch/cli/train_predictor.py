@@ -284,7 +284,10 @@ class PredictorJob:
         lines = [ChartLine("as said", [(0.0, 0.0), (1.0, 1.0)], dashed=True, colour=7)]
         for name, points in figures["calibration"].items():
             lines.append(ChartLine(name, [(one["said"], one["true"]) for one in points], marks=True))
-        title = f"Do chances come true? Drafts of {figures['length']} tokens, {figures['rounds']} rounds that were not learned from"
+        title = (
+            f"Do chances come true? Drafts of {figures['length']} tokens, {figures['rounds']} rounds that were "
+            "not learned from"
+        )
         write_whole(
             self.out / "report.svg",
             line_chart(title, lines, "chance told", "share that came true", y_from_zero=True).encode(),

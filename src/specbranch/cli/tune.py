@@ -40,7 +40,8 @@ PLAIN = "autoregressive"
 @_what(
     "--methods",
     metavar="A,B,…",
-    help="Methods, or METHOD:POLICY, to search among; plain decoding always takes part [all but lookahead, which takes hours].",
+    help="Methods, or METHOD:POLICY, to search among; plain decoding always takes part [all but lookahead, which "
+    "takes hours].",
 )
 @_what("--trials", type=click.IntRange(min=1), metavar="N", help="Settings to try of a method with several knobs [40].")
 @_how(
@@ -294,7 +295,8 @@ def _table(report: dict[str, Any], out: Path) -> list[str]:
     for row in report["methods"]:
         rate = rate_text(row["tokens_per_second"])
         lines.append(
-            f"{row['method']:23}{rate:>8}{row['speedup']:8.2f}×{row['looked_at']:>7}  {setting_text(row['setting'])}".rstrip()
+            f"{row['method']:23}{rate:>8}{row['speedup']:8.2f}×{row['looked_at']:>7}  "
+            f"{setting_text(row['setting'])}".rstrip()
         )
     lines += [
         "",

@@ -4,8 +4,8 @@ nothing else.
 Owns the hash and the transforms of its bits. Invariant: noise is a function of (seed, sample, position, the target's
 token id), and a uniform of (seed, sample, position, purpose, attempt); no variate is used for two decisions.
 
-`mix` works alike on Python integers, numpy arrays and torch tensors of 64-bit integers: products are masked to 32 bits, and a wrapped
-64-bit product has the same low bits.
+`mix` works alike on Python integers, numpy arrays and torch tensors of 64-bit integers: products are masked to 32 bits,
+and a wrapped 64-bit product has the same low bits.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class Sparse:
 class Context:
     """A sequence as a worker is told it: keep `base` tokens of what you hold, then these.
 
-    `history` is the session's own list: only its first `base` tokens are read, and only for a worker that has lost them.
+    `history` is the session's own list: only its first `base` tokens are read, and only for a worker that has lost
+    them.
     """
 
     base: int
@@ -80,8 +81,8 @@ class Plan:
 class Draft:
     """Draft by `plan` after the sequence `on`, whose last `pending` tokens are not yet committed.
 
-    `number` counts the session's draft orders. Draws are keyed by it too: a position drafted again after a rollback gets a fresh variate,
-    so a plan may depend on what became of the tokens that were voided.
+    `number` counts the session's draft orders. Draws are keyed by it too: a position drafted again after a rollback
+    gets a fresh variate, so a plan may depend on what became of the tokens that were voided.
     """
 
     on: Context
@@ -138,8 +139,9 @@ class Verify:
     """Judge `tokens` after the sequence `on`. `parents[i]` is the index of node i's parent, -1 for the root; None: a
     chain.
 
-    `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here, the same will be
-    asked behind the verdict's token, so that a model may begin with that. `aside` is read in the same forward.
+    `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here,
+    the same will be asked behind the verdict's token, so that a model may begin with that. `aside` is read in the same
+    forward.
     """
 
     on: Context

@@ -35,7 +35,8 @@ def rehearse(
     """Time rounds of chosen sizes for at most about so many seconds; where models are slow or hold little, fewer of
     them.
 
-    `set_up`: a first round of each size has something to set up, as where graphs are captured; they are made before, and not timed.
+    `set_up`: a first round of each size has something to set up, as where graphs are captured; they are made before,
+    and not timed.
     """
     on = Context(0, tuple(token % vocabulary for token in PROMPT))
     try:

@@ -45,8 +45,9 @@ class Request:
 class Spot(NamedTuple):
     """Where a row stands: all that sampling may depend on besides its logits.
 
-    `position` is the index in the sequence of the token to be drawn; `history` gives the tokens before it, the row's own
-    ancestors included, and is called only when a penalty needs them. `attempt` tells apart the orders that drafted this position.
+    `position` is the index in the sequence of the token to be drawn; `history` gives the tokens before it, the row's
+    own ancestors included, and is called only when a penalty needs them. `attempt` tells apart the orders that drafted
+    this position.
     """
 
     request: Request

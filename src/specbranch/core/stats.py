@@ -147,7 +147,8 @@ class Stats:
         """Count what a verdict did to a tree: `sent` was verified, `path` accepted, then the target said the token of
         `hit`.
 
-        `taken` tokens were emitted; beyond the request's end they are unused. What was drafted and not sent counts when it is thrown away.
+        `taken` tokens were emitted; beyond the request's end they are unused. What was drafted and not sent counts when
+        it is thrown away.
         """
         ended = taken <= len(path)
         good = min(taken, len(path))

@@ -135,8 +135,9 @@ class Growth:
     """How to grow a tree: at each step the draft reads the nodes that reach farthest, as many as pay. Times are in
     tokens' worth.
 
-    `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free_time`) the draft's time costs nothing, but a
-    step takes `draft_delay` more and holds the target up by `target_delay`. A node that is read is worth `worth` times its reach.
+    `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free_time`) the draft's time
+    costs nothing, but a step takes `draft_delay` more and holds the target up by `target_delay`. A node that is read is
+    worth `worth` times its reach.
     """
 
     step: tuple[float, ...]

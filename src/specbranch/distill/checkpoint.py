@@ -59,9 +59,8 @@ class Checkpoint:
                 if metadata.get("format") != FORMAT:
                     raise ValueError(f"its format is {metadata.get('format')!r}, expected {FORMAT!r}")
                 notes = json.loads(metadata["notes"])
-                return cls(
-                    path, {name: file.get_tensor(name) for name in file.keys()}, {name: notes[name] for name in NOTES}
-                )
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return cls(path, tensors, {name: notes[name] for name in NOTES})
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from None
 

@@ -75,7 +75,8 @@ def load_draft(
 ) -> NativeRunner:
     """Load a draft; what it shares is taken from the target that runs `beside` it, or read from the target's file.
 
-    `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`, as an inflated one is.
+    `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`, as an inflated one
+    is.
     """
     place = torch.device(device)
     precision, stored = agreed(dtype, weights, place)

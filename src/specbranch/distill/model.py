@@ -48,8 +48,9 @@ class TrainedLayer(nn.Module):
         """Give the layer in the form it is read in."""
         named = {name: None if one is None else one.detach() for name, one in self._parameters.items()}
         matrices = {
-            name: Matrix(named[f"{name}_weight"], named[f"{name}_bias"]) for name in ("qkv", "out", "gate_up", "down")
-        }  # type: ignore[arg-type]
+            name: Matrix(named[f"{name}_weight"], named[f"{name}_bias"])  # type: ignore[arg-type]
+            for name in ("qkv", "out", "gate_up", "down")
+        }
         vectors = {name: named[name] for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")}
         return LayerWeights(**vectors, **matrices)  # type: ignore[arg-type]
 

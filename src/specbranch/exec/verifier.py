@@ -52,7 +52,8 @@ class Verifier(Worker):
     ) -> tuple[Scored, dict[int, SpecBranchError]]:
         """Feed what each order needs, all in one forward; a session that cannot be served is reported apart.
 
-        `heads` are the first branches drafted beside each order, judged where their head was sampled; nothing: they are told to `judge`.
+        `heads` are the first branches drafted beside each order, judged where their head was sampled; nothing: they are
+        told to `judge`.
         """
         work: list[Feed] = []
         trials: list[Trial] = []

@@ -73,7 +73,10 @@ class TargetForecaster:
     def reaches(self, length: int) -> bool:
         """Whether drafts of so many tokens are foretold; if not, that is said once."""
         if length > self.longest:
-            told = f"The predictor foretells drafts of up to {self.longest} tokens; num_speculative_tokens is {length}. Lower it, or train one"
+            told = (
+                f"The predictor foretells drafts of up to {self.longest} tokens; num_speculative_tokens is "
+                f"{length}. Lower it, or train one"
+            )
             self._say(f"{told} with --longest {length}.")
         return length <= self.longest
 

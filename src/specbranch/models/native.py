@@ -331,8 +331,8 @@ def load_native(
     """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU,
     bfloat16 elsewhere.
 
-    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing: what there is room
-    for.
+    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing:
+    what there is room for.
     """
     located = model if isinstance(model, Located) else locate(str(model))
     place = torch.device(device or "cpu")

@@ -76,8 +76,8 @@ def pool_pages(
 ) -> int:
     """Return how many pages the pool of a model gets, or say why it does not fit.
 
-    `weights`: bytes that are still to be loaded; nothing: all of the model's, its matrices `stored` so. On a CPU pages that were never
-    written take no memory.
+    `weights`: bytes that are still to be loaded; nothing: all of the model's, its matrices `stored` so. On a CPU pages
+    that were never written take no memory.
     """
     weights = weight_bytes(arch, dtype, stored, device) if weights is None else weights
     free, page = free_bytes(device), page_bytes(arch, dtype)
@@ -111,7 +111,10 @@ class _Asked:
         weights, cache, free = (size / GIGABYTE for size in self.sizes)
         named = self.stored or str(self.dtype).removeprefix("torch.")
         asked = f"its weights take {weights:.1f} GB in {named}" + (f", its cache {cache:.1f} GB" if cache else "")
-        told = f"{self.arch.name} does not fit on {self.device}: {asked}; {free:.1f} GB are free, {weights + cache - free:.1f} GB too few."
+        told = (
+            f"{self.arch.name} does not fit on {self.device}: {asked}; {free:.1f} GB are free, "
+            f"{weights + cache - free:.1f} GB too few."
+        )
         ways = [f"set {option} to at most {most}"] if most >= 2 else []
         ways += [f"load it with {smaller}"] if (smaller := self._smaller()) else []
         advice = ", or ".join(ways or ["free memory there", "choose a smaller model or another device"])

@@ -93,8 +93,9 @@ def decide(law: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     """Try each row's sampled candidates one after the other (Leviathan et al. 2023); returns which was taken, −1 for
     none, and the token.
 
-    `tried` [rows, attempts] are the candidates' columns, −1 where there is no such attempt; `tried_q` the probabilities they were drawn
-    with, `accept` the variates, `q_ids` and `q_probs` [rows, attempts, entries] their laws, `last` the variate for what remains.
+    `tried` [rows, attempts] are the candidates' columns, −1 where there is no such attempt; `tried_q` the probabilities
+    they were drawn with, `accept` the variates, `q_ids` and `q_probs` [rows, attempts, entries] their laws, `last` the
+    variate for what remains.
     """
     rows, attempts = asked["tried"].shape
     took = torch.full((rows,), -1, dtype=torch.int64, device=law.device)

@@ -1,8 +1,9 @@
 """Judging on a device: every row's decision at once, then the walk, and one line of numbers a row to be read.
 
-Owns the arrays that trials become and what is made of the lines. The rows of a trial are its root's and then those of its nodes. Decisions
-need not wait for each other, as each follows from its own row and from variates of its own position; so the outcome is that of
-`core.verify`, which decides row by row on the way down. Invariant: nothing here waits for the device.
+Owns the arrays that trials become and what is made of the lines. The rows of a trial are its root's and then those of
+its nodes. Decisions need not wait for each other, as each follows from its own row and from variates of its own
+position; so the outcome is that of `core.verify`, which decides row by row on the way down. Invariant: nothing here
+waits for the device.
 """
 
 from __future__ import annotations

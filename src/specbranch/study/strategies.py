@@ -1,10 +1,11 @@
 """The map of strategies: how much each way of speculating gains over plain decoding, for given costs and a given draft.
 
-Owns a model of a round in which everything but time is a chance: the target's token is the draft's first choice, its second … with fixed
-chances, independently at each place. Then all strategies are one machine: a *pending tree* is verified while the draft prepares for some
-*outcomes* (a node, and which token the target says after it); an outcome that was prepared for leads straight to the next verification, any
-other to a serial draft stage. What is pending is the state of a Markov chain, so speeds are computed and not sampled. Invariant: a round
-is charged by the same rule as on the virtual clock (`sim.clock.Charge`).
+Owns a model of a round in which everything but time is a chance: the target's token is the draft's first choice, its
+second … with fixed chances, independently at each place. Then all strategies are one machine: a *pending tree* is
+verified while the draft prepares for some *outcomes* (a node, and which token the target says after it); an outcome
+that was prepared for leads straight to the next verification, any other to a serial draft stage. What is pending is the
+state of a Markov chain, so speeds are computed and not sampled. Invariant: a round is charged by the same rule as on
+the virtual clock (`sim.clock.Charge`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the real methods are charged on toys with known agreement, beside what the formulas predict.
 
-Owns the comparison behind "the model is within 10 %". Invariant: nothing here is a formula's own arithmetic; tokens come from
-`core.methods` on a pair of toys, time from the virtual clock.
+Owns the comparison behind "the model is within 10 %". Invariant: nothing here is a formula's own arithmetic; tokens
+come from `core.methods` on a pair of toys, time from the virtual clock.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Se
     """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its
     last chain.
 
-    `origins` tell where each came from: a token that was looked up and never sent is in no event, though the target said it, too.
+    `origins` tell where each came from: a token that was looked up and never sent is in no event, though the target
+    said it, too.
     """
     found = [list(group) for _, group in groupby(events, key=lambda event: event.round)]
     pairs = [(_only(group, "draft"), _only(group, "target")) for group in found]

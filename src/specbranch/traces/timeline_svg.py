@@ -202,4 +202,7 @@ def subtitle(rounds: Sequence[TracedRound], tokens: int, modelled: bool) -> str:
     """Say under the title what is seen."""
     spent = times(rounds)
     clock = "modelled time" if modelled else "measured time"
-    return f"{tokens} tokens in {spent.rounds} rounds and {seconds_text(spent.decoding)} after the prompt; {clock}, to the right"
+    return (
+        f"{tokens} tokens in {spent.rounds} rounds and {seconds_text(spent.decoding)} after the prompt; {clock}, "
+        "to the right"
+    )

@@ -7,12 +7,14 @@ queries beside the small head's dimensions, and in the projections that write in
 
 What keeps the function (h, d: hidden size and head dimension of the small model; H, D: of the large one):
 
-- A norm over H numbers, h of them live, finds a mean of squares smaller by h/H. So is ε, and norm weights are smaller by √(h/H).
+- A norm over H numbers, h of them live, finds a mean of squares smaller by h/H. So is ε, and norm weights are smaller
+  by √(h/H).
 - Attention divides by √D instead of √d: queries are larger by √(D/d).
-- Pair i of a head turns as pair i·D/d of a larger one does: θ^(−2i/d) is the same number. Scaled frequencies are the small model's, too,
-  each D/d times.
+- Pair i of a head turns as pair i·D/d of a larger one does: θ^(−2i/d) is the same number. Scaled frequencies are the
+  small model's, too, each D/d times.
 - A norm of queries and keys over D numbers has the stream's ε: both are scaled so that it weighs as much as before.
-- Query heads lie where they read their own key head, which is there several times if its group does not fit into one of the large model's.
+- Query heads lie where they read their own key head, which is there several times if its group does not fit into one of
+  the large model's.
 """
 
 from __future__ import annotations

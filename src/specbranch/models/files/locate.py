@@ -89,7 +89,10 @@ def _hub_sentence(name: str, error: Exception, offline: bool) -> str:
     kind = type(error).__name__
     tried = f"There is no local path {name!r}, and as a Hub id"
     if offline or kind == "OfflineModeIsEnabled":
-        return f"{tried} it is not in the cache, while HF_HUB_OFFLINE forbids fetching it. Fetch it once online, or give a local path."
+        return (
+            f"{tried} it is not in the cache, while HF_HUB_OFFLINE forbids fetching it. Fetch it once online, or "
+            "give a local path."
+        )
     if kind == "GatedRepoError":
         return f"{tried} it needs a licence to be accepted: visit its page on the Hub, then set HF_TOKEN."
     if kind == "RepositoryNotFoundError":

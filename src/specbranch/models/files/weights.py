@@ -112,7 +112,8 @@ def read_weights(
 ) -> Weights:
     """Read everything the architecture names; a missing or misshapen tensor is a ModelError.
 
-    `stored`: how matrices are kept; nothing: in `dtype`. The head comes first: it is the widest, and little else is there then.
+    `stored`: how matrices are kept; nothing: in `dtype`. The head comes first: it is the widest, and little else is
+    there then.
     """
     reader = _Reader(arch, source, device, dtype, stored)
     embedding = reader.vocabulary_matrix("embedding", arch.vocabulary)

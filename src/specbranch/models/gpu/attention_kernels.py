@@ -1,8 +1,8 @@
 """The Triton kernels of attention by positions: partial results of own lines and of shared blocks, and their joining.
 
-Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from
-how many positions it shares; not from the rows beside it, from the number of programs launched, or from where in the
-pool anything lies. Needs Triton, so nobody imports it but `attention`, when it is asked to.
+Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from how many
+positions it shares; not from the rows beside it, from the number of programs launched, or from where in the pool anything lies. Needs
+Triton, so nobody imports it but `attention`, when it is asked to.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -47,8 +47,7 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
 def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride, slots,
                   TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
                   LONG: tl.constexpr):  # fmt: skip
-    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared
-    positions end."""
+    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared positions end."""
     d = tl.arange(0, WIDTH)
     queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
@@ -87,8 +86,7 @@ def _read(queries, keys, values, end, start, most, scale, top, total, acc, DIM: 
 
 @triton.jit
 def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Leave a partial result to be joined: an average of values, which half precision holds as well as it holds
-    values."""
+    """Leave a partial result to be joined: an average of values, which half precision holds as well as it holds values."""
     d = tl.arange(0, WIDTH)
     average = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(tops + into, top, mask=live)
@@ -102,42 +100,11 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
 
 # Rows and pages are no reason to compile another kernel, not even where they are 1.
 @triton.jit(do_not_specialize=["rows", "pages", "slots"])
-def partial_results(
-    q,
-    keys,
-    values,
-    sums,
-    tops,
-    totals,
-    shared,
-    own_count,
-    groups,
-    tables,
-    own,
-    scale,
-    page_stride,
-    rows,
-    pages,
-    slots,
-    HEADS: tl.constexpr,
-    SHARE: tl.constexpr,
-    PADDED: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    LINE: tl.constexpr,
-    OWN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
-    NEAR: tl.constexpr,
-    # fmt: skip
-    TILE_ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    OWN_TILE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line,
-    1 + b is block b."""
+def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
+                    HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr,
+                    TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
     if EARLY:  # see product_kernels
         gdc_wait()
         gdc_launch_dependents()

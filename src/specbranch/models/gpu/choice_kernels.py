@@ -1,8 +1,7 @@
-"""The Triton kernels that choose among logits: the best entries of every row, noise included, and whom the chosen
-tokens lead to.
+"""The Triton kernels that choose among logits: the best entries of every row, noise included, and whom the chosen tokens lead to.
 
-Owns the order of every sum. Invariant: what a row gives depends on its logits, its temperature and its noise alone.
-Needs Triton, so nobody imports it but `choice`, when it is asked to. For EARLY see `product_kernels`.
+Owns the order of every sum. Invariant: what a row gives depends on its logits, its temperature and its noise alone. Needs Triton, so nobody
+imports it but `choice`, when it is asked to. For EARLY see `product_kernels`.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -72,28 +71,8 @@ def scan(logits, ids, choosing, tops, places, sums, width, stride, per, TILE: tl
 
 
 @triton.jit(do_not_specialize=["width", "per", "tiles", "across"])
-def settle(
-    ids,
-    choosing,
-    counts,
-    tops,
-    places,
-    sums,
-    picks,
-    lines,
-    arrived,
-    width,
-    per,
-    tiles,
-    across,
-    ENTRIES: tl.constexpr,
-    # fmt: skip
-    COUNT: tl.constexpr,
-    TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    LISTED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, width, per, tiles, across, ENTRIES: tl.constexpr,
+           COUNT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One row's token, confidence and best entries; the last row to come follows the chosen tokens from every root."""
     if EARLY:
         gdc_wait()

@@ -39,7 +39,8 @@ def turned(
 ) -> Tensor:
     """Turn queries and keys, write keys and values to their places; returns the queries [rows, heads, head_dim].
 
-    `pages` [pages, PAGE, 2, kv_heads, head_dim] is written to as it was given: a view made in here would be copied when compiled.
+    `pages` [pages, PAGE, 2, kv_heads, head_dim] is written to as it was given: a view made in here would be copied when
+    compiled.
     """
     kv_heads, head_dim = pages.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
