@@ -23,8 +23,7 @@ CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 
 
 class Costs(Protocol):
-    """Seconds of a target forward by its rows, of a draft step by its width, and what overlap adds; a cost profile
-    is one."""
+    """Seconds of a target forward by its rows, of a draft step by its width, and what overlap adds."""
 
     @property
     def overlap(self) -> bool:
@@ -66,8 +65,7 @@ class Costs(Protocol):
 
 
 class LearnedCosts:
-    """Costs as the rounds so far have shown them: for each kind, by rows, the latest times. What has no rows is
-    filed under 0."""
+    """Costs as rounds have shown them: the latest times of each kind, by rows. What has no rows is filed under 0."""
 
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap
@@ -118,8 +116,7 @@ class LearnedCosts:
         self._ended = None
 
     def add(self, kind: Timed, rows: int, seconds: float) -> None:
-        """Take in what was measured; the first time of about so many rows is dropped, it may have had something to
-        set up."""
+        """Take in what was measured. The first time of about so many rows is dropped: something may be set up."""
         begun = (kind, rows.bit_length())
         if begun in self._begun:
             self.count(kind, rows, seconds)
@@ -143,11 +140,11 @@ class LearnedCosts:
         drafting = next((report.drafting for report in reports.values() if report.drafting), None)
         verifying = next((report.verifying for report in reports.values() if report.verifying), None)
         steps = _steps(reports)
-        beside = drafting is not None and verifying is not None and _overlap(drafting, verifying)
+        overlaps = drafting is not None and verifying is not None and _overlap(drafting, verifying)
         if drafting is not None and steps and not any(_reads(order.draft) for order in orders.values()):
-            self._drafted(drafting, steps, beside)
+            self._drafted(drafting, steps, overlaps)
         if verifying is not None and not any(_reads(order.verify) for order in orders.values()):
-            self._verified(verifying, len(steps) if beside else 0)
+            self._verified(verifying, len(steps) if overlaps else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 
     def _points(self, kind: Timed) -> CostPoints:
@@ -155,11 +152,10 @@ class LearnedCosts:
             self._sorted[kind] = sorted(self._medians[kind].items())
         return self._sorted[kind]
 
-    def _drafted(self, span: Span, steps: list[int], beside: bool) -> None:
-        """Learn from the draft's part of a round; where steps were never timed alone, what they take beside the
-        target has to do."""
+    def _drafted(self, span: Span, steps: list[int], overlaps: bool) -> None:
+        """Learn from the draft's part of a round. Until a step was timed alone, its time with overlap stands in."""
         width, seconds = round(sum(steps) / len(steps)), span.seconds / len(steps)
-        if beside and self.knows_draft:
+        if overlaps and self.knows_draft:
             self.add("draft_slow_down", 0, seconds - self.draft_seconds(width))
         else:
             self.add("step", width, seconds)
@@ -201,8 +197,7 @@ def _steps_of(report: Reports) -> list[int]:
 
 
 def _at(points: CostPoints, rows: int, slope: float) -> float:
-    """Interpolate between the numbers of rows that were timed; beyond them go on by the slope between the ends, at
-    least flat."""
+    """Interpolate between the numbers of rows that were timed; beyond them go on by the slope between the ends."""
     if not points:
         return 0.0
     below = [p for p in points if p[0] <= rows]

@@ -36,9 +36,9 @@ USUAL_OTHER = (
     0.45,
 )
 USUAL_COVER = 0.8  # how often the target's next token is among those proposed
-# How often a token that was looked up is right, by the words matched before it, and by what the draft says of it:
-# nothing yet, its first candidate, among others, not a word. First for the token right behind those words, then for the
-# ones that follow.
+# How often a token that was looked up is right. A line for each number of matched words: first for the token right
+# behind them, then for those that follow. In a line: the draft said nothing yet; it is the draft's first candidate; one
+# of its others; none of them.
 USUAL_LOOK = (
     (0.2, 0.65, 0.2, 0.06),
     (0.45, 0.75, 0.31, 0.12),
@@ -49,16 +49,16 @@ USUAL_LOOK = (
     (0.75, 0.92, 0.62, 0.3),
     (0.94, 0.95, 0.65, 0.45),
 )
-# For the middle two, how much the log of the odds rises of what the draft says if the text says the same.
+# For the middle two: how much the draft's log-odds rise if the text says the same.
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.3), (0.8, 1.5), (1.5, 2.0), (0.6, 1.5), (1.0, 2.0), (1.3, 2.3), (1.6, 2.8))
-PACE = 0.06  # of learning that
+PACE = 0.06  # how fast those shifts are learned
 LATELY = 400.0  # tokens over which the rate is measured
 PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
 
 
 class Tally:
-    """How often something came true, by class; the usual counts as `trust` observations, and beyond `memory` older
-    ones fade."""
+    """How often something came true, by class. The usual share counts as `trust` observations; beyond `memory` of
+    them older ones fade."""
 
     def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
         self.seen = [trust] * len(usual)
@@ -109,8 +109,8 @@ class Insight:
             self.news.append((of, at, value))
 
     def take(self, of: Told, at: int, value: float) -> None:
-        """Take in an observation: whether a candidate of a class was right; of "shift" by how much more often than
-        expected; of "pace" the seconds of a round that gave `at` tokens."""
+        """Take in an observation: whether a candidate of class `at` was right. "shift": how much more often than
+        expected. "pace": the seconds of a round that gave `at` tokens."""
         match of:
             case "shift":
                 self.shifts[at] += PACE * value
@@ -127,8 +127,8 @@ class Insight:
         self.seconds += seconds
 
     def rate(self, plain: float) -> float:
-        """Tokens a second, if plain decoding takes so long for one: half as much again before anything is known, and
-        never less than it."""
+        """Tokens a second, never fewer than plain decoding's, which takes `plain` for one; half as many again before
+        anything is known."""
         few = 40.0
         return max((few * 1.5 + self.tokens) / max(few * plain + self.seconds, 1e-12), 1.0 / max(plain, 1e-12))
 

@@ -18,26 +18,21 @@ from specbranch.core.orders import Orders, Reports
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, farthest, look_class, standing
 
-SPARED = (
-    0.7  # of a step's price is what a node is worth at most that is read beside the target: the step may be made later
-)
+SPARED = 0.7  # a node read while the target works is worth at most this share of a step: it could be read later
 LOOKED = 14  # tokens looked up at a time
-LINE = 0.06  # reach under which the main line is not sent on: what is rejected there costs more than it brings
-# candidates of a place among which the target's token is looked for to tell what reading is worth: hardly more are ever
-# sent
-SURE = 4
-IN_A_ROW = 4  # steps that must fit beside the target if they are to be wide: what is read wide is not read deep
-LIGHT = 1.25  # of a narrow step's price is what a wide one may cost in any case
-# of the draft's first step is priced by the present rate, the rest by plain decoding's: it opens the way to further
-# ones
+LINE = 0.06  # the main line is not sent beyond this reach: what is rejected there costs more than it brings
+SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
+IN_A_ROW = 4  # a wide step is made beside the target only if so many of them fit in: wide reading is not deep
+LIGHT = 1.25  # a wide step may always cost this much of a narrow one
+# The draft's first step opens the way to further ones: this share of it is priced by the present rate, the rest by
+# plain decoding's.
 FIRST = 0.5
-MUTE = 8  # orders in a row that the draft left unanswered after which it counts as gone: the text may have outgrown it
+MUTE = 8  # the draft counts as gone after so many unanswered orders: the text may have outgrown it
 
 
 @dataclass(frozen=True, slots=True)
 class Breadth:
-    """How much is taken in of what a draft says, and how much is read at once, at most; prices and chances decide
-    within that."""
+    """The most that is taken in of what a draft says, and read at once; prices and chances decide within that."""
 
     candidates: int  # of a place
     lanes: int  # of a step
@@ -46,9 +41,7 @@ class Breadth:
 
 ONE = Breadth(1, 1, 0.01)
 NARROW = Breadth(4, 8, 0.01)  # while the target waits: more would hardly be sent
-WIDE = Breadth(
-    8, 16, 0.001
-)  # with a draft that reads on beside the target: three verdicts in five refuse all that was sent at a place
+WIDE = Breadth(8, 16, 0.001)  # beside the target: three verdicts in five refuse all that was sent at a place
 
 
 class Planner:
