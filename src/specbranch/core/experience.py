@@ -63,7 +63,7 @@ class Tally:
     def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
         self.seen = [trust] * len(usual)
         self.true = [trust * share for share in usual]
-        self._memory = memory
+        self._memory, self._trust = memory, trust
 
     def add(self, at: int, true: bool) -> None:
         """Take in an observation."""
@@ -71,6 +71,10 @@ class Tally:
             self.seen[at], self.true[at] = 0.5 * self.seen[at], 0.5 * self.true[at]
         self.seen[at] += 1.0
         self.true[at] += true
+
+    def counted(self) -> list[float]:
+        """How often each class was met, about; a little before any was."""
+        return [max(seen - self._trust, 0.0) + 1.0 for seen in self.seen]
 
     def shares(self) -> tuple[float, ...]:
         """How often, by class."""
@@ -101,6 +105,19 @@ class Insight:
     def chances(self) -> Chances:
         """As a table."""
         return Chances(self.first.shares(), self.other.shares(), self.looked.shares(), tuple(self.shifts))
+
+    def promise(self, price: float) -> float:
+        """How many tokens the draft's candidates at a place promise beyond the price of their rows, as a share of what
+        they promise where rows cost nothing."""
+        free = self._promised(0.0)
+        return self._promised(price) / free if free > 0.0 else 0.0
+
+    def _promised(self, price: float) -> float:
+        found = 0.0
+        for tally in (self.first, self.other):
+            for share, seen in zip(tally.shares(), tally.counted(), strict=True):
+                found += seen * max(share - price, 0.0)
+        return found
 
     def learn(self, of: Told, at: int, value: float) -> None:
         """Take in an observation, and note it where news are wanted."""
@@ -151,11 +168,17 @@ class Experience:
         self._credit -= seconds
         return True
 
-    def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
-        """Learn from a round of one session; what it cost is learned by the `Loop`, of all sessions together."""
+    def note(
+        self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0, slowed: float = 1.0, company: int = 1
+    ) -> None:
+        """Learn from a round of one session; what it cost is learned by the `Loop`, of all sessions together.
+
+        `waited`: what passed without it; `slowed`: how much longer plain decoding takes here than alone.
+        """
         spans = [span for span in (reports.drafting, reports.verifying) if span is not None]
         seconds = max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
         if orders.verify is not None:
             seconds += self.costs.host
-        self._credit += PROBING * seconds
-        self.insight.learn("pace", emitted, seconds)
+        seconds += waited
+        self._credit += PROBING * seconds / company
+        self.insight.learn("pace", emitted, seconds / slowed)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from specbranch.core.costs import LearnedCosts
+from specbranch.core.market import LaneOffer, Offer, RowGrant, RowOffer, granted, let_draft
 from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.request import Request
@@ -53,7 +54,12 @@ class Executor(Protocol):
 class Loop:
     """Runs sessions to their end, a round at a time."""
 
-    def __init__(self, executor: Executor, trace: Trace | None = None, costs: LearnedCosts | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        trace: Trace | None = None,
+        costs: LearnedCosts | None = None,
+    ) -> None:
         """`costs` learn from every round, once, with the rows of all sessions."""
         self.executor = executor
         self.trace = trace
@@ -61,6 +67,7 @@ class Loop:
         self.closed = False
         self._live: dict[int, tuple[Session, MethodRounds]] = {}
         self._orders: dict[int, Orders] = {}
+        self._offers: dict[int, Offer] = {}
 
     @property
     def live(self) -> bool:
@@ -74,19 +81,33 @@ class Loop:
             self.costs.pause()
         try:
             self.executor.open(session.number, session.request)
-            orders = next(rounds)
+            first = next(rounds)
         except BaseException:
             self.executor.leave(session.number)
             raise
         self._live[session.number] = (session, rounds)
-        self._orders[session.number] = orders
+        self._take(session.number, first)
 
     def step(self) -> list[Session]:
-        """Run one round for every live session; returns those that took part."""
+        """Run one round; returns the sessions that took part.
+
+        Those that only draft go first, all together; the others wait, so that the target reads for all at once.
+        """
         restarts = self.executor.restarts
-        reports = self.executor.run(self._orders)
+        for session, _ in self._live.values():
+            session.company = len(self._live)
+        self._let_draft()
+        drafting = {number: orders for number, orders in self._orders.items() if orders.verify is None}
+        if not drafting:
+            self._grant_rows()
+        now = drafting or dict(self._orders)
+        begun = self.executor.now()
+        reports = self.executor.run(now)
         if self.costs is not None:
-            self.costs.observe(self._orders, reports)
+            self.costs.observe(now, reports)
+        for number, (session, _) in self._live.items():
+            if number not in now:
+                session.waited += self.executor.now() - begun
         took_part = [self._live[number][0] for number in reports]
         for number, report in reports.items():
             self._live[number][0].stats.draft_restarts += self.executor.restarts - restarts
@@ -96,7 +117,8 @@ class Loop:
     def leave(self, session: Session) -> None:
         """Let a session go, finished or not, and free what it held."""
         if session.number in self._live:
-            rounds, orders = self._live.pop(session.number)[1], self._orders.pop(session.number)
+            rounds, orders = self._live.pop(session.number)[1], self._orders.pop(session.number, Orders())
+            self._offers.pop(session.number, None)
             try:
                 rounds.close()
             finally:
@@ -122,12 +144,12 @@ class Loop:
         if session.finished:
             self.leave(session)
 
-    def _send(self, session: Session, rounds: MethodRounds, reports: Reports) -> None:
-        if reports.error:
-            session.fail(reports.error)
+    def _send(self, session: Session, rounds: MethodRounds, told: Reports | float | RowGrant) -> None:
+        if isinstance(told, Reports) and told.error:
+            session.fail(told.error)
             return
         try:
-            self._orders[session.number] = rounds.send(reports)
+            self._take(session.number, rounds.send(told))
         except StopIteration:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
@@ -137,6 +159,36 @@ class Loop:
             ):  # a mistake of ours: who reads the output alone would see no traceback
                 log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
             session.fail(error)
+
+    def _take(self, number: int, what: Orders | Offer) -> None:
+        """Note what a session wants next."""
+        self._orders.pop(number, None)
+        if isinstance(what, Offer):
+            self._offers[number] = what
+        else:
+            self._orders[number] = what
+
+    def _let_draft(self) -> None:
+        """Say to all that would draft while the target waits whether they may."""
+        offers = {number: offer for number, offer in self._offers.items() if isinstance(offer, LaneOffer)}
+        others = sum(orders.verify is None for orders in self._orders.values())
+        rest = [offer for offer in self._offers.values() if isinstance(offer, RowOffer)]
+        self._answer(let_draft(offers, sum(offer.rate for offer in rest), others))
+
+    def _grant_rows(self) -> None:
+        """Grant rows to all that offer some."""
+        offers = {number: offer for number, offer in self._offers.items() if isinstance(offer, RowOffer)}
+        rows = sum(1 + len(orders.verify.tokens) for orders in self._orders.values() if orders.verify)
+        self._answer(granted(offers, rows))
+
+    def _answer(self, answers: Mapping[int, float | RowGrant]) -> None:
+        """Tell sessions what became of their offers, and hear what they want then."""
+        for number, answer in answers.items():
+            session, rounds = self._live[number]
+            del self._offers[number]
+            self._send(session, rounds, answer)
+            if session.finished:
+                self.leave(session)
 
     def _clock(self, session: Session, reports: Reports, first: bool) -> None:
         if not first:

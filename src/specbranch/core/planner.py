@@ -14,11 +14,13 @@ from itertools import takewhile
 
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
+from specbranch.core.market import LaneOffer, RowGrant, RowOffer
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, farthest, look_class, standing
 
 SPARED = 0.7  # a node read while the target works is worth at most this share of a step: it could be read later
+MOST_LANES = 64  # of a step that several sessions share
 LOOKED = 14  # tokens looked up at a time
 LINE = 0.06  # the main line is not sent beyond this reach: what is rejected there costs more than it brings
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
@@ -67,7 +69,7 @@ class Planner:
         self._most_rows = most_rows
         self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else ONE
         self._silent = 0
-        self._context = 0
+        self._context, self._company, self._slowed = 0, 1, 1.0
         self._seconds: dict[int, float] = {}  # of the target by rows, since this round began
         self._rate = 0.0  # tokens a second
         self._chances = self.insight.chances()
@@ -77,21 +79,27 @@ class Planner:
     def _can_draft(self) -> bool:
         return self.experience.has_draft and self._silent < MUTE
 
-    def begin(self, context: int) -> None:
-        """Look at rate, prices and chances anew, at so many tokens of text."""
-        costs, self._context, self._seconds = self.costs, context, {}
-        self._rate = self.insight.rate(self._target_seconds(1) + costs.host)
-        steps = tuple(self._rate * costs.draft_seconds(width, context) for width in range(1, self._breadth.lanes + 1))
+    def begin(self, context: int, company: int = 1) -> None:
+        """Look at rate, prices and chances anew, at so many tokens of text, among so many sessions that do alike.
+
+        Forwards are shared, so a session that reads w nodes takes part in one of w times as many, and its share of
+        that costs what the whole costs at its own rate.
+        """
+        costs, self._context, self._seconds, self._company = self.costs, context, {}, company
+        plain = self._target_seconds(company) + costs.host
+        self._slowed = plain / max(self._target_seconds(1) + costs.host, 1e-12) if costs.knows_target else 1.0
+        self._rate = self.insight.rate(plain / self._slowed) / self._slowed
         rows = self._most_rows - 1
-        row = self._rate * (self._target_seconds(rows + 1) - self._target_seconds(1)) / rows
+        row = self._rate * (self._target_seconds(company * (rows + 1)) - self._target_seconds(company)) / rows
         self._growth = Growth(
-            steps,
+            self._step_prices(self._rate * company),
             self._chances,
             worth=self.insight.cover.shares()[0],
             children=self._breadth.candidates,
             least=self._breadth.least,
             rows=rows,
             row_price=max(row, 0.0),
+            lanes=self._breadth.lanes,
         )
 
     def _target_seconds(self, rows: int) -> float:
@@ -109,60 +117,72 @@ class Planner:
         growing.graft(tokens, words, self._growth.chances)
         return growing.tree()
 
-    def while_waiting(self, tree: Tree, unread: int) -> Growth | None:
-        """How to grow a tree while the target waits; None: go on with what there is. `unread`: tokens the draft has
-        to read first."""
+    def lane_offer(self, tree: Tree, unread: int) -> LaneOffer | None:
+        """What the draft might read while the target waits; None: nothing. `unread`: tokens it has to read first."""
         growth = self._growth
-        if not self._can_draft or not self.costs.knows_target:
+        if not self._can_draft or not self.costs.knows_target or not self.costs.knows_draft:
             return None
-        if not self.costs.knows_draft:
-            return replace(growth, step=(0.0,), most=2)  # to be timed
+        gains = self._gains(tree, growth)
         if tree.read:
-            return growth if growth.pace(0.0, self._gains(tree, growth)) else None
-        seconds = self.costs.draft_seconds(max(unread, 1), self._context)
-        plain = 1.0 / self._target_seconds(1)
-        price = seconds * (FIRST * self._rate + (1.0 - FIRST) * plain)
-        pays = growth.worth * self._gains(tree, growth)[0] > price
-        if pays:
-            return growth
-        return replace(growth, most=0) if self.experience.affords(seconds) else None
+            worth = [max(growth.worth * gain - growth.row_price, 0.0) for gain in gains if gain >= growth.least]
+            return LaneOffer(tuple(worth[: growth.lanes]), 0, self._rate, self.costs, self._context) if worth else None
+        plain = 1.0 / self._target_seconds(self._company)
+        rate = FIRST * self._rate + (1.0 - FIRST) * plain
+        gain = growth.worth * gains[0] * (self.insight.promise(growth.row_price) if self._company > 1 else 1.0)
+        return LaneOffer((gain,), max(unread, 1), rate, self.costs, self._context)
 
-    def sent(self, tree: Tree, room: int) -> list[int]:
-        """Which nodes to verify: by their reach, as many as promise most beyond what their rows cost."""
-        if not self.costs.knows_target:
-            return []
+    def while_waiting(self, tree: Tree, unread: int, rate: float) -> Growth | None:
+        """How to grow a tree while the target waits, if a second is worth so many tokens to all who do; None: go on
+        with what there is."""
+        growth, costs = self._growth, self.costs
+        if not self._can_draft or not costs.knows_target:
+            return None
+        if not costs.knows_draft:
+            return replace(growth, step=(0.0,), most=2)  # to be timed
+        if rate:
+            return replace(growth, step=self._step_prices(rate))
+        if not tree.read and self.experience.affords(costs.draft_seconds(max(unread, 1), self._context)):
+            return replace(growth, most=0)
+        return None
+
+    def _step_prices(self, rate: float) -> tuple[float, ...]:
+        """What steps cost by the rows of all sessions, if a second is worth so many tokens."""
+        widest = self._breadth.lanes if self._company == 1 else max(self._breadth.lanes, MOST_LANES)
+        return tuple(rate * self.costs.draft_seconds(width, self._context) for width in range(1, widest + 1))
+
+    def candidates(self, tree: Tree, room: int) -> list[int]:
+        """Which nodes could be verified, by their reach; parents come before children."""
         nodes, line = tree.nodes, tree.main_line()
         ends = {nodes[n].parent for n in line if nodes[n].reach < LINE}
-        inside, taken, numbers, best = set(line), {ROOT}, list[int](), 0
-        profit = most = 0.0
-        plain = self._target_seconds(1)
+        inside, taken, numbers = set(line), {ROOT}, list[int]()
         for n in farthest(tree, room - 1):
             parent = nodes[n].parent
             if parent in ends or parent not in taken or not (self._trees or n in inside):
                 continue
             numbers.append(n)
             taken.add(n)
-            profit += nodes[n].reach
-            cost = self._rate * (self._target_seconds(len(numbers) + 1) - plain)
-            if profit - cost > most:
-                best, most = len(numbers), profit - cost
             if len(numbers) == self._most_rows - 1:
                 break
-        return sorted(numbers[:best])
+        return numbers
 
-    def while_verifying(self, tree: Tree, rows: int) -> Growth | None:
-        """How to grow the tree while the target verifies so many rows; None: it is not to be disturbed."""
-        costs, rate, waiting = self.costs, self._rate, self._growth
+    def row_offer(self, tree: Tree, numbers: list[int]) -> RowOffer:
+        """Offer nodes to be verified."""
+        return RowOffer(tuple(tree.nodes[n].reach for n in numbers), self._rate, self.costs, self._context)
+
+    def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:
+        """How to grow the tree while the target verifies what was granted; None: it is not to be disturbed."""
+        costs, waiting = self.costs, self._growth
         if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
             return None
-        free = rate * self._target_seconds(rows)
+        rate, steps = grant.rate, self._step_prices(grant.rate)
+        free = rate * self._target_seconds(grant.rows)
         growth = replace(
             waiting,
-            step=_in_a_row(waiting.step, free) if self._branches else waiting.step[:1],
+            step=_in_a_row(steps, free) if self._branches else steps[: self._company],
             free_time=free,
             target_delay=rate * costs.slow_down,
             draft_delay=rate * costs.draft_slow_down,
-            worth=min(waiting.worth, SPARED * waiting.step[0]),
+            worth=min(waiting.worth, SPARED * steps[0]),
             row_price=0.0,
             children=waiting.children if self._branches else 1,
         )
@@ -175,11 +195,11 @@ class Planner:
             return [gain for _, gain in growing.readable(growth)]
         return [max(1.0 - sum(node.chance for node in tree.nodes if node.parent == ROOT), 0.0)]
 
-    def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
-        """Take in what a round took and gave."""
+    def note(self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0) -> None:
+        """Take in what a round took and gave, and what passed while the session waited for others."""
         if orders.draft is not None and not reports.draft_lost:  # one that was lost comes back
             self._silent = 0 if reports.tree is not None and reports.tree.read else self._silent + 1
-        self.experience.note(orders, reports, emitted)
+        self.experience.note(orders, reports, emitted, waited, self._slowed, self._company)
 
     def observe(self, tree: Tree, path: list[int], token: int) -> None:
         """Learn from what the target said: `path` are the nodes of `tree` that were taken, then came `token`."""

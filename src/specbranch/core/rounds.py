@@ -8,14 +8,16 @@ is drafted, the session receives only what the verdict says.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from typing import Any
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.lookup import Ngrams
+from specbranch.core.market import Offer
 from specbranch.core.orders import NOTHING, Branch, Orders, Plan, Reports, Verdict
 from specbranch.core.policy import Policy
 from specbranch.core.session import Session
 
-MethodRounds = Generator[Orders, Reports, None]
+MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orders, a number for an Offer
 InFlight = Branch | None  # a chain that was drafted and not judged yet; None: the next one is still to be drafted
 Decode = Callable[[Session, SpeculativeConfig, Policy], MethodRounds]
 PREFILL = Plan(0)

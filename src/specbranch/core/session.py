@@ -37,6 +37,8 @@ class Session:
         self.stopped_by: int | None = None  # the token id that ended it
         self.error: Exception | None = None
         self.stats = Stats()
+        self.company = 1  # sessions that decode beside it, itself included
+        self.waited = 0.0  # seconds of rounds that passed without it, since it last took part
         self._watch = watch
         self._ending = request.ending_ids
         self._told = {"draft": 0, "target": 0}
@@ -103,6 +105,11 @@ class Session:
             if self.finished:
                 return index + 1
         return len(tokens)
+
+    def rest(self) -> float:
+        """Return the seconds that passed without it since it was last asked."""
+        waited, self.waited = self.waited, 0.0
+        return waited
 
     def fail(self, error: Exception) -> None:
         """End the request with an error; what was emitted stays."""

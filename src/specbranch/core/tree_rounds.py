@@ -9,6 +9,7 @@ last.
 
 from __future__ import annotations
 
+from specbranch.core.market import RowGrant
 from specbranch.core.orders import Meanwhile, Orders, Reports
 from specbranch.core.planner import Planner
 from specbranch.core.rounds import MethodRounds, prefill
@@ -31,16 +32,20 @@ def growing(session: Session, planner: Planner) -> MethodRounds:
 def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> MethodRounds:
     tree = NO_TREE
     while not session.finished:
-        planner.begin(len(session.tokens))
+        planner.begin(len(session.tokens), session.company)
         session.stats.begin(tree.read)
         tree = planner.looked_up(tree)
-        if growth := _within(session, planner.while_waiting(tree, session.untold)):
+        offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None
+        rate = (yield offered) if offered else 0.0
+        if growth := _within(session, planner.while_waiting(tree, session.untold, rate)):
             orders = Orders(draft=session.grow(tree, growth))
             reports = yield orders
             tree = _grown(session, planner, tree, orders, reports)
-        sent = planner.sent(tree, session.room)
+        candidates = planner.candidates(tree, session.room)
+        grant: RowGrant = yield planner.row_offer(tree, candidates)
+        sent = sorted(candidates[: grant.count])
         tree = marked(tree, sent)
-        growth = _within(session, planner.while_verifying(tree, len(sent) + 1))
+        growth = _within(session, planner.while_verifying(tree, grant))
         orders = Orders(
             session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)), meanwhile
         )
@@ -62,7 +67,7 @@ def _grown(session: Session, planner: Planner, tree: Tree, orders: Orders, repor
     """Take in what was drafted; the old tree if the draft was lost."""
     session.stats.take(reports)
     if orders.verify is None:
-        planner.note(orders, reports, 0)
+        planner.note(orders, reports, 0, session.rest())
     return tree if reports.tree is None else reports.tree
 
 
@@ -88,7 +93,7 @@ def _absorb(
     meanwhile.add(
         planner.observe, tree, path[: taken - 1], tree.nodes[path[taken - 1]].token if ended else verdict.token
     )
-    planner.note(orders, reports, taken)
+    planner.note(orders, reports, taken, session.rest())
     return below(tree, hit) if hit is not None and not ended else NO_TREE
 
 

@@ -151,13 +151,14 @@ class Growth:
     # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
     rows: int = 64
     row_price: float = 0.0  # the price of one
+    lanes: int = 16  # nodes read at once, of one tree
     deepest: int = 32  # as deep as a tail may be for every token to have the bits of a single step on every device
     most: int = 120  # nodes read, of one tree: about what a tail holds
 
     def pace(self, spent: float, reaches: Sequence[float]) -> int:
         """Return how many of the farthest-reaching nodes to read next, after so much time; 0: none pays."""
         best, best_gain, gain = 0, 0.0, 0.0
-        for width, reach in enumerate(reaches[: len(self.step)], start=1):
+        for width, reach in enumerate(reaches[: min(self.lanes, len(self.step))], start=1):
             if reach < self.least:
                 break
             gain += max(self.worth * reach - self.row_price, 0.0)
@@ -179,6 +180,30 @@ class Growth:
     def seconds(self, spent: float, width: int) -> float:
         """Return what a step takes."""
         return self.step[width - 1] + (self.draft_delay if spent < self.free_time else 0.0)
+
+
+def paces(growths: Sequence[Growth], spent: float, reaches: Sequence[Sequence[float]]) -> list[int]:
+    """Return how many nodes to read next of each of several trees that grow in step; they share the price of a step."""
+    if len(growths) == 1:
+        return [growths[0].pace(spent, reaches[0])]
+    shared = growths[0]
+    gains = [
+        (max(growth.worth * reach - growth.row_price, 0.0), at)
+        for at, growth in enumerate(growths)
+        for reach in reaches[at][: growth.lanes]
+        if reach >= growth.least
+    ]
+    gains.sort(key=itemgetter(0), reverse=True)
+    best, best_gain, total = 0, 0.0, 0.0
+    for width, (gain, _) in enumerate(gains[: len(shared.step)], start=1):
+        total += gain
+        profit = total - shared.price(spent, width)
+        if profit > best_gain:
+            best, best_gain = width, profit
+    counts = [0] * len(growths)
+    for _, at in gains[:best]:
+        counts[at] += 1
+    return counts
 
 
 def _shifted(chance: float, shift: float) -> float:

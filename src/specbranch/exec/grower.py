@@ -13,7 +13,7 @@ from dataclasses import replace
 from specbranch.core.orders import Grow
 from specbranch.core.runner import Ask, Done, Feed, Growing, GrowsTrees, Proposal
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import GrowingTree, Tree
+from specbranch.core.trees import GrowingTree, Tree, paces
 from specbranch.errors import CacheFull
 from specbranch.exec.worker import Worker, chain_after
 
@@ -29,7 +29,6 @@ class _GrowingOrder:
         self.growing = GrowingTree(order.tree)
         self.places: dict[int, int] = {ROOT: ROOT, **held}
         self.growing.nodes = [node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)]
-        self.spent = 0.0
 
     @property
     def unread(self) -> bool:
@@ -39,7 +38,6 @@ class _GrowingOrder:
     def opening(self) -> Feed:
         """What has to be read of the text before anything can grow."""
         if self.rest:
-            self.spent += self.growth.seconds(self.spent, min(len(self.rest), len(self.growth.step)))
             self.growing.steps.append(len(self.rest))
         return Feed(self.session, tuple(self.rest), chain_after(ROOT, 0, len(self.rest)))
 
@@ -48,14 +46,9 @@ class _GrowingOrder:
         if self.rest:
             self.worker.commit_line(self.session, range(len(self.rest)))
 
-    def next_nodes(self) -> list[int]:
-        """Choose what to read in the next step."""
-        readable = self.growing.readable(self.growth)[: self.worker.slots(self.session).room]
-        width = self.growth.pace(self.spent, [gain for _, gain in readable])
-        if not width or not self.worker.make_room(self.session, width):
-            return []
-        self.spent += self.growth.seconds(self.spent, width)
-        return sorted(n for n, _ in readable[:width])
+    def readable(self) -> list[tuple[int, float]]:
+        """What may be read next, and what it promises, best first."""
+        return self.growing.readable(self.growth)[: self.worker.slots(self.session).room]
 
     def feed(self, numbers: list[int]) -> Feed:
         """Give nodes their places; returns the work of a step."""
@@ -97,8 +90,9 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
     plots = list(_plots(worker, orders))
     if len(plots) == 1 and (tree := plots[0].grown_at_once(done if plots[0].order.until_target else never)) is not None:
         return {plots[0].session: tree}
-    _open(worker, plots)
-    while steps := _steps(plots, done):
+    spent = _open(worker, plots)
+    while steps := _steps(worker, plots, spent, done):
+        spent += plots[0].growth.seconds(spent, sum(len(numbers) for _, numbers in steps))
         work = [plot.feed(numbers) for plot, numbers in steps]
         ends = [(plot, n) for plot, numbers in steps for n in numbers]
         for (plot, n), proposal in zip(
@@ -117,8 +111,9 @@ def _plots(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder
             yield plot
 
 
-def _open(worker: Worker, plots: list[_GrowingOrder]) -> None:
-    """Read what is unread of the texts, and ask what follows them where that was not said before."""
+def _open(worker: Worker, plots: list[_GrowingOrder]) -> float:
+    """Read what is unread of the texts, and ask what follows them where that was not said before; returns what that
+    takes."""
     unread = [plot for plot in plots if plot.unread]
     said = (
         worker.propose([plot.opening() for plot in plots], [plot.ask(len(plot.rest) - 1) for plot in unread])
@@ -129,12 +124,24 @@ def _open(worker: Worker, plots: list[_GrowingOrder]) -> None:
         plot.opened()
     for plot, proposal in zip(unread, said, strict=True):
         plot.add_candidates(ROOT, proposal)
+    rows = sum(len(plot.rest) for plot in plots)
+    return plots[0].growth.seconds(0.0, min(rows, len(plots[0].growth.step))) if rows else 0.0
 
 
-def _steps(plots: list[_GrowingOrder], done: Done) -> list[tuple[_GrowingOrder, list[int]]]:
+def _steps(
+    worker: Worker, plots: list[_GrowingOrder], spent: float, done: Done
+) -> list[tuple[_GrowingOrder, list[int]]]:
+    """What to read next of each tree, if anything pays."""
     over = done()
     growing = [plot for plot in plots if not (over and plot.order.until_target)]
-    return [(plot, numbers) for plot in growing if (numbers := plot.next_nodes())]
+    readable = [plot.readable() for plot in growing]
+    gains = [[gain for _, gain in nodes] for nodes in readable]
+    widths = paces([plot.growth for plot in growing], spent, gains) if growing else []
+    return [
+        (plot, sorted(n for n, _ in nodes[:width]))
+        for plot, nodes, width in zip(growing, readable, widths, strict=True)
+        if width and worker.make_room(plot.session, width)
+    ]
 
 
 def _said(proposal: Proposal) -> list[float]:
