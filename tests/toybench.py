@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from specbranch.core import noise
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
+from specbranch.core.market import RowGrant, RowOffer
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Orders, Reports, Signal
 from specbranch.core.planner import Planner
@@ -239,7 +240,7 @@ class Timeless(Experience):
     """Goes by the profile where the executor's own clock has nothing to do with it: always as fast as it was at
     first."""
 
-    def note(self, orders: Orders, reports: Reports, emitted: int) -> None:
+    def note(self, orders: Orders, reports: Reports, emitted: int, *company: float) -> None:
         """Learn nothing of time."""
 
 
@@ -254,19 +255,25 @@ class Wanderer(Planner):
         stats = self.session.stats
         return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
 
-    def while_waiting(self, tree: Tree, unread: int) -> Growth | None:
+    def lane_offer(self, tree: Tree, unread: int) -> None:
+        """Nobody is asked."""
+
+    def while_waiting(self, tree: Tree, unread: int, rate: float) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None
 
-    def while_verifying(self, tree: Tree, rows: int) -> Growth | None:
+    def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:
         return self._any("beside", free_time=1e9) if self._random("also").random() < 0.7 else None
 
-    def sent(self, tree: Tree, room: int) -> list[int]:
+    def candidates(self, tree: Tree, room: int) -> list[int]:
         rng, numbers = self._random("sent"), list[int]()
         for n, node in enumerate(tree.nodes):
             there = node.parent == ROOT or node.parent in numbers
             if there and node.depth < room and len(numbers) < 12 and rng.random() < 0.8:
                 numbers.append(n)
         return numbers
+
+    def row_offer(self, tree: Tree, numbers: list[int]) -> RowOffer:
+        return replace(super().row_offer(tree, numbers), reaches=(1.0,) * len(numbers), rate=0.0)
 
     def _any(self, purpose: str, free_time: float = 0.0) -> Growth:
         rng = self._random(purpose)

@@ -13,6 +13,7 @@ from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally
 from specbranch.core.loop import Loop
+from specbranch.core.market import RowGrant, granted
 from specbranch.core.methods import METHODS
 from specbranch.core.planner import SURE, Planner
 from specbranch.core.runner import Ask, Feed, Proposal
@@ -315,7 +316,8 @@ def test_rows_are_sent_as_far_as_they_pay() -> None:
         growing = GrowingTree(NO_TREE)
         growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
         growing.add_candidates(0, growth_of(planner), range(4), (0.8, 0.1, 0.05, 0.02))
-        counts[costs] = len(planner.sent(growing.tree(), 100))
+        tree = growing.tree()
+        counts[costs] = granted({0: planner.row_offer(tree, planner.candidates(tree, 100))})[0].count
     assert counts[flat] >= 6 and 1 <= counts[steep] <= 3, counts
 
 
@@ -335,9 +337,13 @@ def test_more_is_taken_in_and_read_at_once_only_where_the_draft_reads_on_beside_
             branches="branches" not in without,
         )
         planner.begin(10)
-        growth = planner.while_waiting(NO_TREE, 1)
+        growth = planner.while_waiting(NO_TREE, 1, 1.0)
         assert growth is not None and len(growth.step) == lanes
         assert (growth.children, growth.least) == (like.children, like.least), without
+
+
+def growth_rate(planner: Planner) -> float:
+    return planner.row_offer(NO_TREE, []).rate
 
 
 @pytest.mark.parametrize(("eight", "lanes"), [(0.001, 16), (0.0014, 6), (0.002, 5)])
@@ -348,7 +354,7 @@ def test_a_step_beside_the_target_is_so_wide_that_four_follow_each_other(eight: 
     planner.begin(10)
     growing = GrowingTree(NO_TREE)
     growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-    beside = planner.while_verifying(growing.tree(), 4)
+    beside = planner.while_verifying(growing.tree(), RowGrant(3, 4, growth_rate(planner)))
     assert beside is not None and len(beside.step) == lanes
 
 
@@ -358,7 +364,7 @@ def test_a_wide_step_that_costs_little_more_is_made_however_short_the_target_tak
     planner.begin(10)
     growing = GrowingTree(NO_TREE)
     growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
-    beside = planner.while_verifying(growing.tree(), 4)
+    beside = planner.while_verifying(growing.tree(), RowGrant(3, 4, growth_rate(planner)))
     assert beside is not None and len(beside.step) == 16
 
 

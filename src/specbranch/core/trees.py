@@ -179,14 +179,14 @@ class Growth:
 
     def seconds(self, spent: float, width: int) -> float:
         """Return what a step takes."""
-        return self.step[width - 1] + (self.draft_delay if spent < self.free_time else 0.0)
+        return self.step[min(width, len(self.step)) - 1] + (self.draft_delay if spent < self.free_time else 0.0)
 
 
 def paces(growths: Sequence[Growth], spent: float, reaches: Sequence[Sequence[float]]) -> list[int]:
     """Return how many nodes to read next of each of several trees that grow in step; they share the price of a step."""
     if len(growths) == 1:
         return [growths[0].pace(spent, reaches[0])]
-    shared = growths[0]
+    shared = max(growths, key=lambda growth: len(growth.step))
     gains = [
         (max(growth.worth * reach - growth.row_price, 0.0), at)
         for at, growth in enumerate(growths)

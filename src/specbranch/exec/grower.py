@@ -94,6 +94,7 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
     while steps := _steps(worker, plots, spent, done):
         spent += plots[0].growth.seconds(spent, sum(len(numbers) for _, numbers in steps))
         work = [plot.feed(numbers) for plot, numbers in steps]
+        _note_absent(plots, {plot.session for plot, _ in steps})
         ends = [(plot, n) for plot, numbers in steps for n in numbers]
         for (plot, n), proposal in zip(
             ends, worker.propose(work, [plot.ask(plot.places[n]) for plot, n in ends]), strict=True
@@ -125,7 +126,16 @@ def _open(worker: Worker, plots: list[_GrowingOrder]) -> float:
     for plot, proposal in zip(unread, said, strict=True):
         plot.add_candidates(ROOT, proposal)
     rows = sum(len(plot.rest) for plot in plots)
+    if rows:
+        _note_absent(plots, {plot.session for plot in plots if plot.rest})
     return plots[0].growth.seconds(0.0, min(rows, len(plots[0].growth.step))) if rows else 0.0
+
+
+def _note_absent(plots: list[_GrowingOrder], present: set[int]) -> None:
+    """Note a step of no nodes for those that took no part in it: what steps took is learned of all together."""
+    for plot in plots:
+        if plot.session not in present:
+            plot.growing.steps.append(0)
 
 
 def _steps(
