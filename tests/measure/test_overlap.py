@@ -19,9 +19,12 @@ from specbranch.exec.messages import Recipe
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
+from specbranch.measure.check_profile import CHECKED, check
 from specbranch.measure.loaded_pair import load_pair
 from specbranch.measure.overlap import ROWS, SHARES, TrialRounds, measure_slowing
 from specbranch.measure.profile_pair import measure
+from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.native import load_native
 from specbranch.sim.toys import Logits, ToyRunner
 from toybench import Deferred, law
 
@@ -84,7 +87,7 @@ def test_a_round_can_be_tried_again_and_costs_the_same_rows_each_time(kind: type
 class Machine:
     """When the target is done, and what time it is; every draft step until then delays the target, and takes longer."""
 
-    target, step = 0.1, 0.01  # seconds alone
+    target, step = 0.105, 0.01  # seconds alone
 
     def __init__(self, slow_down: float, draft_slow_down: float) -> None:
         self.slow_down, self.draft_slow_down = slow_down, draft_slow_down
@@ -162,6 +165,17 @@ def test_streams_make_a_profile_that_overlaps() -> None:
     profile = measure(pair, replace(BRIEF, seconds=60.0), lambda what, done, total: told.append((done, total)))
     assert profile.overlap and "streams executor" in profile.note and profile.provenance["executor"] == "streams"
     assert [done for done, _ in told] == list(range(1, told[-1][1] + 1)), "progress counts up to its end"
+
+
+def test_a_gpus_runner_is_measured_on_streams(pair: tuple[str, str]) -> None:
+    target, draft = (GpuRunner(load_native(name, device="cpu").decoder, 600) for name in pair)  # as it runs on a CPU
+    both = replace(toys(executor="streams"), verifier=Verifier(target), drafter=Drafter(draft))
+    with TrialRounds(both.real(), TEXT) as rounds:
+        assert [rounds.draft(steps).tokens for steps in (1, 4, 4)] == [1, 4, 4]
+        assert [rounds.both(steps)[1].tokens for steps in (1, 4, 4)] == [1, 4, 4]
+    profile = measure(both, BRIEF)
+    assert profile.overlap and profile.host > 0
+    assert {one.method for one in check(profile, both, BRIEF)} == set(CHECKED)
 
 
 def _broken() -> Drafter:
