@@ -21,7 +21,7 @@ from specbranch.doctor.finding import Finding, note, well
 from specbranch.errors import ModelError
 from specbranch.exec.serial import Serial
 from specbranch.measure.loaded_pair import LoadedPair
-from specbranch.measure.one_request import decode
+from specbranch.measure.one_request import decode, greedy_session
 from specbranch.replay.decode import RecordDecoder, ReplayDraft
 from specbranch.replay.record import Record, Task
 from specbranch.replay.runners import ProposalStore
@@ -46,9 +46,11 @@ class Prediction:
 
 def answers(pair: LoadedPair) -> list[AnsweredPrompt]:
     """Let the target answer its prompts greedily, by whatever is quickest."""
-    executor, eos = Serial(pair.verifier, pair.drafter), pair.tokenizer.eos_ids
-    outputs = ((prompt, decode(executor, prompt, "adaptive", TOKENS, eos).output) for prompt in pair.prompts())
-    return [AnsweredPrompt(tuple(prompt), tuple(output)) for prompt, output in outputs]
+    executor, found = Serial(pair.verifier, pair.drafter), []
+    for prompt in pair.prompts():
+        session = decode(executor, greedy_session(prompt, TOKENS, pair.tokenizer.eos_ids), "adaptive")
+        found.append(AnsweredPrompt(tuple(prompt), tuple(session.output)))
+    return found
 
 
 def predict(pair: LoadedPair, texts: Sequence[AnsweredPrompt], profile: CostProfile) -> list[Prediction]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from specbranch.core.loop import Executor
 from specbranch.measure.loaded_pair import LoadedPair
-from specbranch.measure.one_request import decode
+from specbranch.measure.one_request import decode, greedy_session
 from specbranch.measure.probes import Effort, StepsDone, silent, spread_of
 from specbranch.sim.profile import CostProfile
 
@@ -63,5 +63,5 @@ def _compared(method: str, modelled: float, *measured: float) -> Compared:
 
 def _seconds(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> float:
     """Seconds that all prompts take by a method, decoding only."""
-    sessions = [decode(executor, prompt, method, tokens, pair.tokenizer.eos_ids) for prompt in pair.prompts()]
-    return sum(session.stats.decode_seconds for session in sessions)
+    sessions = [greedy_session(prompt, tokens, pair.tokenizer.eos_ids) for prompt in pair.prompts()]
+    return sum(decode(executor, session, method).stats.decode_seconds for session in sessions)

@@ -18,7 +18,7 @@ from specbranch.core.runner import Verdicts
 from specbranch.core.trace import Trace, Who
 from specbranch.exec.worker import Worker
 from specbranch.measure.loaded_pair import LoadedPair
-from specbranch.measure.one_request import start
+from specbranch.measure.one_request import greedy_session, start
 
 METHODS_TIMED = ("autoregressive", "speculative", "specbranch")
 WORK = ("feed", "extend", "propose", "verify", "grow")  # what a runner's model does
@@ -37,7 +37,7 @@ def measure_host(pair: LoadedPair, executor: Executor, tokens: int, tick: Callab
 def _rests(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> Iterator[float]:
     """Yield what each round took beyond its models."""
     watch, trace, beside = ModelTimer(), Trace(), BY_ITSELF.get(pair.executor)
-    loop, _ = start(executor, pair.prompts()[0], method, tokens, trace=trace)
+    loop = start(executor, greedy_session(pair.prompts()[0], tokens), method, trace)
     with watch.on(pair.verifier), watch.on(pair.drafter):
         while loop.live:
             watch.seconds, seen, begun = 0.0, len(trace.events), time.perf_counter()

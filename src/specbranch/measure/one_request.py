@@ -14,25 +14,23 @@ from specbranch.core.session import Session
 from specbranch.core.trace import Trace
 
 
-def start(
-    executor: Executor,
-    prompt: Sequence[int],
-    method: str,
-    tokens: int,
-    eos: Sequence[int] = (),
-    trace: Trace | None = None,
-) -> tuple[Loop, Session]:
-    """Begin a request by a method that learns costs as it goes; it is live until its end."""
+def greedy_session(prompt: Sequence[int], tokens: int, eos: Sequence[int] = ()) -> Session:
+    """Return a request for so many tokens, or fewer if one of those ends it."""
     request = Request(SamplingParams(max_tokens=tokens), 0, len(prompt), eos_ids=tuple(eos))
-    costs, session = LearnedCosts(), Session(0, prompt, request, len(prompt) + tokens)
-    loop, config = Loop(executor, trace, costs), SpeculativeConfig(method=method)
+    return Session(0, prompt, request, len(prompt) + tokens)
+
+
+def start(executor: Executor, session: Session, method: str, trace: Trace | None = None) -> Loop:
+    """Begin a request by a method that learns costs as it goes; returns the loop it is live in."""
+    costs, config = LearnedCosts(), SpeculativeConfig(method=method)
+    loop = Loop(executor, trace, costs)
     loop.join(session, find_method(method, True).start(session, config, Experience(costs)))
-    return loop, session
+    return loop
 
 
-def decode(executor: Executor, prompt: Sequence[int], method: str, tokens: int, eos: Sequence[int] = ()) -> Session:
+def decode(executor: Executor, session: Session, method: str) -> Session:
     """Decode a request to its end."""
-    loop, session = start(executor, prompt, method, tokens, eos)
+    loop = start(executor, session, method)
     try:
         while loop.live:
             loop.step()

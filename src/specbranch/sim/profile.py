@@ -78,8 +78,8 @@ class CostProfile:
         return self._at(self.draft, self.draft_per_context, width, context)
 
     def check_pair(self, target: str, draft: str | None) -> None:
-        """Refuse models other than those it was measured with; one that names none holds for any, and so without a
-        draft."""
+        """Refuse models other than those it was measured with, if it names any; where there is no draft, none is
+        compared."""
         models = ("target", self.target_identity, target), ("draft", self.draft_identity, draft)
         wrong = [name for name, measured, given in models if measured and given is not None and measured != given]
         if wrong:

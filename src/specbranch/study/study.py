@@ -25,7 +25,7 @@ RATIOS = (5, 10, 20)
 LENGTHS = range(1, 16)  # up to 16 rows of the target cost the same
 MEASURED = (2, 6, 12)
 TITLES: dict[MethodName, str] = {"speculative": "serial SD", "pearl": "PEARL", "specbranch": "two-stage"}
-Place = tuple[str, str, StrategyName]  # on the map: a profile, a pair, a strategy
+MapPlace = tuple[str, str, StrategyName]  # on the map: a profile, a pair, a strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Study:
     """All that was computed: predicted and charged latency, and each strategy at its best."""
 
     comparisons: tuple[PredictedSteps, ...]
-    gains: Mapping[Place, Gain]
+    gains: Mapping[MapPlace, Gain]
 
     @property
     def profiles(self) -> list[str]:
