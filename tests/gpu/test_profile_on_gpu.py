@@ -19,6 +19,7 @@ def test_a_pair_on_streams_makes_a_profile_that_overlaps(pair: tuple[str, str], 
     target, draft = ModelChoice(pair[0], device="cuda"), ModelChoice(pair[1], device=draft_device)
     loaded = load_pair(target, draft, "tiny", "streams")
     with TrialRounds(loaded.real(), loaded.text(64)) as rounds:
+        rounds.both(1)
         alone, beside = rounds.draft(6), rounds.both(6)
         # A device tells its own times: those of six steps, and of a forward that others worked beside.
         assert alone.tokens == beside[1].tokens and alone.seconds > 0 and beside[0] > 0 and beside[1].seconds > 0

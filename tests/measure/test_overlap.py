@@ -73,6 +73,7 @@ def test_on_streams_several_numbers_of_steps_are_tried_by_turns() -> None:
 def test_a_round_can_be_tried_again_and_costs_the_same_rows_each_time(kind: type[Serial], text: list[int]) -> None:
     executor = kind(Verifier(Deferred(law(), lambda: 2)), Drafter(ToyRunner(law(0.2))))
     with TrialRounds(executor, text) as rounds:
+        rounds.both(1)
         for steps in (1, 5, 5, 3):
             before = executor.target.rows_fed
             assert rounds.draft(steps).tokens == steps and executor.target.rows_fed == before
@@ -171,6 +172,7 @@ def test_a_gpus_runner_is_measured_on_streams(pair: tuple[str, str]) -> None:
     target, draft = (GpuRunner(load_native(name, device="cpu").decoder, 600) for name in pair)  # as it runs on a CPU
     both = replace(toys(executor="streams"), verifier=Verifier(target), drafter=Drafter(draft))
     with TrialRounds(both.real(), TEXT) as rounds:
+        rounds.both(1)
         assert [rounds.draft(steps).tokens for steps in (1, 4, 4)] == [1, 4, 4]
         assert [rounds.both(steps)[1].tokens for steps in (1, 4, 4)] == [1, 4, 4]
     profile = measure(both, BRIEF)
@@ -197,8 +199,8 @@ class Failing(ToyRunner):
 
 def test_a_draft_that_fails_while_it_is_timed_is_a_sentence() -> None:
     executor = Streams(Verifier(Deferred(law(), lambda: 2)), Drafter(Failing(law())))
-    with pytest.raises(ModelError, match="draft was lost while it was timed"), TrialRounds(executor, TEXT):
-        pass
+    with TrialRounds(executor, TEXT) as rounds, pytest.raises(ModelError, match="draft was lost while it was timed"):
+        rounds.both(1)
 
 
 def test_streams_without_a_gpu_are_refused_as_the_engine_does(pair: tuple[str, str]) -> None:

@@ -14,15 +14,15 @@ from typing import Self
 from specbranch.config import ExecutorName, SamplingParams
 from specbranch.core.loop import Executor
 from specbranch.core.orders import Context, Draft, Orders, Plan, Reports, Span, Verify
+from specbranch.core.rehearsal import NUMBER
 from specbranch.core.request import Request
 from specbranch.errors import ModelError
 
-NUMBER = -1  # no request has it
 ROWS = 4  # that the target verifies
 FILL = 0.8  # share of a target forward that the draft steps beside it take when alone
 MOST_STEPS = 16
-# How many steps are tried, as shares of those that fit. On one device a step may take much longer beside the target
-# than alone, so that fewer fit than were foreseen; two processes share a machine's cores, each with its own threads.
+# How many steps are tried, as shares of those that fit. On one GPU a step may take much longer beside the target than
+# alone; then fewer of them end before it than were to fit, and the smaller numbers tell more.
 SHARES: dict[ExecutorName, tuple[float, ...]] = {"process": (1.0,), "streams": (0.25, 0.5, 0.75, 1.0)}
 
 
@@ -44,9 +44,8 @@ class TrialRounds:
         self._lasts = (last, int(last == 0))  # the text's last token, and one that differs from it
 
     def __enter__(self) -> Self:
-        """Have both models read the text."""
+        """Make room for the text; each model reads it in its first round."""
         self._executor.open(NUMBER, Request(SamplingParams(), 0, len(self._text)))
-        self.both(1)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +104,7 @@ def measure_slowing(
 
 
 def _fitting(rounds: TrialRounds) -> int:
-    """How many steps fit beside a forward."""
+    """How many steps fit beside a forward; the first round of each model reads the text."""
     rounds.forward()
     rounds.draft(4)
     step = min(_step(rounds.draft(4)) for _ in range(3))
