@@ -206,6 +206,7 @@ def test_a_draft_that_fails_while_it_is_timed_is_a_sentence() -> None:
 def test_streams_without_a_gpu_are_refused_as_the_engine_does(pair: tuple[str, str]) -> None:
     with pytest.raises(BadParameter) as engine:
         LLM(*pair, device="cpu", executor="streams")
+    target, draft = (ModelChoice(name, device="cpu") for name in pair)
     with pytest.raises(BadParameter) as found:
-        load_pair(*(ModelChoice(name, device="cpu") for name in pair), "tiny", "streams")
+        load_pair(target, draft, "tiny", "streams")
     assert str(found.value) == str(engine.value) and "on a GPU" in str(found.value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,40 +43,47 @@ BOTH = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredPair:
+    """What was measured of a pair: single steps, both models at once, the rest of a round; after how many tokens."""
+
+    figures: Figures
+    slowing: Slowing | None
+    host: float
+    lengths: tuple[int, int, int]  # the short context, the long one, the prompt
+
+    def curve(self, name: str) -> Points:
+        """Seconds by rows; the reading of a prompt is the last point."""
+        prompt, figures = self.lengths[2], self.figures
+        points = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name}
+        if prompt > max(points) and (f"{name} prompt", prompt) in figures:
+            points[prompt] = figures[f"{name} prompt", prompt].seconds
+        return tuple(sorted(points.items()))
+
+    def slopes(self, name: str) -> Points:
+        """Seconds for each further token of context, from the two measured; none at a prompt, which begins the text."""
+        (short, long, prompt), figures = self.lengths, self.figures
+        far = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name + FAR}
+        added = {rows: max(seconds - figures[name, rows].seconds, 0.0) for rows, seconds in far.items()}
+        slopes = {rows: seconds / (long - short) for rows, seconds in added.items()}
+        if slopes and prompt > max(slopes):
+            slopes[prompt] = 0.0
+        return tuple(sorted(slopes.items()))
+
+    def spread(self, name: str) -> float:
+        """How far the timings of a model spread, in the middle of all its probes."""
+        return statistics.median(figure.spread for (probe, _), figure in self.figures.items() if probe == name)
+
+
 def measure(pair: LoadedPair, effort: Effort | None = None, progress: StepsDone = silent) -> CostProfile:
     """Measure a pair."""
     effort = effort or Effort()
-    short, long, prompt = lengths = _lengths(pair)
-    steps = _Steps(progress, pair.executor, effort)
-    contexts = {NEAR: short, FAR: long} if effort.far else {NEAR: short}
-    with ExitStack() as open_ones:
-        held = {
-            (name, far): open_ones.enter_context(HeldText(worker, seq, pair.text(length)))
-            for name, worker in (("target", pair.verifier), ("draft", pair.drafter))
-            for seq, (far, length) in enumerate(contexts.items(), 1)
-        }
-        figures = take_turns(list(_probes(held, pair.text(prompt), effort)), effort, steps)
+    lengths, steps = _lengths(pair), _Steps(progress, pair.executor, effort)
+    figures = _figures(pair, lengths, effort, steps)
     with closing(pair.real()) as executor:
-        slowing = _slowing(pair, executor, pair.text(short), effort, steps)
+        slowing = _slowing(pair, executor, pair.text(lengths[0]), effort, steps)
         host = measure_host(pair, executor, effort.host_tokens, steps)
-    made = Provenance.here(pairs={}, workload={}, settings={}, suites={})
-    return CostProfile(
-        target=_curve(figures, "target", prompt),
-        draft=_curve(figures, "draft", prompt),
-        slow_down=slowing.target if slowing else 0.0,
-        draft_slow_down=slowing.draft if slowing else 0.0,
-        host=host,
-        pair=pair.name,
-        hardware=_hardware(pair, made),
-        note=_note(pair, slowing),
-        overlap=slowing is not None,
-        context=short,
-        target_per_context=_slopes(figures, "target", long - short, prompt),
-        draft_per_context=_slopes(figures, "draft", long - short, prompt),
-        target_identity=pair.target_identity,
-        draft_identity=pair.draft_identity,
-        provenance=_provenance(pair, made, figures, lengths, effort),
-    )
+    return _profile(pair, MeasuredPair(figures, slowing, host, lengths), effort)
 
 
 class _Steps:
@@ -102,6 +110,19 @@ def _lengths(pair: LoadedPair) -> tuple[int, int, int]:
     return min(SHORT, long // 2), long, min(PROMPT, most)
 
 
+def _figures(pair: LoadedPair, lengths: tuple[int, int, int], effort: Effort, steps: _Steps) -> Figures:
+    """Time forwards and steps of both models, each alone."""
+    short, long, prompt = lengths
+    contexts = {NEAR: short, FAR: long} if effort.far else {NEAR: short}
+    with ExitStack() as open_ones:
+        held = {
+            (name, far): open_ones.enter_context(HeldText(worker, seq, pair.text(length)))
+            for name, worker in (("target", pair.verifier), ("draft", pair.drafter))
+            for seq, (far, length) in enumerate(contexts.items(), 1)
+        }
+        return take_turns(list(_probes(held, pair.text(prompt), effort)), effort, steps)
+
+
 def _probes(held: Mapping[tuple[str, str], HeldText], prompt: Sequence[int], effort: Effort) -> Iterator[Probe]:
     for (name, far), one in held.items():
         if name == "target":
@@ -123,20 +144,25 @@ def _slowing(
         return measure_slowing(rounds, effort.repeats, lambda: steps("two side by side"), SHARES[pair.executor])
 
 
-def _curve(figures: Figures, name: str, prompt: int) -> Points:
-    points = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name}
-    if prompt > max(points) and (f"{name} prompt", prompt) in figures:
-        points[prompt] = figures[f"{name} prompt", prompt].seconds
-    return tuple(sorted(points.items()))
-
-
-def _slopes(figures: Figures, name: str, further: int, prompt: int) -> Points:
-    """Seconds for each token of context, from the two that were measured. None at a prompt: that begins the text."""
-    far = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name + FAR}
-    slopes = {rows: max((seconds - figures[name, rows].seconds) / further, 0.0) for rows, seconds in far.items()}
-    if slopes and prompt > max(slopes):
-        slopes[prompt] = 0.0
-    return tuple(sorted(slopes.items()))
+def _profile(pair: LoadedPair, found: MeasuredPair, effort: Effort) -> CostProfile:
+    made, slowing = Provenance.here(pairs={}, workload={}, settings={}, suites={}), found.slowing
+    return CostProfile(
+        target=found.curve("target"),
+        draft=found.curve("draft"),
+        slow_down=slowing.target if slowing else 0.0,
+        draft_slow_down=slowing.draft if slowing else 0.0,
+        host=found.host,
+        pair=pair.name,
+        hardware=_hardware(pair, made),
+        note=_note(pair, slowing),
+        overlap=slowing is not None,
+        context=found.lengths[0],
+        target_per_context=found.slopes("target"),
+        draft_per_context=found.slopes("draft"),
+        target_identity=pair.target_identity,
+        draft_identity=pair.draft_identity,
+        provenance=_provenance(pair, made, found, effort),
+    )
 
 
 def _hardware(pair: LoadedPair, made: Provenance) -> str:
@@ -154,15 +180,9 @@ def _note(pair: LoadedPair, slowing: Slowing | None) -> str:
     return f"{NOTE}{BOTH[pair.executor]} {slowing.steps} draft steps beside a target forward over {ROWS} tokens."
 
 
-def _provenance(
-    pair: LoadedPair, made: Provenance, figures: Figures, lengths: tuple[int, int, int], effort: Effort
-) -> dict[str, Any]:
+def _provenance(pair: LoadedPair, made: Provenance, found: MeasuredPair, effort: Effort) -> dict[str, Any]:
     import torch
 
-    spreads = {
-        name: statistics.median(f.spread for (probe, _), f in figures.items() if probe == name)
-        for name in ("target", "draft")
-    }
     return {
         "made": made.made,
         "commit": made.commit,
@@ -174,7 +194,7 @@ def _provenance(
         "weights": stored_in(pair.verifier.runner),
         "draft_weights": stored_in(pair.drafter.runner),
         "repeats": effort.repeats,
-        "contexts": list(lengths[:2]),
-        "prompt": lengths[2],
-        "spread": spreads,
+        "contexts": list(found.lengths[:2]),
+        "prompt": found.lengths[2],
+        "spread": {name: found.spread(name) for name in ("target", "draft")},
     }
