@@ -33,17 +33,10 @@ if TYPE_CHECKING:
     from specbranch.core.trace import Trace
     from specbranch.engine import LLM
     from specbranch.traces.rounds import TracedRound
+    from specbranch.traces.spans import SpanKind
     from specbranch.traces.timeline import Style
 
 TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
-COLOURS = {
-    "target": "blue",
-    "used": "green",
-    "rolled_back": "red",
-    "beside": "cyan",
-    "lost": "yellow",
-    "dropped": "magenta",
-}
 NAME = "timeline"  # of the files
 
 _option = options_of("Prompt and output")
@@ -134,7 +127,7 @@ def _summary(rounds: Sequence[TracedRound], output: Output, clock: str | None, o
 
 
 def _round(one: TracedRound) -> dict[str, Any]:
-    names = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
+    fates = ("used", "rolled_back", "beside", "dropped", "unused", "lost")  # in the order of `core.fates`
     return {
         "round": one.number,
         "emitted": one.emitted,
@@ -142,7 +135,7 @@ def _round(one: TracedRound) -> dict[str, Any]:
         "accepted": one.target.accepted if one.target else None,
         "branches": list(one.draft.branches) if one.draft else [],
         "kept": one.draft.kept if one.draft else None,
-        "drafted": dict(zip(names, one.fate.counts, strict=True)),
+        "drafted": dict(zip(fates, one.fate.counts, strict=True)),
         **{f"{event.who}_seconds": event.end - event.start for event in one.events},
     }
 
@@ -193,5 +186,8 @@ def _takes_unicode() -> bool:
     return True
 
 
-def _painted(words: str, kind: str) -> str:
-    return click.style(words, fg=COLOURS[kind]) if kind in COLOURS else words
+def _painted(words: str, kind: SpanKind) -> str:
+    from specbranch.traces.spans import LOOKS
+
+    colour = LOOKS[kind].colour
+    return click.style(words, fg=colour) if colour else words

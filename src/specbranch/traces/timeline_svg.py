@@ -1,6 +1,6 @@
 """What draft and target did, as a picture: time to the right, the target above the draft, in as many rows as it takes.
 
-Owns the layout of the picture; colours and letters are those of `plots`. Invariant: one scale for the whole picture, so
+Owns the layout of the picture; colours and letters are those of `charts`. Invariant: one scale for the whole picture, so
 that lengths can be compared; only the reading of the prompt is drawn shorter than it was, and says so.
 """
 
@@ -10,23 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specbranch.charts import LegendKey, legend, line, rect, svg, text
-from specbranch.traces.rounds import Fate, TracedRound, times, usual_seconds
-from specbranch.traces.timeline import FATES, MEANING, SpanKind, seconds_text
+from specbranch.core.fates import Fates
+from specbranch.traces.rounds import TracedRound, times, usual_seconds
+from specbranch.traces.spans import LOOKS, kinds_in, shares
+from specbranch.traces.timeline import seconds_text
 
 WIDTH, LEFT, RIGHT, HEAD = 1080.0, 64.0, 16.0, 100.0
 TARGET, DRAFT, GAP, ROW = 22.0, 26.0, 3.0, 86.0  # heights
 USUAL = 56.0  # pixels of a usual round
 PREFILL = 74.0
 LEGIBLE = 20.0  # pixels a label needs
-COLOURS: Mapping[SpanKind, int] = {
-    "target": 0,
-    "used": 2,
-    "rolled_back": 3,
-    "beside": 6,
-    "dropped": 5,
-    "unused": 4,
-    "lost": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +77,7 @@ def draw_round(one: TracedRound, lane: DrawnLane) -> str:
     parts = []
     if one.target:
         x, wide = lane.at(one.target.start), _wide(one.target.end - one.target.start, lane)
-        parts.append(rect(x, lane.y, wide, TARGET, COLOURS["target"], tip=_target_tip(one)))
+        parts.append(rect(x, lane.y, wide, TARGET, LOOKS["target"].hue, tip=_target_tip(one)))
         parts.append(
             text(x + wide / 2, lane.y + 15, f"+{one.emitted}", anchor="middle", kind="light") if wide >= LEGIBLE else ""
         )
@@ -96,26 +89,25 @@ def draw_round(one: TracedRound, lane: DrawnLane) -> str:
 def _branches(one: TracedRound, lane: DrawnLane) -> list[str]:
     assert one.draft
     x, wide = lane.at(one.draft.start), _wide(one.draft.end - one.draft.start, lane)
-    lanes = one.fates or (Fate(),)
+    lanes = one.fates or (Fates(),)
     high, longest = DRAFT / len(lanes), max((fate.total for fate in lanes), default=0)
     parts = []
     for number, fate in enumerate(lanes):
         y = lane.y + TARGET + GAP + number * high
         if not longest:  # it read, and drafted nothing
             parts.append(
-                rect(x, y, wide, high - 1, COLOURS["unused"], faint=True, tip=f"round {one.number}: drafted nothing")
+                rect(x, y, wide, high - 1, LOOKS["unused"].hue, faint=True, tip=f"round {one.number}: drafted nothing")
             )
         parts += _cells(one, fate, x, y, wide / max(longest, 1), max(high - 1, 1.0))
     return parts
 
 
-def _cells(one: TracedRound, fate: Fate, x: float, y: float, cell: float, high: float) -> list[str]:
+def _cells(one: TracedRound, fate: Fates, x: float, y: float, cell: float, high: float) -> list[str]:
     cells, at = [], 0
-    for kind, count in zip(FATES, fate.counts, strict=True):
-        if count:
-            tip = f"round {one.number}: {count} {MEANING[kind]}"
-            cells.append(rect(x + at * cell, y, count * cell - 0.8, high, COLOURS[kind], tip=tip))
-            at += count
+    for kind, count in shares(fate):
+        tip = f"round {one.number}: {count} {LOOKS[kind].meaning}"
+        cells.append(rect(x + at * cell, y, count * cell - 0.8, high, LOOKS[kind].hue, tip=tip))
+        at += count
     return cells
 
 
@@ -136,7 +128,7 @@ def _prefill(one: TracedRound, y: float) -> str:
             y + below,
             PREFILL - 8,
             TARGET,
-            COLOURS["target" if event.who == "target" else "unused"],
+            LOOKS["target" if event.who == "target" else "unused"].hue,
             faint=True,
             tip="not to scale",
         )
@@ -192,9 +184,7 @@ def _wide(seconds: float, lane: DrawnLane) -> float:
 
 
 def _keys(rounds: Sequence[TracedRound]) -> list[LegendKey]:
-    fate = sum((one.fate for one in rounds), Fate())
-    kinds: list[SpanKind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
-    keys = [LegendKey(MEANING[kind], COLOURS[kind]) for kind in kinds]
+    keys = [LegendKey(LOOKS[kind].meaning, LOOKS[kind].hue) for kind in kinds_in(rounds)]
     return [keys[0]._replace(name="target: one forward, +n tokens"), *keys[1:]]
 
 
