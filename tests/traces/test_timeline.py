@@ -10,12 +10,14 @@ import pytest
 
 from specbranch.bench.methods import default_setting
 from specbranch.core.experience import Experience
+from specbranch.core.fates import Fates, together
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
 from specbranch.sim.profile import CostProfile
-from specbranch.traces.rounds import Fate, TracedRound, read_rounds, times, usual_seconds
+from specbranch.traces.rounds import TracedRound, read_rounds, times, usual_seconds
+from specbranch.traces.spans import LOOKS
 from specbranch.traces.timeline import Style, draw_text
-from specbranch.traces.timeline_svg import COLOURS, WIDTH, draw_comparison, draw_svg
+from specbranch.traces.timeline_svg import WIDTH, draw_comparison, draw_svg
 from tiers import tiered
 from toybench import Case, Ending, decode, serial, virtual_clock
 
@@ -53,13 +55,9 @@ def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostPr
 def test_what_became_of_drafted_tokens_is_what_the_statistics_count(method: str, ending: Ending) -> None:
     for seed, profile in itertools.product(range(12), (PROFILE, TURNS)):
         made = run(method, seed, ending, profile)
-        stats, fate = made.session.stats, sum((one.fate for one in made.rounds), Fate())
-        assert (fate.used, fate.rolled_back, fate.beside, fate.lost) == (
-            stats.accepted,
-            stats.rejected,
-            stats.siblings,
-            stats.losing,
-        )
+        stats, fate = made.session.stats, together(one.fate for one in made.rounds)
+        for name in ("accepted", "rejected", "siblings", "losing"):
+            assert getattr(fate, name) == getattr(stats, name), name
         assert fate.dropped + fate.unused == stats.dropped + stats.unused
         assert fate.total == stats.drafted
 
@@ -112,12 +110,12 @@ def test_a_terminal_narrower_than_forty_is_drawn_for_as_if_it_had_forty() -> Non
 def test_kept_lost_and_rolled_back_are_told_apart_without_colours() -> None:
     rounds = [
         TracedRound(0, None, Event(0, 0, "target", 0.0, 1.0, 3, 0, accepted=0, tokens=(9,)), (), 1),
-        TracedRound(1, Event(0, 1, "draft", 1.0, 1.5, 4, 0, branches=(3,)), None, (Fate(used=2, rolled_back=1),)),
+        TracedRound(1, Event(0, 1, "draft", 1.0, 1.5, 4, 0, branches=(3,)), None, (Fates(accepted=2, rejected=1),)),
         TracedRound(
             2,
             Event(0, 2, "draft", 2.0, 3.0, 8, 3, branches=(4, 4), kept=1),
             Event(0, 2, "target", 2.0, 4.0, 4, 3, accepted=2, tokens=(1, 2, 5), refused=(7,)),
-            (Fate(lost=4), Fate(used=1, dropped=2, unused=1)),
+            (Fates(losing=4), Fates(accepted=1, dropped=2, unused=1)),
             3,
         ),
     ]
@@ -179,16 +177,16 @@ def test_the_picture_has_a_cell_for_each_fate_in_its_colour() -> None:
         for rect in picture.iter("{http://www.w3.org/2000/svg}rect")
         for title in rect
     ]
-    lost = [tip for shade, tip in tips if shade == f"f{COLOURS['lost']}"]
-    used = [tip for shade, tip in tips if shade == f"f{COLOURS['used']}"]
-    assert len(lost) == sum(bool(fate.lost) for one in made.rounds for fate in one.fates) > 0
-    assert len(used) == sum(bool(fate.used) for one in made.rounds for fate in one.fates) > 0
+    losing = [tip for shade, tip in tips if shade == f"f{LOOKS['losing'].hue}"]
+    accepted = [tip for shade, tip in tips if shade == f"f{LOOKS['accepted'].hue}"]
+    assert len(losing) == sum(bool(fate.losing) for one in made.rounds for fate in one.fates) > 0
+    assert len(accepted) == sum(bool(fate.accepted) for one in made.rounds for fate in one.fates) > 0
 
 
 def test_several_methods_are_drawn_at_one_scale() -> None:
     runs = {method: run(method).rounds for method in ("autoregressive", "pearl")}
     picture = ElementTree.fromstring(draw_comparison(runs, "two ways", "units"))
-    shade = f"f{COLOURS['target']}"
+    shade = f"f{LOOKS['target'].hue}"
     bars = [
         rect.attrib for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.attrib.get("class") == shade
     ]

@@ -38,9 +38,13 @@ class Style:
     paint: Paint = plain
     spell: Spell | None = None
 
+    def character(self, kind: SpanKind) -> str:
+        """The character for a kind of time."""
+        return LOOKS[kind].glyph if self.unicode else LOOKS[kind].ascii
+
     def glyph(self, kind: SpanKind) -> str:
-        """The character for a kind of time, painted."""
-        return self.paint(LOOKS[kind].glyph if self.unicode else LOOKS[kind].ascii, kind)
+        """The same, painted."""
+        return self.paint(self.character(kind), kind)
 
     @property
     def bar(self) -> int:
@@ -116,14 +120,12 @@ def _legend(rounds: Sequence[TracedRound], style: Style) -> list[str]:
     present = kinds_in(rounds)
     present += ["reading"] if any(one.draft and not one.fate.total for one in rounds[1:]) else []
     present += ["waiting"] if any(one.draft and one.target for one in rounds[1:]) else []
-    lines, length = [list[str]()], 0
-    for kind in present:
-        entry = 2 + len(LOOKS[kind].meaning)  # the glyph and a space
-        if lines[-1] and length + 3 + entry > style.bound():
-            lines.append([])
-        length = length + 3 + entry if lines[-1] else entry
-        lines[-1].append(f"{style.glyph(kind)} {LOOKS[kind].meaning}")
-    return ["   ".join(line) for line in lines]
+    entries = {kind: f"{style.character(kind)} {LOOKS[kind].meaning}" for kind in present}
+    whole = "   ".join(entry.replace(" ", "\0") for entry in entries.values())  # so that no entry is torn apart
+    lines = "\n".join(_wrapped(whole, style.bound(), 0)).replace("\0", " ")
+    for kind, entry in entries.items():
+        lines = lines.replace(entry, style.glyph(kind) + entry[1:])
+    return lines.split("\n")
 
 
 def _scale(rounds: Sequence[TracedRound], style: Style) -> float:

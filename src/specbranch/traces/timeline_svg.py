@@ -1,7 +1,8 @@
 """What draft and target did, as a picture: time to the right, the target above the draft, in as many rows as it takes.
 
-Owns the layout of the picture; colours and letters are those of `charts`. Invariant: one scale for the whole picture, so
-that lengths can be compared; only the reading of the prompt is drawn shorter than it was, and says so.
+Owns the layout of the picture; shapes and letters are those of `charts`, colours those of `spans`. Invariant: one scale
+for the whole picture, so that lengths can be compared; only the reading of the prompt is drawn shorter than it was, and
+says so.
 """
 
 from __future__ import annotations
