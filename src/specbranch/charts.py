@@ -1,8 +1,9 @@
-"""Small charts as SVG text: lines with points, bars side by side or stacked, histograms; no dependencies.
+"""Small charts as SVG text: lines with points, bars side by side or stacked; no dependencies.
 
 Owns how a chart looks: colours for light and dark, round ticks, legends. Invariant: a chart is one `<svg>` element,
 valid XML whatever the names in it say, and can stand in a file or inside a page; values that are missing or not finite
-are left out. `svg`, `text`, `rect`, `line` and `legend` are there for other drawings, so that those look alike.
+are left out. `svg`, `text`, `rect`, `line`, `polyline` and `legend` are there for other drawings, so that those look
+alike.
 """
 
 from __future__ import annotations
@@ -112,15 +113,6 @@ def bar_chart(
     return svg(WIDTH, top + HEIGHT + more, _title(title) + legend(keys, LEFT, TOP - 22) + "".join(body), title)
 
 
-def histogram(title: str, counts: Sequence[float], x_label: str = "", y_label: str = "share") -> str:
-    """Draw how often each of 0, 1, 2 … came, as shares of all."""
-    total = sum(counts)
-    if not total > 0:
-        return _empty(title)
-    shares = BarSeries("", [count / total for count in counts])
-    return bar_chart(title, [str(number) for number in range(len(counts))], [shares], x_label, y_label)
-
-
 def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
     """Return rising round numbers, about so many, that enclose the range; `whole` numbers only, where others mean
     nothing."""
@@ -142,29 +134,38 @@ def number_text(value: float) -> str:
 
 def svg(width: float, height: float, body: str, title: str) -> str:
     """Return a whole drawing with our style; `title` is read out by screen readers."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="sb" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">'
-    return f'{head}<title>{escape(title)}</title><style>{STYLE}</style><rect class="sheet" width="100%" height="100%"/>{body}</svg>\n'
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+    head = f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    ground = '<rect class="sheet" width="100%" height="100%"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="sb" {size} role="img">{head}{ground}{body}</svg>\n'
 
 
 def text(x: float, y: float, words: str, *, anchor: Anchor = "start", kind: str = "", turn: float = 0.0) -> str:
     """Return a text; `kind` is "bold", "small" or "light" (on a coloured ground)."""
+    if not words:
+        return ""
     turned = f' transform="rotate({turn:.0f} {x:.1f} {y:.1f})"' if turn else ""
     called = f" class={quoteattr(kind)}" if kind else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{called}{turned}>{escape(words)}</text>' if words else ""
-    )
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{called}{turned}>{escape(words)}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, colour: int, *, tip: str = "", faint: bool = False) -> str:
     """Return a filled rectangle in a hue of the palette; `tip` is shown under the pointer."""
     told = f"<title>{escape(tip)}</title>" if tip else ""
     shade = f"f{colour % len(LIGHT)}{' faint' if faint else ''}"
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" class="{shade}">{told}</rect>'
+    size = f'width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"'
+    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} class="{shade}">{told}</rect>'
 
 
 def line(x0: float, y0: float, x1: float, y1: float, kind: str = "rule") -> str:
     """Return a straight line: "rule" (thin, grey) or "axis"."""
     return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" class={quoteattr(kind)}/>'
+
+
+def polyline(points: Iterable[tuple[float, float]], colour: int, *, dashed: bool = False) -> str:
+    """Return a line through points, in a hue of the palette."""
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{path}" class="s{colour % len(LIGHT)}{" dashed" if dashed else ""}"/>'
 
 
 def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = WIDTH) -> str:
@@ -175,12 +176,12 @@ def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = WIDTH) 
 
 
 def _entry(key: LegendKey, x: float, y: float) -> str:
-    shade, words = key.colour % len(LIGHT), text(x + 22, y, key.name)
+    words = text(x + 22, y, key.name)
     if key.kind == "box":
         return rect(x + 3, y - 9, 11, 11, key.colour) + words
     if key.kind == "mark":
-        return _mark(x + 9, y - 4, shade, key.name) + words
-    return f'<polyline points="{x:.1f},{y - 4:.1f} {x + 17:.1f},{y - 4:.1f}" class="s{shade}{" dashed" * (key.kind == "dashed")}"/>{words}'
+        return _mark(x + 9, y - 4, key.colour, key.name) + words
+    return polyline([(x, y - 4), (x + 17, y - 4)], key.colour, dashed=key.kind == "dashed") + words
 
 
 def _places(keys: Sequence[LegendKey], width: float) -> list[tuple[int, float]]:
@@ -256,21 +257,21 @@ def _x_ticks(ticks: Sequence[float], across: Scale, top: float) -> str:
 
 
 def _line(a_line: ChartLine, hue: int, across: Scale, up: Scale) -> str:
-    shade, parts = hue % len(LIGHT), []
+    parts = []
     if a_line.drawn:
         for told, run in groupby(a_line.points, key=lambda point: _is_finite(point[1])):
             if told:  # a gap in the values is a gap in the line
-                path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in _finite(run))
-                parts.append(f'<polyline points="{path}" class="s{shade}{" dashed" if a_line.dashed else ""}"/>')
+                places = [(across.at(x), up.at(y)) for x, y in _finite(run)]
+                parts.append(polyline(places, hue, dashed=a_line.dashed))
     if a_line.marks or not a_line.drawn:
-        parts += [
-            _mark(across.at(x), up.at(y), shade, f"{a_line.name}: {number_text(y)}") for x, y in _finite(a_line.points)
-        ]
+        for x, y in _finite(a_line.points):
+            parts.append(_mark(across.at(x), up.at(y), hue, f"{a_line.name}: {number_text(y)}"))
     return "".join(parts)
 
 
-def _mark(x: float, y: float, shade: int, tip: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{shade} mark"><title>{escape(tip)}</title></circle>'
+def _mark(x: float, y: float, hue: int, tip: str) -> str:
+    told = f"<title>{escape(tip)}</title>"
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{hue % len(LIGHT)} mark">{told}</circle>'
 
 
 def _heights(bars: Sequence[BarSeries], groups: int, stacked: bool) -> list[float]:
@@ -317,16 +318,15 @@ def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, 
     """Write the groups' names below them, slanting where they are too long; returns also how much more room that
     takes."""
     longest = max(len(name) for name in groups) * LETTER
-    middles = [LEFT + slot * (number + 0.5) for number in range(len(groups))]
-    if longest <= slot:
-        return "".join(
-            text(x, foot + 18, name, anchor="middle", kind="small") for x, name in zip(middles, groups, strict=True)
-        ), 0.0
-    slanted = "".join(
-        text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35)
-        for x, name in zip(middles, groups, strict=True)
-    )
-    return slanted, max(longest * 0.58 - 20, 0.0)
+    slanting = longest > slot
+    names = []
+    for number, name in enumerate(groups):
+        x = LEFT + slot * (number + 0.5)
+        if slanting:
+            names.append(text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35))
+        else:
+            names.append(text(x, foot + 18, name, anchor="middle", kind="small"))
+    return "".join(names), max(longest * 0.58 - 20, 0.0) if slanting else 0.0
 
 
 def _empty(title: str) -> str:
