@@ -10,7 +10,7 @@ import pytest
 
 from specbranch.bench.methods import default_setting
 from specbranch.core.experience import Experience
-from specbranch.core.fates import Fates, together
+from specbranch.core.fates import Fates, summed
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
 from specbranch.sim.profile import CostProfile
@@ -55,7 +55,7 @@ def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostPr
 def test_what_became_of_drafted_tokens_is_what_the_statistics_count(method: str, ending: Ending) -> None:
     for seed, profile in itertools.product(range(12), (PROFILE, TURNS)):
         made = run(method, seed, ending, profile)
-        stats, fate = made.session.stats, together(one.fate for one in made.rounds)
+        stats, fate = made.session.stats, summed(one.fate for one in made.rounds)
         for name in ("accepted", "rejected", "siblings", "losing"):
             assert getattr(fate, name) == getattr(stats, name), name
         assert fate.dropped + fate.unused == stats.dropped + stats.unused

@@ -71,7 +71,7 @@ class Fates:
             self.rejected += survivor
 
 
-def together(fates: Iterable[Fates]) -> Fates:
+def summed(fates: Iterable[Fates]) -> Fates:
     """Add fates up."""
     whole = Fates()
     for one in fates:

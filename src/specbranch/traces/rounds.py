@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from specbranch.core.fates import Fates, together
+from specbranch.core.fates import Fates, summed
 from specbranch.core.trace import Event
 
 RoundEvents = tuple[Event | None, Event | None]  # of a round: the draft's, the target's
@@ -59,7 +59,21 @@ class TracedRound:
     @property
     def fate(self) -> Fates:
         """Of all tokens drafted in this round."""
-        return together(self.fates)
+        return summed(self.fates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, the fates under the names users know."""
+        fates = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
+        return {
+            "round": self.number,
+            "emitted": self.emitted,
+            "pending": self.target.pending if self.target else 0,
+            "accepted": self.target.accepted if self.target else None,
+            "branches": list(self.draft.branches) if self.draft else [],
+            "kept": self.draft.kept if self.draft else None,
+            "drafted": dict(zip(fates, self.fate.counts, strict=True)),
+            **{f"{event.who}_seconds": event.end - event.start for event in self.events},
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from specbranch.core.fates import Fates, together
+from specbranch.core.fates import Fates, summed
 from specbranch.traces.rounds import TracedRound
 
 FateKind = Literal["accepted", "rejected", "siblings", "dropped", "unused", "losing"]
@@ -48,4 +48,4 @@ def shares(fates: Fates) -> list[tuple[FateKind, int]]:
 
 def kinds_in(rounds: Iterable[TracedRound]) -> list[SpanKind]:
     """Return which kinds of work there are to explain."""
-    return ["target", *(kind for kind, _ in shares(together(one.fate for one in rounds)))]
+    return ["target", *(kind for kind, _ in shares(summed(one.fate for one in rounds)))]
