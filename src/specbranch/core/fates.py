@@ -96,32 +96,24 @@ class Settled(NamedTuple):
         return Fates(rejected=self.rejected, siblings=self.siblings, losing=self.lost)
 
 
-class Standings(NamedTuple):
-    """The nodes of a tree by what a verdict decided of them; the fields are those of `Settled`."""
+def tree_standings(
+    tree: Tree, sent: Sequence[int], line: Sequence[int], path: Sequence[int], hit: int | None
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Return the nodes of a tree by what a verdict decided of them, in the order of `Settled`'s fields.
 
-    rejected: list[int]
-    siblings: list[int]
-    lost: list[int]
-    left: list[int]
-    head: list[int]
-
-    @classmethod
-    def of(
-        cls, tree: Tree, sent: Sequence[int], line: Sequence[int], path: Sequence[int], hit: int | None
-    ) -> Standings:
-        """Read them off a tree: `line` is the main line of what was sent, `path` was accepted, then the target said the
-        token of `hit`."""
-        aside, below = {*line, *path}, {hit}
-        lost, left = list[int](), list[int]()
-        for n, node in enumerate(tree.nodes):
-            if node.fed and not node.sent:
-                if node.parent in below:  # what was read hangs on nothing but what was read
-                    below.add(n)
-                    left.append(n)
-                elif n != hit:
-                    lost.append(n)
-        head = [hit] if hit is not None and tree.nodes[hit].fed and not tree.nodes[hit].sent else []
-        return cls([n for n in line if n not in path], [n for n in sent if n not in aside], lost, left, head)
+    `line` is the main line of what was `sent`, `path` was accepted, and then the target said the token of `hit`.
+    """
+    nodes, inside, below = tree.nodes, {*line, *path}, {hit}
+    lost, left = list[int](), list[int]()
+    for n, node in enumerate(nodes):
+        if node.fed and not node.sent:
+            if node.parent in below:  # what was read hangs on nothing but what was read
+                below.add(n)
+                left.append(n)
+            elif n != hit:
+                lost.append(n)
+    head = [hit] if hit is not None and nodes[hit].fed and not nodes[hit].sent else []
+    return [n for n in line if n not in path], [n for n in sent if n not in inside], lost, left, head
 
 
 def branch_points(tree: Tree) -> set[int]:

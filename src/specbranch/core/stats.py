@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from specbranch.core.fates import Fates, Settled, Standings, branch_points
+from specbranch.core.fates import Fates, Settled, branch_points, tree_standings
 from specbranch.core.orders import Branch, Reports, Span, Verdict
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
@@ -129,7 +129,7 @@ class Stats(Fates):
         ended = taken <= len(path)
         good = min(taken, len(path))
         line = tree.main_line(sent)
-        fates = Settled(0, *map(len, Standings.of(tree, sent, line, path, hit))).fates(ended)
+        fates = Settled(0, *map(len, tree_standings(tree, sent, line, path, hit))).fates(ended)
         fates.add_chain(len(path), good, ended)
         followed = len(set(line).intersection(path[:good]))
         self._verified(good, followed, fates.rejected > 0)

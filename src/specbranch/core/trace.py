@@ -8,12 +8,13 @@ to the verdict that settles them.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specbranch.core.fates import Settled, Standings, branch_points
+from specbranch.core.fates import Settled, branch_points, tree_standings
 from specbranch.core.orders import Grow, Orders, Reports, Span, Verdict, Verify
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Node, Tree, below, marked
@@ -50,30 +51,32 @@ class Trace:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._rounds: dict[int, int] = {}
-        self._trees: dict[int, _Followed] = {}
+        self._trees: dict[int, _Followed] = defaultdict(_Followed)
 
     def record(self, session: int, orders: Orders, reports: Reports) -> None:
         """Add a round."""
         number = self._rounds[session] = self._rounds.get(session, -1) + 1
         pending = len(orders.verify.tokens) if orders.verify else 0
         if isinstance(orders.draft, Grow):
-            self._tree(session).see(reports.tree or orders.draft.tree, number)
+            self._trees[session].see(reports.tree or orders.draft.tree, number)
         if reports.drafting:
             told = _grown(orders, reports) if isinstance(orders.draft, Grow) else _branched(reports)
             self.events.append(_event(session, number, "draft", reports.drafting, pending, **told))
         if reports.verifying:
-            judged = _judged(orders.verify, reports.verdict) if orders.verify and reports.verdict else {}
-            settled = self._settled(session, number, orders, reports)
-            self.events.append(_event(session, number, "target", reports.verifying, pending, **judged, **settled))
+            told = self._judged(session, number, orders.verify, reports.verdict)
+            self.events.append(_event(session, number, "target", reports.verifying, pending, **told))
 
-    def _tree(self, session: int) -> _Followed:
-        return self._trees.setdefault(session, _Followed())
-
-    def _settled(self, session: int, number: int, orders: Orders, reports: Reports) -> dict[str, Any]:
-        if orders.verify is None or orders.verify.parents is None or reports.verdict is None:
+    def _judged(self, session: int, number: int, order: Verify | None, verdict: Verdict | None) -> dict[str, Any]:
+        if order is None or verdict is None:
             return {}
-        used, settled = self._tree(session).judge(orders.verify, reports.verdict, number)
-        return {"used": used, "settled": settled}
+        told: dict[str, Any] = {
+            "accepted": len(verdict.path),
+            "tokens": (*(order.tokens[node] for node in verdict.path), verdict.token),
+            "refused": tuple(token for node, token in enumerate(order.tokens) if node not in verdict.path),
+        }
+        if order.parents is not None:
+            told["used"], told["settled"] = self._trees[session].judge(order, verdict, number)
+        return told
 
     def write_jsonl(self, path: Path) -> None:
         """Write one JSON object an event."""
@@ -108,10 +111,12 @@ class _Followed:
         path = [sent[node] for node in verdict.path]
         hit = tree.child(path[-1] if path else ROOT, verdict.token)
         used = tuple(given[node] for node in (*path, hit) if node is not None)
-        told = Standings.of(tree, sent, tree.main_line(sent), path, hit)
+        told = tree_standings(tree, sent, tree.main_line(sent), path, hit)
         rounds = sorted({given[node] for nodes in told for node in nodes})
         settled = [Settled(at, *(sum(given[node] == at for node in nodes) for nodes in told)) for at in rounds]
-        self._go_on_below(hit)
+        top = () if hit is None else list(self._given)[hit]
+        self._tree = NO_TREE if hit is None else below(tree, hit)
+        self._given = {line: self._given[top + line] for line in _lines(self._tree)}
         return used, tuple(settled)
 
     def _send(self, order: Verify, number: int) -> list[int]:
@@ -128,17 +133,6 @@ class _Followed:
         self._tree = marked(Tree(tuple(nodes)), sent)
         return sent
 
-    def _go_on_below(self, hit: int | None) -> None:
-        before, self._given = self._given, {}
-        if hit is None:
-            self._tree = NO_TREE
-            return
-        top = list(before)[hit]
-        self._tree = below(self._tree, hit)
-        self._given = {
-            line[len(top) :]: at for line, at in before.items() if len(line) > len(top) and line[: len(top)] == top
-        }
-
 
 def _lines(tree: Tree) -> list[TraceLine]:
     """The tokens that lead to each node, itself included."""
@@ -149,11 +143,11 @@ def _lines(tree: Tree) -> list[TraceLine]:
 
 
 def _branched(reports: Reports) -> dict[str, Any]:
-    lengths = tuple(len(branch.tokens) for branch in reports.branches)
+    branches, kept = reports.branches, reports.kept
     return {
-        "branches": lengths,
-        "kept": _kept(reports),
-        "tokens": tuple(branch.tokens[0] for branch in reports.branches),
+        "branches": tuple(len(branch.tokens) for branch in branches),
+        "kept": next((at for at, branch in enumerate(branches) if branch is kept), None),
+        "tokens": tuple(branch.tokens[0] for branch in branches),
     }
 
 
@@ -163,21 +157,19 @@ def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
     tree = reports.tree or NO_TREE
     points = branch_points(tree)
     heads = [n for n, node in enumerate(tree.nodes) if not node.sent and node.parent in points]
-    sizes = dict.fromkeys(heads, 1)
-    top = {head: head for head in heads}
+    top, sizes = {head: head for head in heads}, dict.fromkeys(heads, 1)
     for n, node in enumerate(tree.nodes):
         if n not in top and node.parent in top:
             top[n] = top[node.parent]
             sizes[top[n]] += node.fed
-    grown = [head for head in heads if tree.nodes[head].fed]
     kept = _hit(orders, reports, tree)
+    grown = [head for head in heads if tree.nodes[head].fed]
     if kept is not None and kept not in grown:
         grown.append(kept)
-    place = grown.index(kept) if kept is not None else None
     return {
-        "branches": tuple(sizes[h] for h in grown),
-        "kept": place,
-        "tokens": tuple(tree.nodes[h].token for h in grown),
+        "branches": tuple(sizes[head] for head in grown),
+        "kept": None if kept is None else grown.index(kept),
+        "tokens": tuple(tree.nodes[head].token for head in grown),
     }
 
 
@@ -192,20 +184,6 @@ def _hit(orders: Orders, reports: Reports, tree: Tree) -> int | None:
             return None
         here = found
     return here
-
-
-def _kept(reports: Reports) -> int | None:
-    kept = reports.kept
-    return next((i for i, branch in enumerate(reports.branches) if branch is kept), None)
-
-
-def _judged(order: Verify, verdict: Verdict) -> dict[str, Any]:
-    taken = set(verdict.path)
-    return {
-        "accepted": len(verdict.path),
-        "tokens": (*(order.tokens[node] for node in verdict.path), verdict.token),
-        "refused": tuple(token for node, token in enumerate(order.tokens) if node not in taken),
-    }
 
 
 def _event(session: int, number: int, who: Who, span: Span, pending: int, **more: Any) -> Event:
