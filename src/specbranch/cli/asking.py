@@ -1,15 +1,18 @@
-"""What is asked: prompts from standard input, and the chat template around them; for all commands that answer."""
+"""What commands that answer a prompt share: their options, standard input, the chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from specbranch.cli.options import DRAFT, PAIR, SAMPLING, SPECULATION, TARGET
 from specbranch.cli.sections import F, options_of
 from specbranch.errors import BadParameter
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
+
+ANSWERING = (*PAIR, *TARGET, *DRAFT, *SPECULATION, *SAMPLING)  # which models, how they decode, how they sample
 
 
 def chat_option(section: str) -> Callable[[F], F]:

@@ -12,19 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.asking import from_standard_input
-from specbranch.cli.options import (
-    DRAFT,
-    PAIR,
-    SAMPLING,
-    SPECULATION,
-    TABLES,
-    TARGET,
-    load_llm,
-    sampling_params,
-    text,
-    with_options,
-)
+from specbranch.cli.asking import ANSWERING, from_standard_input
+from specbranch.cli.options import TABLES, load_llm, sampling_params, text, with_options
 from specbranch.cli.paint import answered, wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import SamplingParams
@@ -62,7 +51,7 @@ class Conversation:
 @click.command(cls=SectionedCommand, tables=TABLES)
 @_option("--system", type=text, metavar="TEXT", help="What the model is told before the conversation.")
 @_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
-@with_options(PAIR, TARGET, DRAFT, SPECULATION, SAMPLING)
+@with_options(ANSWERING)
 def chat(system: str | None, colour: bool | None, **given: Any) -> None:
     """Talk with the model. An empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer.
 

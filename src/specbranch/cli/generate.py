@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.asking import chat_option, encoded, from_standard_input
-from specbranch.cli.options import (
-    DRAFT,
-    PAIR,
-    SAMPLING,
-    SPECULATION,
-    TABLES,
-    TARGET,
-    load_llm,
-    sampling_params,
-    text,
-    with_options,
-)
+from specbranch.cli.asking import ANSWERING, chat_option, encoded, from_standard_input
+from specbranch.cli.options import TABLES, load_llm, sampling_params, text, with_options
 from specbranch.cli.paint import LEGEND, answered, wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import SamplingParams
@@ -57,7 +46,7 @@ _option = options_of("Prompts and output")
     metavar="FILE",
     help="Write a timeline: .json for chrome://tracing, .jsonl for lines.",
 )
-@with_options(PAIR, TARGET, DRAFT, SPECULATION, SAMPLING)
+@with_options(ANSWERING)
 def generate(
     prompt: str | None,
     file: Path | None,

@@ -13,20 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbranch.answer import Output
-from specbranch.cli.asking import chat_option, encoded
-from specbranch.cli.options import (
-    CLOCK,
-    DRAFT,
-    PAIR,
-    SAMPLING,
-    SPECULATION,
-    TABLES,
-    TARGET,
-    load_llm,
-    sampling_params,
-    text,
-    with_options,
-)
+from specbranch.cli.asking import ANSWERING, chat_option, encoded
+from specbranch.cli.options import CLOCK, TABLES, load_llm, sampling_params, text, with_options
 from specbranch.cli.paint import wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.core.trace import Trace
@@ -60,7 +48,7 @@ _option = options_of("Prompt and output")
 )
 @_option("--colour/--no-colour", default=None, help="Colour the drawing [on a terminal].")
 @_option("--width", type=click.IntRange(min=40), metavar="N", help="Columns of the drawing [the terminal's].")
-@with_options(PAIR, TARGET, DRAFT, SPECULATION, CLOCK, SAMPLING)
+@with_options(ANSWERING, CLOCK)
 def trace(
     prompt: str, as_chat: bool, out: Path | None, as_json: bool, colour: bool | None, width: int | None, **given: Any
 ) -> None:
