@@ -27,9 +27,8 @@ PROMPTS = (  # code, reasoning and prose: from what a draft foresees well to wha
     "Describe in a short paragraph a harbour on a foggy morning.",
 )
 PLAIN = "autoregressive"
-METHODS = tuple(
-    name for name, method in ALL_METHODS.items() if not method.guesses
-)  # lookahead reads 120 rows a step: too long for a CPU
+# without lookahead, which reads 120 rows a step: too long for a CPU
+METHODS = tuple(name for name, method in ALL_METHODS.items() if not method.guesses)
 CLOCK = "h200-1b-8b"
 SECONDS = 30.0  # after which no further prompt is begun
 NEXT = """Go on with

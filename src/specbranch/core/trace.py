@@ -44,6 +44,11 @@ class Event:
     used: tuple[int, ...] = ()
     settled: tuple[Settled, ...] | None = None  # of a tree: the others by the round that gave them
 
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
 
 class Trace:
     """The events of a run, in the order they were reported."""
@@ -213,7 +218,7 @@ def _chrome(events: list[Event]) -> Iterator[dict[str, Any]]:
             "pid": event.session + 1,
             "tid": THREADS[event.who],
             "ts": (event.start - begin) * 1e6,  # microseconds
-            "dur": (event.end - event.start) * 1e6,
+            "dur": event.seconds * 1e6,
             "args": asdict(event),
         }
 

@@ -72,7 +72,7 @@ class TracedRound:
             "branches": list(self.draft.branches) if self.draft else [],
             "kept": self.draft.kept if self.draft else None,
             "drafted": dict(zip(fates, self.fate.counts, strict=True)),
-            **{f"{event.who}_seconds": event.end - event.start for event in self.events},
+            **{f"{event.who}_seconds": event.seconds for event in self.events},
         }
 
 
@@ -140,9 +140,8 @@ def times(rounds: Sequence[TracedRound]) -> Times:
     """Add up where the time went. The first round reads the prompt."""
     decoding = rounds[1:]
     together = sum(one.together for one in decoding)
-    target, draft = (
-        sum(event.end - event.start for one in decoding if (event := getattr(one, who))) for who in ("target", "draft")
-    )
+    target = sum(one.target.seconds for one in decoding if one.target)
+    draft = sum(one.draft.seconds for one in decoding if one.draft)
     whole = decoding[-1].end - decoding[0].start if decoding else 0.0
     prefill = rounds[0].seconds if rounds else 0.0
     neither = max(whole - target - draft + together, 0.0)
@@ -152,9 +151,7 @@ def times(rounds: Sequence[TracedRound]) -> Times:
 
 def usual_seconds(rounds: Sequence[TracedRound]) -> float:
     """How long a round of decoding takes, usually."""
-    return (
-        statistics.median(one.seconds for one in rounds[1:]) if len(rounds) > 1 else sum(one.seconds for one in rounds)
-    )
+    return statistics.median(one.seconds for one in rounds[1:] or rounds) if rounds else 0.0
 
 
 def _only(group: list[Event], who: str) -> Event | None:

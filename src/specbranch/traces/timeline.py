@@ -88,9 +88,9 @@ def _shares(spent: Times) -> list[str]:
     if spent.has_draft:
         kinds = {"both at work": spent.together, **kinds, "draft alone": spent.draft_alone}
     told = ", ".join(f"{name} {_share(value, spent.decoding)}" for name, value in kinds.items())
-    idle = f"target {_share(spent.target_idle, spent.decoding)}" + (
-        f", draft {_share(spent.draft_idle, spent.decoding)}" if spent.has_draft else ""
-    )
+    idle = f"target {_share(spent.target_idle, spent.decoding)}"
+    if spent.has_draft:
+        idle += f", draft {_share(spent.draft_idle, spent.decoding)}"
     return [f"Time: {told}.", f"Idle: {idle}."]
 
 
@@ -140,7 +140,7 @@ def _round(one: TracedRound, scale: float, style: Style) -> Iterator[str]:
     for event in one.events:
         label = f"{one.number:>3} " if event is one.events[0] else "    "
         bar = [] if one.number == 0 else _bar(one, event, scale, style)
-        note = f"{seconds_text(event.end - event.start)}  {_note(one, event, style)}"
+        note = f"{seconds_text(event.seconds)}  {_note(one, event, style)}"
         yield from _line(f"{label}{event.who:<6} ", bar, note, style)
 
 
@@ -161,7 +161,7 @@ def _line(head: str, bar: list[SpanKind], note: str, style: Style) -> Iterator[s
 def _bar(one: TracedRound, event: Event, scale: float, style: Style) -> list[SpanKind]:
     """One kind a column: waiting before and after the work, and in the draft's work what became of its tokens."""
     before, after = round((event.start - one.start) * scale), round((one.end - event.end) * scale)
-    busy = max(round((event.end - event.start) * scale), 1)
+    busy = max(round(event.seconds * scale), 1)
     work: list[SpanKind] = ["target"] * busy if event.who == "target" else _cut(one.fate, busy)
     wait: list[SpanKind] = ["waiting"]
     bar = wait * before + work + wait * after
@@ -189,11 +189,8 @@ def _note(one: TracedRound, event: Event, style: Style) -> str:
 def _verification(one: TracedRound, event: Event, style: Style) -> str:
     if event.accepted is None:
         return f"verifies {event.pending}, no verdict"
-    judged = (
-        ""
-        if not event.pending
-        else f"{'all' if event.accepted == event.pending else event.accepted} of {event.pending} accepted, "
-    )
+    taken = "all" if event.accepted == event.pending else event.accepted
+    judged = f"{taken} of {event.pending} accepted, " if event.pending else ""
     return f"{judged}+{one.emitted}{_said(one, event, style)}"
 
 
@@ -201,13 +198,12 @@ def _said(one: TracedRound, event: Event, style: Style) -> str:
     """The text of what was emitted, cut to what a line can hold."""
     if style.spell is None or not one.emitted:
         return ""
-    text = "".join(
-        c if c.isprintable() else "␣" if c == "\n" and style.unicode else " "
-        for c in style.spell(event.tokens[: one.emitted])
-    )
+    break_, more = ("␣", "…") if style.unicode else (" ", "...")
+    text = style.spell(event.tokens[: one.emitted]).replace("\n", break_)
+    text = "".join(c if c.isprintable() else " " for c in text)
     text = text if style.unicode else text.encode("ascii", "replace").decode()
     most = max(style.bound() // 3, 16)
-    return f": '{text if len(text) <= most else text[: most - 1] + '…' if style.unicode else text[: most - 3] + '...'}'"
+    return f": '{text if len(text) <= most else text[: most - len(more)] + more}'"
 
 
 def _drafting(one: TracedRound, event: Event) -> str:
