@@ -26,9 +26,8 @@ METHODS = (
     *("lookup", "lookahead"),
 )
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
-TURNS = CostProfile(
-    target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False
-)  # often only the text is looked up
+# a draft so slow that often only the text is looked up
+TURNS = CostProfile(target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False)
 ENDINGS = (Ending("long", max_tokens=60), Ending("stopped", max_tokens=80, stop_token_ids=(3,)))
 
 
@@ -45,6 +44,10 @@ def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostPr
     executor = virtual_clock(0.25, profile=profile) if profile else serial(0.25)
     session = decode(executor, Case((seed, 2), 0.7, seed, ending), config, trace=trace, experience=Experience(profile))
     return Run(session, read_rounds(trace.events, session.stats.emitted, session.origins))
+
+
+def rects(picture: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect"))
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
@@ -132,10 +135,8 @@ def test_kept_lost_and_rolled_back_are_told_apart_without_colours() -> None:
 
 def test_colours_change_nothing_but_colours() -> None:
     made = run("specbranch")
-    plain = draw_text(made.rounds, made.session.stats.summary(), Style(80))
-    painted = draw_text(
-        made.rounds, made.session.stats.summary(), Style(80, paint=lambda words, kind: f"\x1b[1m{words}\x1b[0m")
-    )
+    styles = Style(80), Style(80, paint=lambda words, kind: f"\x1b[1m{words}\x1b[0m")
+    plain, painted = (draw_text(made.rounds, made.session.stats.summary(), style) for style in styles)
     assert painted != plain and painted.replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
 
 
@@ -159,9 +160,9 @@ def test_the_text_of_a_modelled_clock_says_so() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_request(method: str) -> None:
     made = run(method, ending=Ending("very long", max_tokens=300))
-    picture = ElementTree.fromstring(draw_svg(made.rounds, "a <title> & more", "below"))
-    frame = [float(number) for number in picture.attrib["viewBox"].split()]
-    bars = [rect for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.attrib.get("class") != "sheet"]
+    drawn = draw_svg(made.rounds, "a <title> & more", "below")
+    frame = [float(number) for number in ElementTree.fromstring(drawn).attrib["viewBox"].split()]
+    bars = [bar for bar in rects(drawn) if bar.get("class") != "sheet"]
     assert len(bars) >= len(made.rounds) and frame[2] == WIDTH
     for bar in bars:
         assert float(bar.attrib["x"]) >= 0 and float(bar.attrib["x"]) + float(bar.attrib["width"]) <= frame[2] + 0.5
@@ -171,25 +172,16 @@ def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_reques
 
 def test_the_picture_has_a_cell_for_each_fate_in_its_colour() -> None:
     made = run("specbranch")
-    picture = ElementTree.fromstring(draw_svg(made.rounds, "t"))
-    tips = [
-        (rect.attrib["class"], title.text or "")
-        for rect in picture.iter("{http://www.w3.org/2000/svg}rect")
-        for title in rect
-    ]
-    losing = [tip for shade, tip in tips if shade == f"f{LOOKS['losing'].hue}"]
-    accepted = [tip for shade, tip in tips if shade == f"f{LOOKS['accepted'].hue}"]
-    assert len(losing) == sum(bool(fate.losing) for one in made.rounds for fate in one.fates) > 0
-    assert len(accepted) == sum(bool(fate.accepted) for one in made.rounds for fate in one.fates) > 0
+    shades = [bar.get("class") for bar in rects(draw_svg(made.rounds, "t")) if len(bar)]  # those with a tip
+    fates = [fate for one in made.rounds for fate in one.fates]
+    assert shades.count(f"f{LOOKS['losing'].hue}") == sum(fate.losing > 0 for fate in fates) > 0
+    assert shades.count(f"f{LOOKS['accepted'].hue}") == sum(fate.accepted > 0 for fate in fates) > 0
 
 
 def test_several_methods_are_drawn_at_one_scale() -> None:
     runs = {method: run(method).rounds for method in ("autoregressive", "pearl")}
-    picture = ElementTree.fromstring(draw_comparison(runs, "two ways", "units"))
     shade = f"f{LOOKS['target'].hue}"
-    bars = [
-        rect.attrib for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.attrib.get("class") == shade
-    ]
+    bars = [bar.attrib for bar in rects(draw_comparison(runs, "two ways", "units")) if bar.get("class") == shade]
     ends: dict[str, float] = {}
     for bar in bars[1:]:  # the first is the legend's
         ends[bar["y"]] = max(ends.get(bar["y"], 0.0), float(bar["x"]) + float(bar["width"]))

@@ -41,9 +41,8 @@ def rehearse(
     on = Context(0, tuple(token % vocabulary for token in PROMPT))
     try:
         executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
-        executor.run(
-            {NUMBER: Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))}
-        )  # read by both, and not timed
+        reading = Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))
+        executor.run({NUMBER: reading})  # not timed
         for orders in _trials(on, has_draft) if set_up else ():
             executor.run({NUMBER: orders})
         over, longest = executor.now() + seconds, 0.0
