@@ -77,15 +77,16 @@ def line_chart(
     points = [(x, y) for a_line in lines for x, y in _finite(a_line.points)]
     if not points:
         return _empty(title)
-    keys = [_key(a_line, number) for number, a_line in enumerate(lines)]
+    hues = [number if a_line.colour is None else a_line.colour for number, a_line in enumerate(lines)]
+    keys = [_key(a_line, hue) for a_line, hue in zip(lines, hues, strict=True)]
     top = TOP + _legend_height(keys)
     x_values = [x for x, _ in points]
     x_ticks = round_ticks(*_ends(x_values), whole=all(x == math.floor(x) for x in x_values))
     y_ticks = round_ticks(*_ends((y for _, y in points), y_from_zero))
-    across, up = _scales(x_ticks, y_ticks, top)
-    body = [_grid(y_ticks, up), _x_ticks(x_ticks, across, top), _labels(x_label, y_label, top)]
-    body += [_line(a_line, _hue(a_line, number), across, up) for number, a_line in enumerate(lines)]
-    return svg(WIDTH, top + HEIGHT, _title(title) + legend(keys, LEFT, TOP - 22) + "".join(body), title)
+    across, up = Scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT), _upwards(y_ticks, top)
+    body = _grid(y_ticks, up) + _x_ticks(x_ticks, across, top)
+    drawn = "".join(_line(a_line, hue, across, up) for a_line, hue in zip(lines, hues, strict=True))
+    return _framed(title, keys, body + _labels(x_label, y_label, top) + drawn, top + HEIGHT)
 
 
 def bar_chart(
@@ -98,19 +99,17 @@ def bar_chart(
     stacked: bool = False,
 ) -> str:
     """Draw a group of bars for each name of `groups`, beside one another or on top of one another."""
-    told = [value for a_bar in bars for value in a_bar.values if _is_finite(value)]
-    if not told or not groups:
+    if not groups or not any(_is_finite(value) for a_bar in bars for value in a_bar.values):
         return _empty(title)
     keys = [LegendKey(a_bar.name, number) for number, a_bar in enumerate(bars)]
     top = TOP + _legend_height(keys)
     ticks = round_ticks(*_ends(_heights(bars, len(groups), stacked), from_zero=True))
-    up = Scale(ticks[0], ticks[-1], top + HEIGHT - BOTTOM, top)
-    slot = (WIDTH - LEFT - RIGHT) / len(groups)
-    draw = _stack if stacked else _side_by_side
+    up, slot = _upwards(ticks, top), (WIDTH - LEFT - RIGHT) / len(groups)
     names, more = _group_names(groups, slot, top + HEIGHT - BOTTOM)
-    body = [_grid(ticks, up), names, _labels(x_label, y_label, top, more)]
-    body += [draw(bars, number, LEFT + slot * number, slot, up) for number in range(len(groups))]
-    return svg(WIDTH, top + HEIGHT + more, _title(title) + legend(keys, LEFT, TOP - 22) + "".join(body), title)
+    draw = _stack if stacked else _side_by_side
+    drawn = "".join(draw(bars, number, LEFT + slot * number, slot, up) for number in range(len(groups)))
+    body = _grid(ticks, up) + names + _labels(x_label, y_label, top, more)
+    return _framed(title, keys, body + drawn, top + HEIGHT + more)
 
 
 def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
@@ -120,9 +119,8 @@ def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False)
         low, high = (low - 1.0, low + 1.0) if low else (0.0, 1.0)
     power = 10.0 ** math.floor(math.log10((high - low) / about))
     steps = (power * r for r in (*ROUND, 20.0, 100.0))
-    step = next(
-        step for step in steps if step * about >= (high - low) * (1 - 1e-9) and (not whole or step == math.floor(step))
-    )
+    least = (high - low) * (1 - 1e-9) / about
+    step = next(step for step in steps if step >= least and (not whole or step == math.floor(step)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
 
@@ -201,15 +199,10 @@ def _legend_height(keys: Sequence[LegendKey]) -> float:
     return LEGEND_ROW * (_places(named, WIDTH)[-1][0] + 1) if named else 0.0
 
 
-def _key(a_line: ChartLine, number: int) -> LegendKey:
-    hue = _hue(a_line, number)
+def _key(a_line: ChartLine, hue: int) -> LegendKey:
     if not a_line.drawn:
         return LegendKey(a_line.name, hue, "mark")
     return LegendKey(a_line.name, hue, "dashed" if a_line.dashed else "line")
-
-
-def _hue(a_line: ChartLine, number: int) -> int:
-    return number if a_line.colour is None else a_line.colour
 
 
 def _is_finite(value: Value) -> bool:
@@ -225,13 +218,13 @@ def _ends(values: Iterable[float], from_zero: bool = False) -> tuple[float, floa
     return min(told), max(told)
 
 
-def _scales(x_ticks: Sequence[float], y_ticks: Sequence[float], top: float) -> tuple[Scale, Scale]:
-    across = Scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT)
-    return across, Scale(y_ticks[0], y_ticks[-1], top + HEIGHT - BOTTOM, top)
+def _upwards(ticks: Sequence[float], top: float) -> Scale:
+    return Scale(ticks[0], ticks[-1], top + HEIGHT - BOTTOM, top)
 
 
-def _title(title: str) -> str:
-    return text(12, 20, title, kind="bold")
+def _framed(title: str, keys: Sequence[LegendKey], body: str, height: float) -> str:
+    """A whole chart: its title and legend, then what is drawn."""
+    return svg(WIDTH, height, text(12, 20, title, kind="bold") + legend(keys, LEFT, TOP - 22) + body, title)
 
 
 def _labels(x_label: str, y_label: str, top: float, more: float = 0.0) -> str:
@@ -240,20 +233,21 @@ def _labels(x_label: str, y_label: str, top: float, more: float = 0.0) -> str:
 
 
 def _grid(ticks: Sequence[float], up: Scale) -> str:
-    return "".join(
-        line(LEFT, up.at(tick), WIDTH - RIGHT, up.at(tick), "axis" if tick == ticks[0] else "rule")
-        + text(LEFT - 7, up.at(tick) + 4, number_text(tick), anchor="end", kind="small")
-        for tick in ticks
-    )
+    grid = ""
+    for tick in ticks:
+        y = up.at(tick)
+        grid += line(LEFT, y, WIDTH - RIGHT, y, "axis" if tick == ticks[0] else "rule")
+        grid += text(LEFT - 7, y + 4, number_text(tick), anchor="end", kind="small")
+    return grid
 
 
 def _x_ticks(ticks: Sequence[float], across: Scale, top: float) -> str:
-    foot = top + HEIGHT - BOTTOM
-    return "".join(
-        line(across.at(tick), foot, across.at(tick), foot + 4, "axis")
-        + text(across.at(tick), foot + 18, number_text(tick), anchor="middle", kind="small")
-        for tick in ticks
-    )
+    foot, drawn = top + HEIGHT - BOTTOM, ""
+    for tick in ticks:
+        x = across.at(tick)
+        drawn += line(x, foot, x, foot + 4, "axis")
+        drawn += text(x, foot + 18, number_text(tick), anchor="middle", kind="small")
+    return drawn
 
 
 def _line(a_line: ChartLine, hue: int, across: Scale, up: Scale) -> str:
@@ -306,10 +300,8 @@ def _stack(bars: Sequence[BarSeries], group: int, x: float, slot: float, up: Sca
     for hue, a_bar in enumerate(bars):
         value = _value(a_bar.values, group)
         if value > 0:
-            y = up.at(foot + value)
-            parts.append(
-                rect(x + slot * 0.15, y, slot * 0.7, up.at(foot) - y, hue, tip=f"{a_bar.name}: {number_text(value)}")
-            )
+            y, tip = up.at(foot + value), f"{a_bar.name}: {number_text(value)}"
+            parts.append(rect(x + slot * 0.15, y, slot * 0.7, up.at(foot) - y, hue, tip=tip))
             foot += value
     return "".join(parts)
 
@@ -330,8 +322,7 @@ def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, 
 
 
 def _empty(title: str) -> str:
-    said = text(WIDTH / 2, TOP + 20, "nothing to show", anchor="middle", kind="small")
-    return svg(WIDTH, TOP + 50, _title(title) + said, title)
+    return _framed(title, (), text(WIDTH / 2, TOP + 20, "nothing to show", anchor="middle", kind="small"), TOP + 50)
 
 
 def _style() -> str:
