@@ -16,7 +16,7 @@ from specbranch.core.request import Request
 from specbranch.errors import SpecBranchError
 
 NUMBER = -1  # no request has it
-PROMPT = tuple(range(1, 18))  # as long as the most rows, whose tokens it lends
+PROMPT = tuple(range(1, 18))  # its tokens are verified, too, so it is as long as the most rows
 ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
 WIDTHS = (1, 8, 4, 2)
 TURNS = 3  # their median counts

@@ -43,7 +43,7 @@ class Stats(Fates):
     finished: float = 0.0
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
-    both_busy: float = 0.0  # of it, beside the draft
+    both_busy: float = 0.0  # of the target's, while the draft worked, too
     choices: list[tuple[int, str]] = field(default_factory=list)  # what `auto` chose: tokens emitted before, method
     _lost: bool = False  # since the last target forward
     _rejected: bool = False  # by the last verdict

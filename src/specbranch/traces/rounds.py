@@ -27,7 +27,7 @@ class TracedRound:
     target: Event | None
     fates: tuple[Fates, ...] = ()  # one for each branch drafted in this round; of a tree, one for all that came to it
     emitted: int = 0  # tokens
-    is_tree: bool = False  # a tree is decoded by, not branches
+    is_tree: bool = False  # whether the draft grows a tree, rather than branches
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -122,8 +122,8 @@ def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Se
     """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its
     last chain.
 
-    `origins` tell where each came from: a token that was looked up and never sent is in no event, though the target
-    said it, too.
+    `origins` tell where each token came from: no event tells that the target's own token had been looked up, if it was
+    never sent.
     """
     found = [list(group) for _, group in groupby(events, key=lambda event: event.round)]
     pairs = [(_only(group, "draft"), _only(group, "target")) for group in found]

@@ -20,7 +20,7 @@ class SpanLook(NamedTuple):
     """How a kind of time is shown."""
 
     glyph: str  # on a terminal
-    ascii: str  # where there is only that
+    ascii: str  # on a terminal that shows nothing else
     meaning: str  # in a legend
     outcome: str = ""  # behind a number of tokens
     colour: str | None = None  # on a terminal
