@@ -99,7 +99,7 @@ class LLM:
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
         self._loop = Loop(self._parts.executor, costs=self._experiences.learned)
-        weakref.finalize(self._loop, self._experiences.write, last=True)  # which `using` shares
+        weakref.finalize(self._loop, self._experiences.write, last=True)  # of the loop, for `using` shares it
         self._numbers = count()
         self._named = named, predictor
         self._forecasters: list[TargetForecaster | None] = []  # the one there is, once it was looked for
