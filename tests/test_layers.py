@@ -29,7 +29,7 @@ LAYERS = (
     {"recheck", "server", "suites", "traces", "study"},
     {"replay"},
     {"measure"},
-    {"doctor"},
+    {"doctor", "making"},
     {"bench"},
     {"cli"},
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from in_process import Command
 
-from specbranch.bench import likeness
+from specbranch.measure import likeness
 from specbranch.models.files.inflated import InflatedSource
 
 PROMPT = "A branch is a guess"

@@ -391,3 +391,11 @@ def test_a_captured_step_writes_what_an_eager_one_does(
     ]
     written = [(captured.sequence(at), int(captured.answers[at])) for at in range(len(captured))]
     assert eager and all(line in written for line in eager)
+
+
+def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
+    pieces = WriterSettings(seconds=300.0, seed=2).slices()
+    assert [piece.seconds for piece in pieces] == [100.0] * 3
+    assert [piece.seed for piece in pieces] == [2000, 2001, 2002]
+    assert [len(WriterSettings(tokens=tokens).slices()) for tokens in (1000, 50_000_000)] == [1, 3]
+    assert len(WriterSettings(seconds=1e12).slices()) == 1000  # the seed after the last is the next run's first

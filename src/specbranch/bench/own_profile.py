@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from specbranch.assembly import ModelChoice
 from specbranch.bench.subjects import Running
-from specbranch.measure.pair import QUICK, StepsDone, measure, silent
+from specbranch.measure.pair import QUICK, measure
 from specbranch.measure.workers import load_workers
+from specbranch.progress import StepsDone, silent
 from specbranch.sim.profile import CostProfile
 
 BRIEFLY = replace(QUICK, rows=(1, 2, 4, 8, 16))  # as many rows as a tuned length may need

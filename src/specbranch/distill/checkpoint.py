@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor, nn
 
-from specbranch.distill.draft_folder import write_whole
+from specbranch.distill.disk import write_durably
 from specbranch.errors import ModelError
 
 FORMAT = "specbranch-checkpoint-1"
@@ -34,12 +34,8 @@ def write_checkpoint(
     }
     tensors |= {f"random.{name}": tensor for name, tensor in _random_states().items()}
     told = json.dumps({**notes, "groups": state["param_groups"]})
-    write_whole(
-        path,
-        as_safetensors(
-            {name: one.contiguous().cpu() for name, one in tensors.items()}, {"format": FORMAT, "notes": told}
-        ),
-    )
+    held = {name: one.contiguous().cpu() for name, one in tensors.items()}
+    write_durably(path, as_safetensors(held, {"format": FORMAT, "notes": told}))
 
 
 @dataclass(frozen=True, slots=True)

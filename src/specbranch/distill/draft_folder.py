@@ -7,23 +7,22 @@ which target the draft belongs to.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
+from specbranch.distill.disk import RESUME, write_durably
 from specbranch.distill.draft_name import KEY
-from specbranch.errors import BadParameter, ModelError
+from specbranch.errors import ModelError
+from specbranch.files import spoken
 from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import Matrix
@@ -189,12 +188,11 @@ def save_draft(
     config = {**config_of(arch), "num_hidden_layers": len(weights.layers), KEY: asdict(info)}
     told, made = dict(figures or {}), dict(provenance or {})
     texts = {"README.md": _card(info, licence, told, made), "provenance.json": _json({**made, "figures": told})}
-    with spoken(place):
-        place.mkdir(parents=True, exist_ok=True)
+    with spoken(place, RESUME):
         (place / "config.json").unlink(missing_ok=True)
-    write_whole(place / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
+    write_durably(place / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
     for name, text in {**texts, "config.json": _json(config)}.items():
-        write_whole(place / name, text.encode())
+        write_durably(place / name, text.encode())
 
 
 def refuse_other_draft(folder: Path, fingerprint: str) -> None:
@@ -344,34 +342,3 @@ def _licence_sentence(licence: str | None) -> str:
 def _table(values: Mapping[str, Any]) -> str:
     lines = [f"| {name} | {json.dumps(value, ensure_ascii=False).strip(chr(34))} |" for name, value in values.items()]
     return "\n".join(["", "| | |", "|---|---|", *lines, ""])
-
-
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Write a file so that, killed at any moment, the old or the new one is there and never half of one."""
-    part = path.with_name(path.name + ".part")
-    with spoken(path):
-        try:
-            with part.open("wb") as file:
-                _write_through(file, data)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def _write_through(file: IO[bytes], data: bytes | memoryview) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-@contextmanager
-def spoken(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "The disk is full" if full else f"Cannot write ({error.strerror or error})"
-        raise BadParameter(
-            f"{what}: {path}. Make room or name another folder with --out; --resume goes on from the last checkpoint."
-        ) from None

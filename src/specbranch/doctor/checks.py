@@ -23,9 +23,10 @@ from specbranch.core.methods import METHODS
 from specbranch.errors import ModelError, SpecBranchError
 from specbranch.exec.serial import Serial
 from specbranch.extras import EXTRAS, Extra
-from specbranch.measure.pair import QUICK, StepsDone, decode, measure, silent
+from specbranch.measure.pair import QUICK, decode, measure
 from specbranch.measure.workers import Workers, load_workers
 from specbranch.pairs import PAIRS, draft_folder
+from specbranch.progress import StepsDone, silent
 
 if TYPE_CHECKING:
     from specbranch.distill.agreement import Agreement

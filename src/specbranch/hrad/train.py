@@ -7,7 +7,6 @@ Owns the recipe. Invariant: no text has rounds in two of the three parts, so wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +16,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from specbranch.errors import BadParameter
 from specbranch.hrad.network import Network
 from specbranch.hrad.rounds import LabelledRounds, outcomes
+from specbranch.progress import Onlooker, silent
 
 CALIBRATED, JUDGED = 0.1, 0.15  # shares of the texts
 LEAST_TEXTS = 8
 CALIBRATION_STEPS, LEASH = 300, 1e-4
 WARMING = 0.1  # share of the steps
-
-EpochDone = Callable[
-    [int, int, float], None
-]  # epochs done, of how many, nats a round on texts that are not learned from
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +68,6 @@ class Fitted:
     nats: float
 
 
-def quiet(done: int, of: int, loss: float) -> None:
-    """Show nothing."""
-
-
 def dealt(rounds: LabelledRounds, seed: int = 0) -> DealtRounds:
     """Deal rounds out by text."""
     texts: Tensor = rounds.text.unique()  # type: ignore[no-untyped-call]
@@ -91,19 +83,19 @@ def dealt(rounds: LabelledRounds, seed: int = 0) -> DealtRounds:
     return DealtRounds(rounds.where(~(calibrated | judged)), rounds.where(calibrated), rounds.where(judged))
 
 
-def fit(parts: DealtRounds, settings: FitSettings, progress: EpochDone = quiet) -> Fitted:
+def fit(parts: DealtRounds, settings: FitSettings, watch: Onlooker = silent) -> Fitted:
     """Train a network, keep it as it was when it did best on texts it does not learn from, and calibrate it on
     those."""
     rounds = parts.learned
     torch.manual_seed(settings.seed)
     network = Network(rounds.features.shape[1], rounds.longest, settings.forgets).to(rounds.features.device)
     network.fit_scale(rounds.features)
-    epoch = learn(network, parts, settings, progress)
+    epoch = learn(network, parts, settings, watch)
     calibrate(network, parts.calibrated)
     return Fitted(network.eval(), epoch, nats(network, parts.calibrated))
 
 
-def learn(network: Network, parts: DealtRounds, settings: FitSettings, progress: EpochDone = quiet) -> int:
+def learn(network: Network, parts: DealtRounds, settings: FitSettings, watch: Onlooker = silent) -> int:
     """Go over the rounds again and again, the rate falling to nothing; returns the epoch that is kept."""
     rounds, device = parts.learned, parts.learned.features.device
     optimiser = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
@@ -124,7 +116,7 @@ def learn(network: Network, parts: DealtRounds, settings: FitSettings, progress:
         unseen = nats(network.eval(), parts.calibrated)
         if unseen < best:
             best, kept, held = unseen, epoch, {name: tensor.clone() for name, tensor in network.state_dict().items()}
-        progress(epoch, settings.epochs, unseen)
+        watch("Training", epoch, settings.epochs, f"{unseen:.3f} nats a round")
     if not held:
         raise BadParameter(
             "Training came to no finite loss: hidden states may be too large. Lower --learning-rate, or read fewer "

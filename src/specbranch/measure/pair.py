@@ -34,6 +34,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 from specbranch.measure.side_by_side import Companion, Slowing, measure_slowing
 from specbranch.measure.workers import Workers, stored_in
+from specbranch.progress import StepsDone, silent
 from specbranch.provenance import Provenance
 from specbranch.sim.profile import CostProfile, Points
 
@@ -43,11 +44,6 @@ WARM_UP = 2
 HOST_METHODS = ("autoregressive", "speculative", "specbranch")
 CHECKED = ("autoregressive", "speculative", "adaptive", "specbranch")
 NEAR, FAR = "", " far"  # of a probe: after the short context, after the long one
-StepsDone = Callable[[str, int, int], None]  # what is done, steps done, of how many
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Show no progress."""
 
 
 @dataclass(frozen=True, slots=True)

