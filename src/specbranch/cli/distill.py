@@ -129,8 +129,7 @@ def _summary(record: Mapping[str, Any]) -> str:
     return (
         f"The draft is in {record['out']}: {len(record['layers'])} layers, {record['bytes'] / 1e6:.1f} MB.\n"
         f"On {record['compared']:,.0f} held-out tokens of the target: top-1 agreement {record['top1']:.3f}, top-3 "
-        f"{record['top3']:.3f}, "
-        f"divergence {record['divergence']:.3f}{outside}.\n"
+        f"{record['top3']:.3f}, divergence {record['divergence']:.3f}{outside}.\n"
         f"{record['tokens_written']:,} tokens written, {record['tokens']:,} trained on in {record['steps']:,} steps "
         f"({record['seconds']:.0f} s)."
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specbranch.config import HeadKind
-from specbranch.core.orders import Measure, Signal, Sparse, TokenLogprobs, Verify
+from specbranch.core.orders import Measure, Sparse, TokenLogprobs, Verify
 from specbranch.core.request import Request
 from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
@@ -219,13 +219,4 @@ class Law(Protocol):
 
     def residual(self, q: Sparse) -> Law:
         """Return norm((p − q)+); where nothing remains, p itself (only rounding leads there)."""
-        ...
-
-
-class Forecaster(Protocol):
-    """Foretells what becomes of the next draft."""
-
-    def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
-        """What becomes of a draft behind the token at this position, by what the target's probe said; nothing if
-        that cannot be told."""
         ...

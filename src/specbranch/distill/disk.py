@@ -1,4 +1,4 @@
-"""How what was trained goes to the disk: killed at any moment, the old file or the new one is there, never half of one."""
+"""How what was trained goes to the disk: killed at any moment, the old file or the new one is there, never a half."""
 
 from __future__ import annotations
 

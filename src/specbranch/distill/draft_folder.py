@@ -33,9 +33,8 @@ Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")
 FORMAT = 1
 HEAD_IDS = "draft.head_ids"
-ON_THE_HUB = {
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"
-}  # where a target lies that is known by another name here
+# Where a target lies that is known by another name here.
+ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +311,7 @@ def _card(info: DraftInfo, licence: str | None, figures: Mapping[str, Any], prov
         if info.head_tokens is None
         else f"the {info.head_tokens} tokens the target wrote most often"
     )
+    layers = ", ".join(map(str, info.layers))
     return f"""---
 license: {(licence or "other").lower()}
 base_model: {ON_THE_HUB.get(info.target, info.target)}
@@ -321,7 +321,7 @@ library_name: specbranch
 # Draft for {info.target}
 
 A draft for speculative decoding of {info.target}: {len(info.layers)} layers, started from the target's layers
-{", ".join(map(str, info.layers))} and trained to give the target's own distribution on text the target wrote. It proposes {head}.
+{layers} and trained to give the target's own distribution on text the target wrote. It proposes {head}.
 Embedding and output head are the target's and are not in this folder, so the draft runs beside its target only
 (sha256 of the embedding in float32: `{info.target_fingerprint}`). Weights are stored as {info.storage}.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class PredictorJob:
     longest: int = 16
     layers: int = 4
     across_tasks: bool = True
-    fit: FitSettings = FitSettings()
+    fit: FitSettings = field(default_factory=FitSettings)
 
     def __post_init__(self) -> None:
         if self.material is not None and not material_files(self.material):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specbranch.core.orders import Signal
+from specbranch.core.forecast import Signal
 from specbranch.core.runner import Runner
 from specbranch.files import replacing
 from specbranch.hrad.collect import states_along
@@ -65,7 +65,7 @@ class RecordedSignals:
 
 
 class RecordedForecaster:
-    """A `core.runner.Forecaster` over a record, which knows what was said at each of its tokens."""
+    """A `core.forecast.Forecaster` over a record, which knows what was said at each of its tokens."""
 
     def __init__(self, start: int, signals: Sequence[Signal | None]) -> None:
         self._start, self._signals = start, signals

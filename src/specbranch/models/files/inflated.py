@@ -76,8 +76,7 @@ def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> N
     if sizes.head_dim % small.head_dim:
         raise BadParameter(
             f"{name}: the head dimension is {sizes.head_dim}; expected a multiple of the model's {small.head_dim}, as "
-            "its rotary "
-            "frequencies must be among the shape's. Set --head-dim."
+            "its rotary frequencies must be among the shape's. Set --head-dim."
         )
     if sizes.heads % sizes.kv_heads:
         raise BadParameter(
@@ -88,8 +87,8 @@ def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> N
     if small.kv_heads * copies > sizes.kv_heads:
         raise BadParameter(
             f"{name}: each of the model's {small.kv_heads} key heads serves {group} query heads, so "
-            f"{small.kv_heads * copies} key heads of "
-            f"{sizes.heads // sizes.kv_heads} query heads are needed; the shape has {sizes.kv_heads}. Set --kv-heads."
+            f"{small.kv_heads * copies} key heads of {sizes.heads // sizes.kv_heads} query heads are needed; the shape "
+            f"has {sizes.kv_heads}. Set --kv-heads."
         )
 
 

