@@ -139,8 +139,7 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
 
 
 def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> TorchRunner:
-    """Load a model with its caches; a draft made by `distill` shares with the target that runs `fitted_to_target`
-    it."""
+    """Load a model with its caches; a draft made by `distill` shares with the target that runs beside it."""
     import torch
 
     if choice.threads:

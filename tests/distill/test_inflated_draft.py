@@ -140,7 +140,7 @@ def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(pl
         refuse_other_families(replace(small.decoder.arch, heads=6))
 
 
-def test_a_draft_overlapped_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:
+def test_a_draft_beside_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:
     target = load_native(places["large target"], context_length=64)
     draft = load_draft(places["whole"], places["large target"], target_runner=target, context_length=64)
     assert draft.decoder.embedding.shape[1] == draft.architecture.hidden == 32

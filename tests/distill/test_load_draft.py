@@ -119,7 +119,7 @@ def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(
     drafts: dict[str, str], pair: tuple[str, str]
 ) -> None:
     target = load_native(pair[0], context_length=64)
-    draft = load_draft(drafts["whole"], pair[0], fitted_to_target=target, context_length=64)
+    draft = load_draft(drafts["whole"], pair[0], target_runner=target, context_length=64)
     assert draft.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
     assert draft.decoder.head_matrix is not None and target.decoder.head_matrix is not None
     assert draft.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
@@ -182,19 +182,19 @@ def test_an_int8_draft_is_written_out_on_a_cpu_without_a_kernel_for_its_precisio
 @needs_kernel
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 @pytest.mark.parametrize("name", ["reduced", "whole"])
-def test_a_draft_overlapped_a_target_in_int8_takes_the_head_that_it_has(
+def test_a_draft_beside_a_target_in_int8_takes_the_head_that_it_has(
     name: str, weights: WeightsName, drafts: dict[str, str], pair: tuple[str, str]
 ) -> None:
     target = load_native(pair[0], context_length=64, weights="int8")
-    fitted_to_target = load_draft(drafts[name], pair[0], fitted_to_target=target, context_length=64, weights=weights)
+    beside = load_draft(drafts[name], pair[0], target_runner=target, context_length=64, weights=weights)
     alone = load_draft(drafts[name], pair[0], context_length=64, weights=weights)
-    assert fitted_to_target.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
-    assert fitted_to_target.weights == alone.weights == weights
+    assert beside.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
+    assert beside.weights == alone.weights == weights
     if name == "whole":
-        assert fitted_to_target.decoder.head_matrix is not None and target.decoder.head_matrix is not None
-        assert fitted_to_target.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
+        assert beside.decoder.head_matrix is not None and target.decoder.head_matrix is not None
+        assert beside.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
     kept = slice(None) if alone.decoder.columns is None else alone.decoder.columns.ids
-    found, expected = (rows(runner, (5, 6, 7))[:, kept] for runner in (fitted_to_target, alone))
+    found, expected = (rows(runner, (5, 6, 7))[:, kept] for runner in (beside, alone))
     assert (found - expected).abs().max() < (1e-4 if weights == "int8" else 0.05) * expected.abs().max()
 
 
