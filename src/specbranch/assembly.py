@@ -53,14 +53,12 @@ class ModelChoice:
     context_length: int | None = None
     threads: int | None = None
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
-    shorten: bool = (
-        False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
-    )
+    # take a shorter context where the model has no longer one: a draft may, the text goes on without it
+    shorten: bool = False
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
     cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
-    weights: WeightsName | None = (
-        None  # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
-    )
+    # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
+    weights: WeightsName | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

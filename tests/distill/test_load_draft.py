@@ -18,13 +18,14 @@ from specbranch.config import WeightsName
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.distill.draft_folder import read_draft
-from specbranch.distill.load import _Builder, _own_storage, load_draft
+from specbranch.distill.load import _own_storage, load_draft
 from specbranch.errors import ModelError
 from specbranch.exec.messages import Hello
 from specbranch.exec.wire import from_bytes, to_bytes
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.weights import read_layers
 from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.native import load_native
 from specbranch.models.rows import collate
@@ -214,9 +215,9 @@ def test_off_the_cpu_an_int8_draft_stays_so_unless_told(drafts: dict[str, str], 
     draft = read_draft(drafts["int8"])
     for dtype in (torch.bfloat16, torch.float32):
         assert _own_storage(draft, torch.device("cuda"), dtype) == "int8"  # is only named here
-        built = (
-            _Builder(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")._layer(0).down
-        )
+        built = read_layers(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")[0][
+            0
+        ].down
         stored = draft.tensor("model.layers.0.mlp.down_proj.weight")
         torch.testing.assert_close(built.widened(torch.float32), stored, rtol=1e-6, atol=0)
     assert _own_storage(read_draft(drafts["whole"]), torch.device("cuda"), torch.bfloat16) is None

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.cli.options import with_options, writing_options
+from specbranch.cli.sections import PATH, SectionedCommand, options_of
 from specbranch.errors import BadParameter
 
 _model, _writing, _training = (options_of(title) for title in ("Target and draft", "Writing", "Training"))
@@ -31,7 +32,7 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     metavar="I,J,…",
     help="Start from these of the target's layers instead, numbered from 0; as many as --layers.",
 )
-@_model("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the draft.")
+@_model("--out", type=PATH, required=True, metavar="DIR", help="Folder of the draft.")
 @_model(
     "--head-tokens",
     type=int,
@@ -45,27 +46,14 @@ _model, _writing, _training = (options_of(title) for title in ("Target and draft
     help="How its weights are stored [bfloat16].",
 )
 @_model("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
-@_writing("--seconds-writing", type=float, metavar="S", help="How long the target writes [120].")
-@_writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens.")
-@_writing(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Prompts for the target to answer too, as for generate --file.",
-)
-@_writing(
-    "--material",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="Train on what an earlier run wrote (a file, or a folder of them); nothing is written.",
+@with_options(
+    writing_options(120, 1024, "Train on what an earlier run wrote (a file, or a folder of them); nothing is written.")
 )
 @_writing(
     "--only-write",
     is_flag=True,
     help="Stop when the material is written; train on it later with --resume or --material.",
 )
-@_writing("--writing-rows", type=int, metavar="N", help="Conversations written at once [1024 on a GPU, else 16].")
-@_writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640].")
 @_training(
     "--seconds-training", type=float, metavar="S", help="How long the draft is trained, 20 steps at the least [300]."
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.cli.sections import PATH, SectionedCommand, options_of
 from specbranch.models.shapes import SHAPES, Shape, ShapeChoice
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _shape, _check = options_of("Shape"), options_of("Check")
 
 @click.command(cls=SectionedCommand, tables={"Shapes": TABLE})
 @click.argument("model")
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the recipe.")
+@click.option("--out", type=PATH, required=True, metavar="DIR", help="Folder of the recipe.")
 @click.option(
     "--target",
     metavar="MODEL",

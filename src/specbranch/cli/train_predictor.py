@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import PAIR, TABLES, with_options
-from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.cli.options import PAIR, TABLES, with_options, writing_options
+from specbranch.cli.sections import PATH, SectionedCommand, options_of
 from specbranch.errors import BadParameter
 from specbranch.pairs import chosen_models
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specbranch.hrad.predictor import Predictor
 
 FITTING = ("epochs", "batch", "learning_rate", "weight_decay", "forgets", "seed")
-_models, _writing, _training = (options_of(title) for title in ("Pair", "Writing", "Training"))
+_models, _training = options_of("Pair"), options_of("Training")
 
 
 @click.command("train-predictor", cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
@@ -26,23 +26,12 @@ _models, _writing, _training = (options_of(title) for title in ("Pair", "Writing
 @_models("--target", metavar="MODEL", help="Target model, instead of a pair's.")
 @_models("--draft", metavar="MODEL", help="Draft model, beside --target.")
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
-@_models("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder of the predictor.")
-@_writing("--seconds-writing", type=float, metavar="S", help="How long the target writes [30].")
-@_writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens.")
-@_writing(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Prompts for the target to answer too, as for generate --file.",
+@_models("--out", type=PATH, required=True, metavar="DIR", help="Folder of the predictor.")
+@with_options(
+    writing_options(
+        30, 512, "Use what an earlier run wrote (it is left in DIR/material.safetensors); nothing is written."
+    )
 )
-@_writing(
-    "--material",
-    type=click.Path(path_type=Path),
-    metavar="PATH",
-    help="Use what an earlier run wrote (it is left in DIR/material.safetensors); nothing is written.",
-)
-@_writing("--writing-rows", type=int, metavar="N", help="Conversations written at once [512 on a GPU, else 16].")
-@_writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640].")
 @_training(
     "--texts",
     type=click.IntRange(min=8),

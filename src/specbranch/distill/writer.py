@@ -272,9 +272,8 @@ class _DeviceScript:
         self.openings = torch.tensor(padded, device=device)  # [openings, longest]
         self.lengths = torch.tensor([len(opening) for opening in script.openings], device=device)
         self.answers = self.lengths.where(torch.tensor(script.asked, device=device), UNKNOWN)
-        self.least, self.most = torch.tensor(script.limits, device=device).unbind(
-            1
-        )  # tokens of a question, each [openings]
+        # tokens of a question, each [openings]
+        self.least, self.most = torch.tensor(script.limits, device=device).unbind(1)
         self.bridge = torch.tensor(script.bridge, device=device)
         self.closing = torch.tensor(script.question_ends, dtype=torch.int64, device=device)
         self.closes_question = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(

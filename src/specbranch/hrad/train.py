@@ -7,6 +7,7 @@ Owns the recipe. Invariant: no text has rounds in two of the three parts, so wha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -128,11 +129,9 @@ def learn(network: Network, parts: DealtRounds, settings: FitSettings, watch: On
 
 def _pace(done: float) -> float:
     """The share of the highest rate after a share of the steps: up over the first tenth, then down to nothing."""
-    return (
-        max(done, 1e-3) / WARMING
-        if done < WARMING
-        else 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
-    )
+    if done < WARMING:
+        return max(done, 1e-3) / WARMING
+    return 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
 
 
 def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
@@ -144,29 +143,33 @@ def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
 @torch.no_grad()
 def nats(network: Network, rounds: LabelledRounds) -> float:
     """The same over many rounds."""
-    seen, true = outcomes(rounds)
-    scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
-    return float(loss_of(scores, seen, true))
+    return float(loss_of(_scores(network, rounds), *outcomes(rounds)))
+
+
+@torch.no_grad()
+def _scores(network: Network, rounds: LabelledRounds) -> Tensor:
+    return torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
 
 
 def calibrate(network: Network, rounds: LabelledRounds) -> None:
     """Find for each place how scores are to be scaled and shifted so that chances come true as often as they say
     (Platt)."""
+    scores = _scores(network, rounds)
+    start = torch.stack((torch.ones_like(network.sharpness), torch.zeros_like(network.shift)))
+    sharpness, shift = found_near(start, lambda weights: scores * weights[0] + weights[1], rounds)
+    network.shift.mul_(sharpness).add_(shift)
+    network.sharpness.mul_(sharpness)
+
+
+def found_near(start: Tensor, scores: Callable[[Tensor], Tensor], rounds: LabelledRounds) -> Tensor:
+    """Find the weights whose scores fit some rounds best, held near where they start: at far places few rounds are
+    left to go by."""
     seen, true = outcomes(rounds)
-    with torch.no_grad():
-        scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
-    sharpness, shift = (
-        torch.ones_like(network.sharpness).requires_grad_(),
-        torch.zeros_like(network.shift).requires_grad_(),
-    )
-    optimiser = torch.optim.Adam((sharpness, shift), lr=0.02)
+    weights = start.clone().requires_grad_()
+    optimiser = torch.optim.Adam([weights], lr=0.02)
     for _ in range(CALIBRATION_STEPS):
-        # held near what it was: at far places few rounds are left to go by
-        leash = ((sharpness - 1) ** 2).sum() + (shift**2).sum()
-        loss = loss_of(scores * sharpness + shift, seen, true) + LEASH * leash
+        loss = loss_of(scores(weights), seen, true) + LEASH * ((weights - start) ** 2).sum()
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    with torch.no_grad():
-        network.shift.mul_(sharpness).add_(shift)
-        network.sharpness.mul_(sharpness)
+    return weights.detach()

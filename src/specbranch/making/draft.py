@@ -7,12 +7,12 @@ cannot be done is refused before the target is read, and a run that was refused 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbranch.assembly import ModelChoice, chosen_device, load_tokenizer
+from specbranch.assembly import ModelChoice, load_tokenizer
 from specbranch.distill.draft_folder import (
     DraftInfo,
     DraftWeights,
@@ -26,8 +26,9 @@ from specbranch.distill.model import TrainedLayer, check_layers, spread_layers
 from specbranch.distill.run_folder import RunFolder
 from specbranch.distill.train import Trained, TrainSettings, train
 from specbranch.distill.writer import WritingTarget, load_target, write
-from specbranch.distill.writer_settings import WriterSettings, question_room
+from specbranch.distill.writer_settings import WriterSettings
 from specbranch.errors import BadParameter
+from specbranch.making.writing import Fetch, WritingJob
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.inflation import is_inflation
 from specbranch.models.files.locate import locate
@@ -39,30 +40,21 @@ from specbranch.provenance import trained_with
 
 log = logging.getLogger("specbranch")
 
-Fetch = Callable[[str], str]  # from a model's name to the path or id to load it from
+SECONDS, ROWS = 120.0, 1024  # of the writing, unless told
 SEEDS = 2**53  # so many of them leave room for the slices'
 HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on; at least so many, up to …
 HELD_OUT_MOST = 0.25  # … this share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftJob:
+class DraftJob(WritingJob):
     """What was asked for; nothing: what is usual on the device."""
 
-    target: str
-    out: Path
     layers: int
     start: tuple[int, ...] | None = None  # of the target's layers; nothing: at equal distances
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
-    device: str | None = None
-    seconds_writing: float | None = None
-    tokens: int | None = None
-    prompts: tuple[str, ...] = ()
-    material: Path | None = None
     only_write: bool = False
-    writing_rows: int | None = None
-    writing_length: int = 640
     seconds_training: float | None = None
     steps: int | None = None
     learning_rate: float = 6e-4
@@ -77,25 +69,12 @@ class DraftJob:
             raise BadParameter(
                 "--only-write and --material were given; expected one of them, as with --material nothing is written."
             )
-
-    def writing(self, device: str) -> WriterSettings:
-        """How the target writes."""
         if abs(self.seed) > SEEDS:
             raise BadParameter(f"--seed is {self.seed}; expected {-SEEDS} to {SEEDS}.")
-        usual_rows = 16 if device == "cpu" else 1024
-        return WriterSettings(
-            seconds=120.0 if self.seconds_writing is None and self.tokens is None else self.seconds_writing,
-            tokens=self.tokens,
-            rows=usual_rows if self.writing_rows is None else self.writing_rows,
-            length=self.writing_length,
-            question_tokens=question_room(self.writing_length),
-            prompts=self.prompts,
-            seed=self.seed,
-        )
 
-    def training(self, arch: Architecture, device: str) -> TrainSettings:
+    def training(self, arch: Architecture) -> TrainSettings:
         """How the draft learns."""
-        usual_rows = 8 if device == "cpu" else 64
+        usual_rows = 8 if self.place == "cpu" else 64
         if self.head_tokens is not None and not 1 <= self.head_tokens < arch.vocabulary:
             raise BadParameter(
                 f"--head-tokens is {self.head_tokens}; expected 1 to {arch.vocabulary - 1}, or leave it out for all "
@@ -154,13 +133,13 @@ class _Plan:
 
 def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
     """Refuse what cannot be done."""
-    device, source = chosen_device(job.device), fetch(job.target)
+    device, source = job.place, fetch(job.target)
     if is_inflation(source):
         raise BadParameter(
             f"{source} is inflated. Distill from its source: the draft runs beside both, and can be inflated, too."
         )
     arch, file = open_model(locate(source))
-    writing, training = job.writing(device), job.training(arch, device)
+    writing, training = job.writing(SECONDS, ROWS, job.seed), job.training(arch)
     fingerprint = fingerprint_of(arch, file)
     if job.out.is_dir():
         refuse_other_draft(job.out, fingerprint)

@@ -18,7 +18,7 @@ from specbranch.config import WEIGHTS
 from specbranch.distill.draft_name import draft_config, is_draft_folder
 from specbranch.distill.sizing import Sized, sized
 from specbranch.errors import BadParameter, ModelError
-from specbranch.making.draft import Fetch
+from specbranch.making.writing import Fetch
 from specbranch.measure.likeness import Likeness, compare
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.identity import model_identity

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 from specbranch.assembly import (
     ModelChoice,
-    chosen_device,
     common_vocabulary,
     fetched,
     fitted_to_target,
@@ -38,32 +37,24 @@ from specbranch.hrad.collect import Collector, WrittenText
 from specbranch.hrad.predictor import About, Predictor
 from specbranch.hrad.rounds import LabelledRounds
 from specbranch.hrad.train import DealtRounds, FitSettings, Fitted, dealt, fit
-from specbranch.making.draft import Fetch
+from specbranch.making.writing import Fetch, WritingJob
 from specbranch.models.files.locate import locate
 from specbranch.models.files.store import title_and_licence
 from specbranch.models.native import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
 
+SECONDS, WRITING_ROWS = 30.0, 512  # of the writing, unless told
 ROWS = 512  # tokens read in one forward
 SHOWN = 8  # draft length that the figures and the picture tell of
 TASKS = (*KIND_NAMES, GIVEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictorJob:
+class PredictorJob(WritingJob):
     """What was asked for; nothing: what is usual on the device."""
 
-    target: str
     draft: str
-    out: Path
-    device: str | None = None
-    seconds_writing: float | None = None
-    tokens: int | None = None
-    prompts: tuple[str, ...] = ()
-    material: Path | None = None
-    writing_rows: int | None = None
-    writing_length: int = 640
     texts: int = 2000
     longest: int = 16
     layers: int = 4
@@ -73,12 +64,6 @@ class PredictorJob:
     def __post_init__(self) -> None:
         if self.material is not None and not material_files(self.material):
             raise BadParameter(f"There is no material at {self.material}. Name a file that an earlier run left.")
-        chosen_device(self.device)
-
-    @property
-    def place(self) -> str:
-        """The device it runs on."""
-        return chosen_device(self.device)
 
     @property
     def choices(self) -> tuple[ModelChoice, ModelChoice]:
@@ -87,20 +72,6 @@ class PredictorJob:
             ModelChoice(name, device=self.place, tail=ROWS, shorten=True) for name in (self.target, self.draft)
         )
         return target, fitted_to_target(draft, self.target)
-
-    def writing(self) -> WriterSettings:
-        """How the target writes."""
-        usual_rows = 16 if self.place == "cpu" else 512
-        return WriterSettings(
-            seconds=30.0 if self.seconds_writing is None and self.tokens is None else self.seconds_writing,
-            tokens=self.tokens,
-            rows=usual_rows if self.writing_rows is None else self.writing_rows,
-            length=self.writing_length,
-            question_tokens=question_room(self.writing_length),
-            temperature=0.0,
-            prompts=self.prompts,
-            seed=self.fit.seed,
-        )
 
 
 def make_predictor(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Predictor:
@@ -113,11 +84,12 @@ def make_predictor(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Predicto
 
 def written(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Material:
     """Return what the target wrote, greedily; what is given is refused where it was written otherwise."""
-    source = fetch(job.target)
+    device, source = job.place, fetch(job.target)
     if job.material is not None:
         return _checked(job, job.material, source)
-    target = load_target(*open_model(locate(source)), job.place)
-    made = write(target, load_tokenizer(ModelChoice(source)), job.writing(), watch)
+    settings = replace(job.writing(SECONDS, WRITING_ROWS, job.fit.seed), temperature=0.0)
+    target = load_target(*open_model(locate(source)), device)
+    made = write(target, load_tokenizer(ModelChoice(source)), settings, watch)
     made.save(job.out / "material.safetensors")
     return made
 

@@ -20,6 +20,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 USE_TRANSFORMERS = "Load it with runner='transformers'."
+COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length")
 
 
 class GgufHeader(Protocol):
@@ -86,9 +87,8 @@ class Architecture:
     window: int | None  # active sliding window
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    charged: int | None = (
-        None  # rows of the output head where they are not the vocabulary's: those behind it are never looked at
-    )
+    # rows of the output head where they are not the vocabulary's: those behind it are never looked at
+    charged: int | None = None
 
     @property
     def head_rows(self) -> int:
@@ -96,16 +96,7 @@ class Architecture:
         return self.charged or self.vocabulary
 
     def __post_init__(self) -> None:
-        for field in (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate",
-            "vocabulary",
-            "context_length",
-        ):
+        for field in COUNTS:
             if getattr(self, field) < 1:
                 raise ModelError(f"{self.name} declares {field} = {getattr(self, field)}; expected a whole number ≥ 1.")
         if self.heads % self.kv_heads:
@@ -226,12 +217,12 @@ def _refuse_variants(config: Mapping[str, Any], name: str) -> None:
 
 
 def _count(config: Mapping[str, Any], key: str, name: str) -> int:
-    value = config.get(key)
+    return _whole(config.get(key), f"The configuration of {name} has {key}")
+
+
+def _whole(value: Any, said: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(
-            f"The configuration of {name} has {key} = {value!r}; expected a whole number ≥ 1. The file may be "
-            "incomplete."
-        )
+        raise ModelError(f"{said} = {value!r}; expected a whole number ≥ 1. The file may be incomplete.")
     return value
 
 
@@ -308,13 +299,7 @@ class _GgufKeys:
         return self.file.metadata.get(f"{self.family}.{key}", default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(
-                f"{self.file.name} has {self.family}.{key} = {value!r}; expected a whole number ≥ 1. The file may be "
-                "incomplete."
-            )
-        return value
+        return _whole(self.get(key, default), f"{self.file.name} has {self.family}.{key}")
 
     def refuse_variants(self, head_dim: int) -> None:
         if (turned := self.get("rope.dimension_count", head_dim)) != head_dim:

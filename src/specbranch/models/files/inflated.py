@@ -36,14 +36,8 @@ from specbranch.models.shapes import Shape
 log = logging.getLogger("specbranch")
 
 WRITING = ("embedding", "out", "down")  # what puts numbers into the stream: zero but for the small model's own
-GROWN = (
-    "hidden",
-    "layers",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "intermediate",
-)  # the vocabulary's head may be smaller in a shape
+# The vocabulary's head may be smaller in a shape.
+GROWN = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")
 
 
 def shape_of(arch: Architecture) -> Shape:

