@@ -73,8 +73,7 @@ TARGET = (
         "--weights",
         metavar="TYPE",
         help="How the target's matrices are stored: float32, bfloat16, int8 or int4. The last two make another, "
-        "coarser model of it, with "
-        "a text of its own [as --dtype].",
+        "coarser model of it, with a text of its own [as --dtype].",
     ),
     _model(
         "--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."
@@ -116,8 +115,7 @@ SPECULATION = (
         "--policy",
         metavar="POLICY",
         help="How lengths and branches are chosen: planner (the default of specbranch), paper (as published, with "
-        "H-RAD), confidence, "
-        "entropy, last or fixed [the method's own].",
+        "H-RAD), confidence, entropy, last or fixed [the method's own].",
     ),
     _speculation(
         "--without",
@@ -134,8 +132,7 @@ SPECULATION = (
         "--executor",
         metavar="NAME",
         help="serial; process: the draft in a process of its own, beside the target; streams: both here, side by "
-        "side, with a target on a "
-        "GPU and the draft on the same, another, or the CPU [serial].",
+        "side, with a target on a GPU and the draft on the same, another, or the CPU [serial].",
     ),
     _speculation(
         "--no-experience",
@@ -144,8 +141,7 @@ SPECULATION = (
         flag_value=False,
         default=None,
         help="Neither take up nor keep what is learned of the pair on this machine; else it is kept in the cache "
-        "folder, or in "
-        "$SPECBRANCH_EXPERIENCE.",
+        "folder, or in $SPECBRANCH_EXPERIENCE.",
     ),
     _speculation(
         "--config",

@@ -28,10 +28,11 @@ Seen = TypeVar("Seen")
 
 @dataclass(frozen=True, slots=True)
 class AnsweredPrompt:
-    """A prompt and what the target said to it, greedily."""
+    """A prompt and what the target said to it, greedily; `task` numbers the kind it is of."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    task: int = 0
 
 
 @dataclass(frozen=True, slots=True)

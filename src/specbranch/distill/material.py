@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specbranch.distill.disk import read_tensors
 from specbranch.errors import BadParameter, ModelError
 from specbranch.files import replacing
 
@@ -170,12 +171,8 @@ class Material:
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"its format is {metadata.get('format')!r}, expected {FORMAT!r}")
-                tokens, starts, answers = (file.get_tensor(name) for name in ("tokens", "starts", "answers"))
-                return cls(tokens, starts, answers, json.loads(metadata["about"]))
+            held, metadata = read_tensors(path, FORMAT)
+            return cls(held["tokens"], held["starts"], held["answers"], json.loads(metadata["about"]))
         except FileNotFoundError:
             raise ModelError(f"There is no material at {path}.") from None
         except (OSError, SafetensorError, ValueError, KeyError) as error:

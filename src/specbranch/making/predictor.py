@@ -26,6 +26,7 @@ from specbranch.assembly import (
 )
 from specbranch.charts import ChartLine, line_chart
 from specbranch.core.runner import Runner
+from specbranch.distill.agreement import AnsweredPrompt
 from specbranch.distill.disk import write_durably
 from specbranch.distill.material import Material, material_files, material_in
 from specbranch.distill.openings import GIVEN, KIND_NAMES, Script
@@ -33,7 +34,7 @@ from specbranch.distill.writer import load_target, write
 from specbranch.distill.writer_settings import WriterSettings, question_room
 from specbranch.errors import BadParameter
 from specbranch.hrad import report
-from specbranch.hrad.collect import Collector, WrittenText
+from specbranch.hrad.collect import Collector
 from specbranch.hrad.predictor import About, Predictor
 from specbranch.hrad.rounds import LabelledRounds
 from specbranch.hrad.train import DealtRounds, FitSettings, Fitted, dealt, fit
@@ -130,13 +131,13 @@ def load_collector(job: PredictorJob, target: Runner) -> Collector:
     return Collector(target, drafter.runner, layers=job.layers, longest=job.longest, rows=ROWS, seed=job.fit.seed)
 
 
-def written_texts(job: PredictorJob, material: Material) -> list[WrittenText]:
+def written_texts(job: PredictorJob, material: Material) -> list[AnsweredPrompt]:
     """Take what was written apart."""
     kind = _kinds(job, material)
     found = []
     for index in range(len(material)):
         tokens, answer = material.sequence(index), int(material.answers[index])
-        found.append(WrittenText(tuple(tokens[:answer]), tuple(tokens[answer:]), kind(tokens)))
+        found.append(AnsweredPrompt(tuple(tokens[:answer]), tuple(tokens[answer:]), kind(tokens)))
     return found
 
 

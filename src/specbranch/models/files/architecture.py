@@ -9,40 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from specbranch.errors import ModelError, UnsupportedArchitecture
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 
-__all__ = ["Architecture", "Family", "GgufHeader", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
+if TYPE_CHECKING:
+    from specbranch.models.files.gguf_file import GgufFile
+
+__all__ = ["Architecture", "Family", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 USE_TRANSFORMERS = "Load it with runner='transformers'."
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length")
-
-
-class GgufHeader(Protocol):
-    """What `Architecture.from_gguf` reads of a GGUF file."""
-
-    @property
-    def name(self) -> str:
-        """What to call the file in a sentence."""
-        ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Its key-value pairs."""
-        ...
-
-    def __contains__(self, tensor: str) -> bool:
-        """Whether the file has this tensor."""
-        ...
-
-    def values(self, tensor: str) -> list[float]:
-        """The values of a small tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +122,7 @@ class Architecture:
         )
 
     @classmethod
-    def from_gguf(cls, file: GgufHeader) -> Self:
+    def from_gguf(cls, file: GgufFile) -> Self:
         """Read the header of a GGUF file."""
         keys = _GgufKeys(file)
         refuse_if_cannot_roll_back({"model_type": keys.family}, 0, file.name)
@@ -289,7 +270,7 @@ def _mscale(factor: float, weight: float) -> float:
 class _GgufKeys:
     """The metadata of a GGUF file under its architecture's prefix."""
 
-    file: GgufHeader
+    file: GgufFile
 
     @property
     def family(self) -> str:
