@@ -21,6 +21,7 @@ from specbranch.distill.material import Material
 from specbranch.errors import ModelError
 from specbranch.making import draft as draft_job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = (
     "--device",
     "cpu",
@@ -36,11 +37,6 @@ SMALL = (
     "0.003",
 )
 SHORT = (*SMALL, "--tokens", "4000", "--steps", "12")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def distilled(command: Command, target: str, out: Path, *more: str, layers: int = 1) -> Done:

@@ -25,6 +25,7 @@ from specbranch.models.rows import scored
 from tiers import tiered
 from tiny_models import GREEDY
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WRITING = ["--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--tokens", "3000"]
 TRAINING = ["--layers", "1", "--rows", "4", "--length", "128", "--steps", "30"]
 GROWN = [
@@ -43,11 +44,6 @@ GROWN = [
 ]
 PROMPT = "A branch is a guess"
 KEPT = 150  # tokens of a reduced head
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from tiers import tiered
 from tiny_models import GREEDY
 from tiny_pair import make_pair
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = [
     "--device",
     "cpu",
@@ -49,11 +50,6 @@ OPTIONS = [
 ]
 PROMPT = "A branch is a guess"
 needs_kernel = pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

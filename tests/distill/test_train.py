@@ -35,6 +35,7 @@ from specbranch.models.native import open_model
 from specbranch.progress import Nobody
 from tiny_models import SHAPE, saved, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = TrainSettings(
     layers=(0, 2),
     steps=14,
@@ -54,11 +55,6 @@ Target = tuple[Architecture, Weights]
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     arch, source = open_model(locate(str(saved(tiny("qwen2"), tmp_path_factory.mktemp("target")))))
     return arch, read_weights(arch, source, torch.device("cpu"), torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def conversations(count: int, seed: int) -> Material:

@@ -128,10 +128,6 @@ class Material:
         apart = min(max(round(held_out * len(self)), 1), len(self) - 1)
         return self.select(order[apart:].sort().values), self.select(order[:apart].sort().values)
 
-    def batch_count(self, length: int, size: int, seed: int, epoch: int) -> int:
-        """Return how many batches an epoch has."""
-        return -(-len(self._rows(length, seed, epoch)) // size)
-
     def batches(
         self,
         length: int,

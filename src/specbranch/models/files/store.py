@@ -73,11 +73,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "specbranch"
 
 
-def known_names() -> tuple[str, ...]:
-    """The names that `pull` takes."""
-    return tuple(KNOWN)
-
-
 def title_and_licence(name: str) -> tuple[str, str | None]:
     """Return what to call a model in files that others read (no path of this machine), and its licence where it is
     known."""
