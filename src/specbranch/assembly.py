@@ -24,13 +24,12 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.pairs import draft_path, predictor_folder
+from specbranch.pairs import draft_path
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
-    from specbranch.hrad.forecaster import TargetForecaster
     from specbranch.models.files.fetch import Progress
     from specbranch.models.model import TorchRunner
     from specbranch.text.tokenizer import Tokenizer
@@ -54,14 +53,12 @@ class ModelChoice:
     context_length: int | None = None
     threads: int | None = None
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
-    shorten: bool = (
-        False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
-    )
+    # take a shorter context where the model has no longer one: a draft may, the text goes on without it
+    shorten: bool = False
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
     cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
-    weights: WeightsName | None = (
-        None  # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
-    )
+    # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
+    weights: WeightsName | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -140,8 +137,7 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
 
 
 def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> TorchRunner:
-    """Load a model with its caches; a draft made by `distill` shares with the target that runs `fitted_to_target`
-    it."""
+    """Load a model with its caches; a draft made by `distill` shares with the target that runs beside it."""
     import torch
 
     if choice.threads:
@@ -224,26 +220,6 @@ def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:
 def make_verifier(choice: ModelChoice) -> Verifier:
     """Make the target's worker."""
     return Verifier(load_runner(choice))
-
-
-def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner) -> TargetForecaster | None:
-    """Put H-RAD to work beside a target: the predictor named, or the one that comes with the pair; where that cannot
-    be, say why."""
-    from specbranch.hrad.forecaster import ON, TargetForecaster
-    from specbranch.hrad.predictor import Predictor, PredictorError
-
-    try:
-        folder = Path(predictor) if predictor is not None else predictor_folder(draft)
-        if folder is None:
-            raise PredictorError(
-                "There is no predictor (H-RAD) for this pair. Train one with `specbranch train-predictor`."
-            )
-        found = Predictor.load(folder)
-        found.check_pair(identity(target), None if draft is None else identity(draft))
-        return TargetForecaster(found, runner)
-    except ModelError as error:
-        log.warning("%s %s", error, ON)
-        return None
 
 
 def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:

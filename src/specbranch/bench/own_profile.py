@@ -7,8 +7,9 @@ from dataclasses import replace
 from specbranch.assembly import ModelChoice
 from specbranch.bench.subjects import Running
 from specbranch.measure.loaded_pair import load_pair
-from specbranch.measure.probes import QUICK, StepsDone, silent
+from specbranch.measure.probes import QUICK
 from specbranch.measure.profile_pair import measure
+from specbranch.progress import StepsDone, silent
 from specbranch.sim.profile import CostProfile
 
 BRIEFLY = replace(QUICK, rows=(1, 2, 4, 8, 16))  # as many rows as a tuned length may need

@@ -9,7 +9,7 @@ it all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,13 +21,13 @@ from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.core.stats import Stats
+from specbranch.progress import StepsDone as StepsDone  # for those who import it from here
 from specbranch.replay.pricing import has_fixed_decisions
 from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import Prompt, Suite
 
 Known = Mapping[SpeculativeConfig | None, Experience]  # what each way to decode has learned
-StepsDone = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
 
 @dataclass(frozen=True, slots=True)

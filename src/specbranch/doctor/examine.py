@@ -19,8 +19,9 @@ from specbranch.doctor.installation import installation
 from specbranch.doctor.pair import agreement, costs, kernels, models_at_hand
 from specbranch.errors import SpecBranchError
 from specbranch.measure.loaded_pair import load_pair
-from specbranch.measure.probes import QUICK, StepsDone, silent
+from specbranch.measure.probes import QUICK
 from specbranch.measure.profile_pair import measure
+from specbranch.progress import StepsDone, silent
 
 Tell = Callable[[Finding], None]
 

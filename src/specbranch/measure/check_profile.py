@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from specbranch.core.loop import Executor
 from specbranch.measure.loaded_pair import LoadedPair
 from specbranch.measure.one_request import decode, greedy_session
-from specbranch.measure.probes import Effort, StepsDone, silent, spread_of
+from specbranch.measure.probes import Effort, spread_of
+from specbranch.progress import StepsDone, silent
 from specbranch.sim.profile import CostProfile
 
 CHECKED = ("autoregressive", "speculative", "adaptive", "specbranch")

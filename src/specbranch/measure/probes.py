@@ -21,11 +21,6 @@ from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 
 WARM_UP = 2
-StepsDone = Callable[[str, int, int], None]  # what is done, steps done, of how many
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Show no progress."""
 
 
 @dataclass(frozen=True, slots=True)

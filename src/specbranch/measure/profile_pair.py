@@ -25,11 +25,10 @@ from specbranch.measure.probes import (
     Figures,
     HeldText,
     Probe,
-    StepsDone,
     reading_seconds,
-    silent,
     take_turns,
 )
+from specbranch.progress import StepsDone, silent
 from specbranch.provenance import Provenance
 from specbranch.sim.profile import CostProfile, Points
 
