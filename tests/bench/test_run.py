@@ -14,11 +14,12 @@ import torch
 from specbranch import LLM
 from specbranch.bench import run as running
 from specbranch.bench.aggregate import rows_of
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
 from specbranch.bench.presets import ABLATION
 from specbranch.bench.prompt_runs import RunStore
-from specbranch.bench.run import Clock, PairRuns, check_replay, measure, record_all, replay
+from specbranch.bench.run import PairRuns, check_replay, measure, record_all, replay
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter

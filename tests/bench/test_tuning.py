@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from specbranch.bench import tuning
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import default_setting
-from specbranch.bench.run import Clock
 from specbranch.bench.tuning import SPACES, Goal, TunedSeconds, Tuner, candidates, tuned, tuning_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience

@@ -30,7 +30,7 @@ from specbranch.replay.pricing import ReplayedMethods
 from specbranch.replay.record import Record, Records, Task
 from specbranch.replay.runners import ProposalStore
 from specbranch.replay.signals import RecordedSignals
-from specbranch.suites.suite import Prompt
+from specbranch.suites.suite import Prompt, conversation
 
 log = logging.getLogger("specbranch")
 
@@ -123,16 +123,10 @@ class Lab:
             messages.append({"role": "assistant", "content": self.llm.tokenizer.decode(self._said(found[-1]))})
         return found
 
-    def is_recorded(self, prompt: Prompt, workload: Workload) -> bool:
-        """Whether the first turn was recorded already."""
-        task = self._task([{"role": "user", "content": prompt.turns[0]}], workload, workload.seed_of(prompt, 0))
-        return self._records.find(task) is not None
-
     def has_room_for(self, prompt: Prompt, workload: Workload) -> bool:
         """Whether prompt and answers fit the target's context."""
-        turns = ([{"role": "user", "content": words}, {"role": "assistant", "content": ""}] for words in prompt.turns)
-        asked = [message for turn in turns for message in turn][:-1]
-        return len(self.llm.tokenizer.chat(asked)) + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
+        asked = len(self.llm.tokenizer.chat(conversation(prompt.turns)))
+        return asked + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
 
     @contextmanager
     def player(self, record: Record) -> Iterator[RecordDecoder]:

@@ -131,6 +131,11 @@ def given_setting(values: Mapping[str, Any]) -> Setting:
     return default_setting(f"{method}:{policy}" if planned and policy not in (None, "planner") else method, values)
 
 
+def listed(names: str) -> list[str]:
+    """Take names with commas between them apart."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 def chosen_methods(names: Iterable[str], has_draft: bool) -> tuple[str, ...]:
     """Return the methods asked for, each once, plain decoding first: without it there is nothing to hold the others
     against."""

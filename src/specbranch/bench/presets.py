@@ -5,6 +5,7 @@ Owns the choice of methods, prompts, clocks and shapes, nothing of how they are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from specbranch.config import PARTS
@@ -153,3 +154,14 @@ TOLD = [  # in the help
     ("gpu-cpu-draft", "the pair's draft as it is on the CPU, in a process of its own, beside the target on the GPU"),
     ("gpu-real", "models as they are: a --pair, or --target and --draft"),
 ]
+
+
+def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what was not given: from the preset, then from the defaults."""
+    filled = {**DEFAULTS, **PRESETS.get(given["preset"] or "", {})}
+    found = {name: given[name] if given.get(name) not in (None, ()) else value for name, value in filled.items()}
+    of_pair = {
+        pair: {name: given[name] or value for name, value in values.items()}
+        for pair, values in filled["of_pair"].items()
+    }
+    return {**given, **found, "of_pair": of_pair}

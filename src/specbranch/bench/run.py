@@ -9,33 +9,26 @@ it all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import Setting
 from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest, told
-from specbranch.bench.results import BASELINE, WALL
+from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.core.stats import Stats
+from specbranch.measure.pair import StepsDone
 from specbranch.replay.pricing import has_fixed_decisions
 from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import Prompt, Suite
 
 Known = Mapping[SpeculativeConfig | None, Experience]  # what each way to decode has learned
-StepsDone = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """By what time is told: a profile under its name, or nothing for the wall clock."""
-
-    name: str = WALL
-    profile: CostProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import __version__
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import OUTSIDE, Name, Setting, default_setting, variant
 from specbranch.bench.results import BASELINE
-from specbranch.bench.run import Clock, StepsDone
 from specbranch.config import MOST_NODES, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
 from specbranch.extras import OPTUNA
 from specbranch.files import write_whole
+from specbranch.measure.pair import StepsDone, silent
 from specbranch.replay.pricing import has_fixed_decisions
 from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
@@ -130,7 +131,7 @@ def tuned(
     method: str,
     clock: Clock,
     workload: Workload,
-    progress: StepsDone | None = None,
+    progress: StepsDone = silent,
     suites: tuple[Suite, ...] = (),
     trials: int = TRIALS,
 ) -> Setting:
@@ -166,12 +167,12 @@ def candidates(has_draft: bool) -> tuple[str, ...]:
 class Tuner:
     """Searches with one pair for one goal."""
 
-    def __init__(self, lab: Lab, goal: Goal, progress: StepsDone | None = None) -> None:
+    def __init__(self, lab: Lab, goal: Goal, progress: StepsDone = silent) -> None:
         self.lab, self.goal = lab, goal
         self.tried: dict[str, list[TunedSeconds]] = {}  # by method, as it goes
         self.looked_at: dict[str, int] = {}
         self.decoded = 0
-        self._progress = progress or (lambda what, done, of: None)
+        self._progress = progress
         self._records: list[Record] = []
 
     def search(self, method: str) -> Search:
