@@ -23,7 +23,7 @@ from made_runs import PROVENANCE, run, slowed, toy_runs
 from specbranch.bench import aggregate
 from specbranch.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
 from specbranch.bench.compare import compare
-from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest, told
+from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest
 from specbranch.bench.results import ResultRow, Results, rows_csv, setting_text
 from specbranch.bench.table import losslessness, show, table_lines, table_text
 from specbranch.core.orders import Branch, Verdict
@@ -218,7 +218,7 @@ class TestAggregation:
             good = min(accepted, length)
             stats.judge(Branch(0, (1,) * length, (1.0,) * length), Verdict(tuple(range(good)), 2))
             want.update([good] if length else [])
-        turn = {**told(stats), "tokens": 10, "decode_seconds": 1.0, "ttft_seconds": 0.0}
+        turn = {**stats.summary(), "tokens": 10, "decode_seconds": 1.0, "ttft_seconds": 0.0}
         found = accepted_lengths(pooled([turn, turn]))
         assert {length: count for length, count in enumerate(found) if count} == {
             length: 2 * count for length, count in want.items()
@@ -594,18 +594,10 @@ def test_settings_read_the_same_whatever_their_order() -> None:
 
 def test_none_of_this_loads_torch_or_numpy() -> None:
     modules = [
-        "suites",
-        "hub",
-        "results",
-        "files",
-        "provenance",
-        "measurement",
-        "aggregate",
-        "compare",
-        "table",
-        "report",
+        *("suites.suite", "suites.hub", "files", "provenance"),
+        *("bench.results", "bench.prompt_runs", "bench.aggregate", "bench.compare", "bench.table", "bench.report"),
     ]
-    names = ", ".join(f"specbranch.bench.{name}" for name in modules)
+    names = ", ".join(f"specbranch.{name}" for name in modules)
     code = f"import sys, {names}; sys.exit(' '.join({{'torch', 'numpy', 'transformers'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""

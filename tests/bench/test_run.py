@@ -91,8 +91,11 @@ def test_methods_from_outside_may_answer_fewer_prompts(lab: Lab, tmp_path: Path)
         measure(lab, replace(job(settings), outside=1), store, nothing, outside)
     rows = {(row.suite, row.method): row for row in rows_of(store.measurements)}
     assert {key: row.prompts for key, row in rows.items()} == {
-        ("code", "autoregressive"): 2, ("code", "hf-generate"): 1, ("talk", "autoregressive"): 1, ("talk", "hf-generate"): 1,
-    }  # fmt: skip
+        ("code", "autoregressive"): 2,
+        ("code", "hf-generate"): 1,
+        ("talk", "autoregressive"): 1,
+        ("talk", "hf-generate"): 1,
+    }
     assert len(outside.asked) == 1 + 1 + 2, "a warm-up, and the first prompt of each suite, one of which has two turns"
     assert all(row.lossless and row.speedup for row in rows.values())
 

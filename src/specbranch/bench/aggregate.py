@@ -214,13 +214,13 @@ def _add(total: Stats, turn: Mapping[str, Any]) -> None:
         idle = turn.get(f"{name}_idle_seconds")
         setattr(total, f"{name}_busy", getattr(total, f"{name}_busy") + (decode - idle if idle is not None else 0.0))
     total.both_busy += turn.get("both_busy_seconds", 0.0)
-    tested = turn.get("tested_by_position", ())
-    good = [
-        round((rate or 0.0) * count)
-        for rate, count in zip(turn.get("acceptance_by_position", ()), tested, strict=False)
-    ]
-    total.tested_at = [a + b for a, b in zip_longest(total.tested_at, tested, fillvalue=0)]
-    total.accepted_at = [a + b for a, b in zip_longest(total.accepted_at, good, fillvalue=0)]
+    if "accepted_by_position" in turn:  # not told from outside, nor by runs of earlier versions
+        total.tested_at = _added(total.tested_at, turn["tested_by_position"])
+        total.accepted_at = _added(total.accepted_at, turn["accepted_by_position"])
+
+
+def _added(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 def _tokens(run: PromptRun) -> int:

@@ -222,9 +222,7 @@ def _agreement(pair: str, found: ReplayCheck) -> str:
     )
 
 
-def _results(
-    order: BenchOrder, pairs: Sequence[BenchPair], store: RunStore, identities: Mapping[str, Any]
-) -> Results:
+def _results(order: BenchOrder, pairs: Sequence[BenchPair], store: RunStore, identities: Mapping[str, Any]) -> Results:
     """Put rows together, and what is known of all pairs whose rows these are: earlier commands may have run others."""
     import torch
 

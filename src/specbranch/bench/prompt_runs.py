@@ -17,7 +17,6 @@ from typing import IO, Any, Self
 from filelock import FileLock, Timeout
 
 from specbranch.bench.results import BASELINE, WALL, setting_text
-from specbranch.core.stats import Stats
 from specbranch.errors import BadParameter
 
 FORMAT, VERSION = "specbranch-bench-runs", 1
@@ -27,8 +26,8 @@ RunKey = tuple[str, str, str, str, float, str, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRun:
-    """A prompt-run. `turns` holds what `told` says of each turn; a method from outside gives at least tokens, ttft_
-    and decode_seconds."""
+    """A prompt-run. `turns` holds what `Stats.summary` says of each turn; a method from outside gives at least tokens,
+    ttft_ and decode_seconds."""
 
     pair: str
     suite: str
@@ -65,12 +64,6 @@ class PromptRun:
         if not values.keys() <= names:
             raise ValueError(f"unknown {', '.join(sorted(values.keys() - names))}")
         return cls(**{**values, "turns": tuple(values["turns"])})
-
-
-def told(stats: Stats) -> dict[str, Any]:
-    """Return what a request did, for `turns`: its summary, and how often each position was tested, to add rates up
-    by."""
-    return {**stats.summary(), "tested_by_position": list(stats.tested_at)}
 
 
 def output_digest(turns: Iterable[Sequence[int]]) -> str:

@@ -13,19 +13,24 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.results import BASELINE, ResultRow, Results, clock_label, setting_text
-from specbranch.bench.table import losslessness, rate_text
+from specbranch.bench.results import (
+    BASELINE,
+    COLUMNS,
+    REASONS,
+    Column,
+    ResultRow,
+    Results,
+    clock_label,
+    filled_columns,
+    setting_text,
+)
+from specbranch.bench.table import losslessness
 from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.files import write_whole
 
 Scene = tuple[str, str, float]  # pair, clock, temperature: what can stand in one chart
 IDLE = {"draft idle": "draft_idle", "target idle": "target_idle"}
-SPLIT = {
-    "rejected": "rejected by the target",
-    "tree_siblings": "alternatives verified beside",
-    "losing_branches": "on losing branches",
-    "dropped_by_length": "dropped by the length rule",
-}
+LEFT = ' class="name"'
 
 
 def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None = None) -> None:
@@ -44,7 +49,8 @@ def report_html(results: Results, title: str = "SpecBranch bench", pictures: Map
         _provenance_section(results),
         _glossary(),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title>'
     page = f"<head>{head}<style>{STYLE}</style></head>\n<body>\n<main>\n{''.join(body)}</main>\n</body>"
     return f'<!DOCTYPE html>\n<html lang="en">\n{page}\n</html>\n'
 
@@ -163,7 +169,7 @@ def _rollback(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> st
         for kind, name in names.items()
     }
     shown = {name: found for name, found in shown.items() if found}
-    bars = [BarSeries(words, [_mean(found, reason) for found in shown.values()]) for reason, words in SPLIT.items()]
+    bars = [BarSeries(words, [_mean(found, reason) for found in shown.values()]) for reason, words in REASONS.items()]
     return bar_chart("Where drafted tokens were lost", list(shown), bars, "", "per emitted token", stacked=True)
 
 
@@ -192,9 +198,9 @@ def _positions(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> s
     for hue, (kind, name) in enumerate(names.items()):
         mine = [row for row in rows if _kind(row) == kind]
         tested = _added(row.tested_by_position for row in mine)
-        good = _added([(rate or 0.0) * count for rate, count in _rates(row)] for row in mine)
+        lengths = _added(row.accepted_lengths for row in mine)  # all that accepted more than a position has passed it
         if tested:
-            points = [(at, a / t if t else None) for at, (a, t) in enumerate(zip(good, tested, strict=True), 1)]
+            points = [(at, sum(lengths[at:]) / count if count else None) for at, count in enumerate(tested, 1)]
             lines.append(ChartLine(name, points, marks=True, colour=hue))
     return line_chart("Acceptance by position", lines, "position in the chain", "accepted", y_from_zero=True)
 
@@ -209,10 +215,6 @@ def _weighted(rows: list[ResultRow], field: str) -> float | None:
     """Average a figure over suites, each weighing as much as its tokens; None where nobody has it."""
     found = [(getattr(row, field), row.tokens) for row in rows if getattr(row, field) is not None and row.tokens]
     return sum(value * weight for value, weight in found) / sum(weight for _, weight in found) if found else None
-
-
-def _rates(row: ResultRow) -> zip[tuple[float | None, int]]:
-    return zip(row.acceptance_by_position, row.tested_by_position, strict=True)
 
 
 def _added(columns: Any) -> list[float]:
@@ -233,50 +235,23 @@ def _best(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
     )
 
 
-COLUMNS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
-    ("pair", lambda row: row.pair),
-    ("suite", lambda row: row.suite),
-    ("method", lambda row: row.method),
-    ("setting", lambda row: setting_text(row.setting)),
-    ("temperature", lambda row: f"{row.temperature:g}"),
-    ("clock", lambda row: "measured" if row.measured else f"modelled: {row.clock}"),
-    ("tokens/s", lambda row: rate_text(row.tokens_per_second)),
-    ("spread", lambda row: _number(row.spread, ".1%")),
-    ("speedup", lambda row: _number(row.speedup, ".2f", "×")),
-    ("95 % interval", lambda row: _interval(row)),
-    ("tokens/forward", lambda row: _number(row.tokens_per_forward, ".2f")),
-    ("rollback rate", lambda row: _number(row.rollback_rate, ".1%")),
-    ("branch hits", lambda row: _number(row.branch_hit_rate, ".0%")),
-    ("draft idle", lambda row: _number(row.draft_idle, ".0%")),
-    ("target idle", lambda row: _number(row.target_idle, ".0%")),
-    ("beside", lambda row: _number(row.draft_overlapped, ".0%")),
-    ("host", lambda row: _number(row.host_share, ".1%")),
-    ("begun", lambda row: _number(row.begun_with_tree, ".0%")),
-    ("begun of beside", lambda row: _number(row.begun_of_overlapped, ".0%")),
-    ("first token", lambda row: _number(row.ttft_seconds, ".3f", " s")),
-    ("end-to-end tokens/s", lambda row: rate_text(row.end_to_end_tokens_per_second)),
-    ("peak memory", lambda row: _number(None if row.peak_memory is None else row.peak_memory / 2**20, ".0f", " MiB")),
-    ("prompts", lambda row: f"{row.prompts} × {row.repeats}"),
-    ("tokens", lambda row: f"{row.tokens}"),
-    ("lossless", lambda row: {True: "yes", False: f"NO ({row.differing} runs differ)", None: "–"}[row.lossless]),
-)
-NAMES, LEFT = ("pair", "suite", "method", "setting", "clock"), ' class="name"'
-
-
 def _table_section(rows: Sequence[ResultRow]) -> str:
-    columns = [(head, cell) for head, cell in COLUMNS if any(cell(row) not in ("", "–") for row in rows)]
-    head = "".join(f'<th scope="col"{LEFT if name in NAMES else ""}>{escape(name)}</th>' for name, _ in columns)
-    lines = "".join(f"<tr>{''.join(_cell(name, cell(row), row) for name, cell in columns)}</tr>\n" for row in rows)
+    columns = filled_columns(rows)
+    head = "".join(f'<th scope="col"{LEFT if one.left else ""}>{escape(one.name)}</th>' for one in columns)
+    lines = "".join(f"<tr>{''.join(_cell(column, row) for column in columns)}</tr>\n" for row in rows)
     caption = "Every row. A dash: not measured, or it does not apply."
     table = f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table>"
-    return f'<section><h2>All figures</h2><div class="wide" role="region" aria-label="All figures" tabindex="0">{table}</div></section>\n'
+    region = '<div class="wide" role="region" aria-label="All figures" tabindex="0">'
+    return f"<section><h2>All figures</h2>{region}{table}</div></section>\n"
 
 
-def _cell(name: str, words: str, row: ResultRow) -> str:
-    if name == "method":
-        return f'<th scope="row">{escape(words)}</th>'
-    kind = "name" if name in NAMES else "bad" if name == "lossless" and row.lossless is False else ""
-    return f'<td class="{kind}">{escape(words)}</td>' if kind else f"<td>{escape(words)}</td>"
+def _cell(column: Column, row: ResultRow) -> str:
+    words = escape(column.on_page(row))
+    if column.name == "method":
+        return f'<th scope="row">{words}</th>'
+    if column.name == "lossless" and row.lossless is False:
+        return f'<td class="bad">{words}</td>'
+    return f"<td{LEFT if column.left else ''}>{words}</td>"
 
 
 def _provenance_section(results: Results) -> str:
@@ -294,8 +269,7 @@ def _provenance_section(results: Results) -> str:
         "Clocks": "; ".join(clock_label(clock) for clock in dict.fromkeys(row.clock for row in results.rows)),
         "Command": told.command or "",
     }
-    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items() if words)
-    return f'<section><h2>Where this came from</h2><dl class="facts">{entries}</dl></section>\n'
+    return _facts("Where this came from", facts)
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -308,58 +282,39 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-GLOSSARY = {
-    "tokens/s": "decoded tokens over decode time, summed over prompts, each time the median over repeats; first tokens "
-    "are left out.",
-    "speedup": "tokens/s over that of autoregressive decoding (AR): same engine, run, prompts. Its interval: drawing "
-    "prompts anew.",
-    "spread": "half of the width of the middle 50 % over repeats, relative to the median.",
-    "tokens/forward": "tokens emitted for each forward of the target, the prefill left out.",
-    "rollback rate": "drafted tokens thrown away over drafted tokens, on the "
-    "surviving line: losing branches are counted apart.",
-    "branch hits": "the share of branch points that the target reached at which "
-    "one of the branches went on as the target did.",
-    "idle": "the share of decode time in which a model had nothing to do.",
-    "beside": "the share of the draft's working time that lies inside the target's.",
-    "host": "the share of decode time in which neither model worked.",
-    "begun": "the share of rounds that began with something the draft had read while the target worked; of beside: of "
-    "rounds with both.",
-    "lossless": "every run gave the same tokens as AR. A dash where the ratio rule keeps the distribution instead of the "
-    "text.",
-    "modelled": "tokens and decisions are real, the time is charged by a cost profile instead of being measured.",
-}
-
-
 def _glossary() -> str:
-    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in GLOSSARY.items())
-    return f'<section><h2>What the figures mean</h2><dl class="facts">{entries}</dl></section>\n'
+    return _facts("What the figures mean", {column.name: column.meaning for column in COLUMNS})
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
-
-
-def _interval(row: ResultRow) -> str:
-    if row.speedup_low is None or row.speedup_high is None or row.method == BASELINE:
-        return "–"
-    return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"
+def _facts(title: str, facts: Mapping[str, str]) -> str:
+    """List what there is something to say of."""
+    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items() if words)
+    return f'<section><h2>{escape(title)}</h2><dl class="facts">{entries}</dl></section>\n'
 
 
 STYLE = """
 :root { color-scheme: light dark; }
-:root { --ink: #1d2430; --soft: #5b6675; --page: #f6f7f9; --sheet: #fff; --rule: #d8dee4; --good: #1b7a35; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ee; --soft: #9aa6b5; --page: #151b23; --sheet: #0d1117; --rule: #30363d; --good: #74cf86; --bad: #ff8a80; }
+:root {
+  --ink: #1d2430; --soft: #5b6675; --page: #f6f7f9; --sheet: #fff; --rule: #d8dee4; --good: #1b7a35; --bad: #b3261e;
 }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ink: #e4e8ee; --soft: #9aa6b5; --page: #151b23; --sheet: #0d1117; --rule: #30363d; --good: #74cf86;
+    --bad: #ff8a80;
+  }
+}
+body { margin: 0; background: var(--page); color: var(--ink); }
+body { font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 main { max-width: 1440px; margin: 0 auto; padding: 24px 20px 60px; }
-h1 { margin: 0 0 4px; font-size: 26px; } h2 { margin: 34px 0 12px; font-size: 18px; } header p { margin: 2px 0; color: var(--soft); }
+h1 { margin: 0 0 4px; font-size: 26px; } h2 { margin: 34px 0 12px; font-size: 18px; }
+header p { margin: 2px 0; color: var(--soft); }
 header .clock { color: var(--ink); font-weight: 600; }
 header .verdict { display: inline-block; margin-top: 10px; padding: 4px 12px; border: 1px solid; border-radius: 6px; }
 header .good { color: var(--good); } header .bad, td.bad { color: var(--bad); font-weight: 700; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 16px; }
 figure { margin: 0; padding: 12px; background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px; }
-figure svg { display: block; width: 100%; height: auto; } figcaption { margin-top: 6px; color: var(--soft); font-size: 13px; }
+figure svg { display: block; width: 100%; height: auto; }
+figcaption { margin-top: 6px; color: var(--soft); font-size: 13px; }
 .wide { overflow-x: auto; background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 caption { padding: 8px 10px; text-align: left; color: var(--soft); }

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import Setting
-from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest, told
+from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest
 from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
@@ -99,7 +99,7 @@ def _replayed(
     for record in records:
         for lines, (_, setting) in zip(turns, wanted, strict=True):
             assert setting.config is not None and clock.profile is not None
-            lines.append(told(_replay(lab, record, setting.config, clock.profile, known[setting.config])))
+            lines.append(_replay(lab, record, setting.config, clock.profile, known[setting.config]).summary())
     text = output_digest(record.tokens for record in records)  # what a play gave is checked against it
     for lines, (blank, _) in zip(turns, wanted, strict=True):
         yield replace(blank, turns=tuple(lines), output=text)
@@ -223,7 +223,7 @@ def check_replay(lab: Lab, job: PairRuns, clock: Clock, most: int = 8) -> Replay
         record = lab.records(prompt, workload)[0]
         assert setting.config is not None and clock.profile is not None
         with lab.player(record) as player:
-            replayed = told(player.play(setting.config, clock.profile))
+            replayed = player.play(setting.config, clock.profile).summary()
         tokens, live = _answer(lab, setting, record, None)
         runs += 1
         text += tokens == record.tokens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbranch.bench.methods import listed
-from specbranch.bench.results import BASELINE
+from specbranch.bench.results import BASELINE, rate_text, setting_text
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR
@@ -164,9 +164,6 @@ def _suites(given: dict[str, Any]) -> tuple[Suite, ...]:
 
 
 def _table(report: dict[str, Any], out: Path) -> list[str]:
-    from specbranch.bench.results import setting_text
-    from specbranch.bench.table import rate_text
-
     best, about = report["best"], report["best"][TUNED_FOR]
     prompts = ", ".join(f"{count} of {name}" for name, count in about["prompts"].items())
     lines = [
