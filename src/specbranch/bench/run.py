@@ -21,11 +21,9 @@ from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
-from specbranch.core.stats import Stats
 from specbranch.measure.pair import StepsDone
 from specbranch.replay.pricing import has_fixed_decisions
 from specbranch.replay.record import Record
-from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import Prompt, Suite
 
 Known = Mapping[SpeculativeConfig | None, Experience]  # what each way to decode has learned
@@ -63,7 +61,7 @@ def replay(lab: Lab, job: PairRuns, clock: Clock, store: RunStore, progress: Ste
     """Run every setting from the records, charged by a profile.
 
     A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that
-    are done are played again, to learn from, which is quick: the draft's words are remembered.
+    are done are replayed again, to learn from, which is quick: the draft's words are remembered.
     """
     asked = [
         (workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts
@@ -99,18 +97,11 @@ def _replayed(
     for record in records:
         for lines, (_, setting) in zip(turns, wanted, strict=True):
             assert setting.config is not None and clock.profile is not None
-            lines.append(_replay(lab, record, setting.config, clock.profile, known[setting.config]).summary())
-    text = output_digest(record.tokens for record in records)  # what a play gave is checked against it
+            stats = lab.replays.stats(record, setting.config, clock.profile, known[setting.config])
+            lines.append(stats.summary())
+    text = output_digest(record.tokens for record in records)  # what a replay gave was checked against it
     for lines, (blank, _) in zip(turns, wanted, strict=True):
         yield replace(blank, turns=tuple(lines), output=text)
-
-
-def _replay(lab: Lab, record: Record, config: SpeculativeConfig, profile: CostProfile, known: Experience) -> Stats:
-    """Play a record, or charge what was played of it for another clock."""
-    if has_fixed_decisions(config):
-        return lab.books.of(record, config).charged(profile)
-    with lab.player(record) as player:
-        return player.play(config, profile, experience=known)
 
 
 def measure(lab: Lab, job: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
@@ -222,8 +213,7 @@ def check_replay(lab: Lab, job: PairRuns, clock: Clock, most: int = 8) -> Replay
     ):
         record = lab.records(prompt, workload)[0]
         assert setting.config is not None and clock.profile is not None
-        with lab.player(record) as player:
-            replayed = player.play(setting.config, clock.profile).summary()
+        replayed = lab.replays.stats(record, setting.config, clock.profile).summary()
         tokens, live = _answer(lab, setting, record, None)
         runs += 1
         text += tokens == record.tokens

@@ -1,10 +1,10 @@
 """The best setting of each method for a pair and a clock, found on prompts other than those a bench reports.
 
 Owns the search and what it found. The prompts are the last few of each shipped suite, so that a bench on the first few
-of those has others, too. Each setting is looked at on a part of the prompts, and played on all of them if it does about
-as well there as the best before it. A length alone is tried out value by value, until longer ones only get worse.
+of those has others, too. Each setting is looked at on a part of the prompts, and replayed on all of them if it does
+about as well there as the best before it. A length alone is tried out value by value, until longer ones only get worse.
 Several knobs are searched by optuna's TPE with a fixed seed, beginning with the method's usual setting and a number of
-settings drawn at random, the same for every clock, so that these are played once for all. What counts is the sum of
+settings drawn at random, the same for every clock, so that these are replayed once for all. What counts is the sum of
 charged decode seconds over all prompts. Invariants: the same question gives the same answer; a finished search is kept
 under everything it depends on, and an interrupted one leaves its trials in `Tuner.tried`.
 """
@@ -31,7 +31,6 @@ from specbranch.errors import BadParameter
 from specbranch.extras import OPTUNA
 from specbranch.files import write_whole
 from specbranch.measure.pair import StepsDone, silent
-from specbranch.replay.pricing import has_fixed_decisions
 from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import SHIPPED, Suite, load_suite
@@ -40,7 +39,7 @@ VERSION = 3  # of the search: what was found by another is looked for again
 PROMPTS = 4  # of each shipped suite
 TRIALS = 40
 PART = 5  # answers that every trial is looked at on
-CLOSE = 1.03  # times the best seconds on them: near enough to be played on all
+CLOSE = 1.03  # times the best seconds on them: near enough to be tried on all
 DRAWN = 24  # trials drawn at random before any is chosen by those before it
 WORSE, ENOUGH = 1.1, 3  # a length that takes so much longer than the best is bad; so many in a row end the search
 SEED = 20260301
@@ -85,7 +84,7 @@ class Search:
     """What was tried of one method."""
 
     method: str
-    trials: tuple[TunedSeconds, ...]  # those played on all prompts
+    trials: tuple[TunedSeconds, ...]  # those tried on all prompts
     decoded: int  # tokens, after the first of each answer
     looked_at: int  # settings, on a part of the prompts or on all
 
@@ -196,7 +195,7 @@ class Tuner:
         return Search(method, tuple(trials), self.decoded, self.looked_at[method]) if trials else None
 
     def _ascending(self, method: str) -> Iterator[SpeculativeConfig]:
-        """Try one length after another; yields what is worth playing on all prompts."""
+        """Try one length after another; yields what is worth trying on all prompts."""
         name, values = next(iter(SPACES[method].items()), ("", ()))
         settings = [{name: value} for value in values] or [{}]
         best, bad = math.inf, 0
@@ -212,7 +211,7 @@ class Tuner:
                 return
 
     def _optimised(self, method: str) -> Iterator[SpeculativeConfig]:
-        """Let optuna choose, going by a part of the prompts; yields what is worth playing on all of them."""
+        """Let optuna choose, going by a part of the prompts; yields what is worth trying on all of them."""
         OPTUNA.require()
         import optuna
 
@@ -241,17 +240,10 @@ class Tuner:
         return self._records[:: max(len(self._records) // PART, 1)]
 
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        if has_fixed_decisions(config):
-            return sum(self.lab.books.of(record, config).seconds(self.goal.profile) for record in records)
-        return self._planned_seconds(config, records)
-
-    def _planned_seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        """Play by this clock what depends on it; one experience for all, as an LLM has it."""
-        known, seconds = Experience(self.goal.profile, self.lab.draft is not None), 0.0
-        for record in records:
-            with self.lab.player(record) as player:
-                seconds += player.play(config, self.goal.profile, experience=known).decode_seconds
-        return seconds
+        """Replay by this clock; one experience for all records, as an LLM has it."""
+        profile, replays = self.goal.profile, self.lab.replays
+        known = Experience(profile, self.lab.draft is not None)
+        return sum(replays.stats(record, config, profile, known).decode_seconds for record in records)
 
     def _recorded(self) -> None:
         if self._records:

@@ -310,7 +310,7 @@ def predict(workers: Workers, texts: Sequence[Any], profile: CostProfile) -> lis
     """Decode the target's answers again by each method, with the draft's real proposals and modelled time; best
     setting of each."""
     from specbranch.config import SamplingParams
-    from specbranch.replay.decode import RecordDecoder, ReplayDraft
+    from specbranch.replay.decode import RecordDecoder, ReplayedModel
     from specbranch.replay.record import Record, Task
     from specbranch.replay.runners import ProposalStore
 
@@ -327,7 +327,7 @@ def predict(workers: Workers, texts: Sequence[Any], profile: CostProfile) -> lis
     tried = dict.fromkeys(_settings(), TriedMethod())
     with tempfile.TemporaryDirectory() as folder:
         memory = ProposalStore(Path(folder) / "memory.sqlite")
-        draft = ReplayDraft("draft", memory, workers.drafter.runner)
+        draft = ReplayedModel("draft", memory, workers.drafter.runner)
         try:
             for record in records:
                 tried = _played(RecordDecoder(record, draft), tried, profile)
@@ -365,7 +365,7 @@ def _played(
             config = SpeculativeConfig.from_dict(
                 {"method": method, **({"num_speculative_tokens": length} if length else {})}
             )
-            stats = player.play(config, profile)
+            stats = player.decode(config, profile)
             seconds, tokens = so_far.seconds + stats.decode_seconds, so_far.tokens + stats.emitted - 1
             found[method, length] = TriedMethod(seconds, tokens, so_far.forwards + stats.target_forwards)
     finally:
