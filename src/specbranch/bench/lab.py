@@ -8,6 +8,7 @@ decoding: where a conversation goes on, the answers before are the target's own.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -21,6 +22,7 @@ from specbranch.engine import LLM
 from specbranch.errors import ModelError
 from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
+from specbranch.measure.pair import StepsDone
 from specbranch.models.files.store import cache_folder
 from specbranch.pairs import chosen_models, predictor_folder
 from specbranch.replay.decode import ReplayedModel
@@ -110,6 +112,15 @@ class Lab:
             task = self._task(messages, workload, workload.seed_of(prompt, turn))
             found.append(self._records.find(task) or self._records.make(task, self.llm))
             messages.append({"role": "assistant", "content": self.llm.tokenizer.decode(self._said(found[-1]))})
+        return found
+
+    def record(self, asked: Sequence[tuple[Prompt, Workload]], progress: StepsDone) -> list[Record]:
+        """Return what the target says to each of some prompts, telling how far it has come."""
+        found: list[Record] = []
+        for done, (prompt, workload) in enumerate(asked):
+            progress("Recording the target", done, len(asked))
+            found += self.records(prompt, workload)
+        progress("Recording the target", len(asked), len(asked))
         return found
 
     def has_room_for(self, prompt: Prompt, workload: Workload) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
-from specbranch.core.methods import METHODS
+from specbranch.core.methods import METHODS, Method
 from specbranch.errors import BadParameter, unknown
 
 OUTSIDE = {
@@ -57,14 +57,27 @@ class Setting:
     @property
     def drafts(self) -> bool:
         """Whether a draft model is at work, if there is one."""
-        return self.needs_draft or _base(self.method) == "auto"
+        return self.needs_draft or self._kind is METHODS["auto"]
 
     @property
     def needs_draft(self) -> bool:
         """Whether it cannot run without a draft model."""
-        return self.method == "hf-assisted" or (
-            _base(self.method) in METHODS and METHODS[_base(self.method)].needs_draft
-        )
+        return self.method == "hf-assisted" or (self._kind is not None and self._kind.needs_draft)
+
+    @property
+    def plans(self) -> bool:
+        """Whether it decides by experience."""
+        return self._kind is not None and self.config is not None and self._kind.plans(self.config)
+
+    @property
+    def heeds_signals(self) -> bool:
+        """Whether it goes by what a predictor says."""
+        return self._kind is not None and self.config is not None and self._kind.heeds_signals(self.config)
+
+    @property
+    def _kind(self) -> Method | None:
+        """The engine's method behind the name; nothing for one from outside."""
+        return None if self.method in OUTSIDE else METHODS[Name.of(self.method).method]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +160,6 @@ def chosen_methods(names: Iterable[str], has_draft: bool) -> tuple[str, ...]:
                 f"Method {name!r} needs a draft model, and none was given. Name a --pair, or leave it out of --methods."
             )
     return asked
-
-
-def _base(method: str) -> str:
-    """The method of a name that may tell a policy and more, too."""
-    return method if method in OUTSIDE else Name.of(method).method
 
 
 def _matters(name: str, config: SpeculativeConfig) -> bool:

@@ -249,9 +249,9 @@ def _lossless_at_length(row: ResultRow) -> str:
 
 
 COLUMNS = (
-    Column("pair", lambda row: row.pair, left=True),
-    Column("suite", lambda row: row.suite, left=True),
-    Column("method", lambda row: row.method, short="method", rank=0, left=True),
+    Column("pair", _figure("pair", ""), left=True),
+    Column("suite", _figure("suite", ""), left=True),
+    Column("method", _figure("method", ""), short="method", left=True),
     Column("temperature", _figure("temperature", "g")),
     Column(
         "clock",

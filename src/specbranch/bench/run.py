@@ -11,22 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import cycle, islice
+from typing import Any, NamedTuple, Protocol
 
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import Setting
 from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest
-from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.methods import METHODS
 from specbranch.measure.pair import StepsDone
 from specbranch.replay.pricing import has_fixed_decisions
 from specbranch.replay.record import Record
 from specbranch.suites.suite import Prompt, Suite
 
-Known = Mapping[SpeculativeConfig | None, Experience]  # what each way to decode has learned
+
+class AskedPrompt(NamedTuple):
+    """A prompt of a suite, and how it is to be answered."""
+
+    workload: Workload
+    suite: Suite
+    at: int  # its place in the suite
+    prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,16 @@ class PairRuns:
     repeats: int = 1
     outside: int | None = None  # prompts of each suite that methods from outside, which are slow, answer; nothing: all
 
+    @property
+    def asked(self) -> list[AskedPrompt]:
+        """All prompts, in the order in which they are run."""
+        return [
+            AskedPrompt(workload, suite, at, prompt)
+            for workload in self.workloads
+            for suite in self.suites
+            for at, prompt in enumerate(suite.prompts)
+        ]
+
 
 class Outside(Protocol):
     """A way to answer that is not this engine's."""
@@ -50,11 +66,7 @@ class Outside(Protocol):
 
 def record_all(lab: Lab, job: PairRuns, progress: StepsDone) -> None:
     """Have the target answer whatever it has not answered before."""
-    asked = [(prompt, workload) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
-    for done, (prompt, workload) in enumerate(asked):
-        progress("Recording the target", done, len(asked))
-        lab.records(prompt, workload)
-    progress("Recording the target", len(asked), len(asked))
+    lab.record([(asked.prompt, asked.workload) for asked in job.asked], progress)
 
 
 def replay(lab: Lab, job: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
@@ -63,35 +75,27 @@ def replay(lab: Lab, job: PairRuns, clock: Clock, store: RunStore, progress: Ste
     A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that
     are done are replayed again, to learn from, which is quick: the draft's words are remembered.
     """
-    asked = [
-        (workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts
-    ]
-    store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], clock))
+    store.refuse_another(_blank(lab, job.asked[0], job.settings[0], clock))
     done = store.done
-    known = {
-        setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings
-    }  # for all prompts, as in an LLM
-    runs = [
-        [(_blank(lab, suite, prompt, w, setting, clock), setting) for setting in job.settings]
-        for w, suite, prompt in asked
-    ]
-    learning = {setting for line in runs for blank, setting in line if blank.key not in done and _plans(setting)}
-    for number, ((workload, _, prompt), line) in enumerate(zip(asked, runs, strict=True)):
-        progress(f"Replaying {lab.pair} by {clock.name}", number, len(asked))
+    # One experience of each setting for all prompts, as in an LLM.
+    known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings}
+    runs = [[(_blank(lab, asked, setting, clock), setting) for setting in job.settings] for asked in job.asked]
+    learning = {setting for line in runs for blank, setting in line if blank.key not in done and setting.plans}
+    for number, (asked, line) in enumerate(zip(job.asked, runs, strict=True)):
+        progress(f"Replaying {lab.pair} by {clock.name}", number, len(runs))
         wanted = [(blank, setting) for blank, setting in line if blank.key not in done or setting in learning]
         if wanted:
-            for measurement in _replayed(lab, lab.records(prompt, workload), wanted, clock, known):
+            for measurement in _replayed(lab, lab.records(asked.prompt, asked.workload), wanted, clock, known):
                 if measurement.key not in done:
                     store.append(measurement)
 
 
-def _plans(setting: Setting) -> bool:
-    """Whether it decides by experience."""
-    return setting.config is not None and METHODS[setting.config.method or BASELINE].plans(setting.config)
-
-
 def _replayed(
-    lab: Lab, records: Sequence[Record], wanted: list[tuple[PromptRun, Setting]], clock: Clock, known: Known
+    lab: Lab,
+    records: Sequence[Record],
+    wanted: list[tuple[PromptRun, Setting]],
+    clock: Clock,
+    known: Mapping[SpeculativeConfig | None, Experience],
 ) -> Iterator[PromptRun]:
     turns: list[list[dict[str, Any]]] = [[] for _ in wanted]
     for record in records:
@@ -107,36 +111,24 @@ def _replayed(
 def measure(lab: Lab, job: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
     """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to
     prompt."""
-    asked = [
-        (w, suite, at, prompt) for w in job.workloads for suite in job.suites for at, prompt in enumerate(suite.prompts)
-    ]
-    rounds = [(repeat, *one) for repeat in range(job.repeats) for one in asked]
-    store.refuse_another(
-        _blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], Clock())
-    )
+    rounds = [(repeat, asked) for repeat in range(job.repeats) for asked in job.asked]
+    store.refuse_another(_blank(lab, job.asked[0], job.settings[0], Clock()))
     done, warm = store.done, set[str]()
-    for number, (repeat, workload, suite, at, prompt) in enumerate(rounds):
+    for number, (repeat, asked) in enumerate(rounds):
         progress(f"Measuring {lab.pair}", number, len(rounds))
-        records = lab.records(prompt, workload)
+        records = lab.records(asked.prompt, asked.workload)
         turned = number % len(job.settings)
         for setting in (*job.settings[turned:], *job.settings[:turned]):
-            blank = replace(_blank(lab, suite, prompt, workload, setting, Clock()), repeat=repeat)
-            beyond = setting.config is None and job.outside is not None and at >= job.outside
+            blank = replace(_blank(lab, asked, setting, Clock()), repeat=repeat)
+            beyond = setting.config is None and job.outside is not None and asked.at >= job.outside
             if blank.key in done or beyond:
                 continue
             if setting.method not in warm:
-                _answered(lab, setting, records[:1], outside)
+                _answer(lab, setting, records[0], outside)
                 warm.add(setting.method)
-            outputs, lines = _answered(lab, setting, records, outside)
-            store.append(replace(blank, turns=tuple(lines), output=output_digest(outputs)))
-
-
-def _answered(
-    lab: Lab, setting: Setting, records: Sequence[Record], outside: Outside | None
-) -> tuple[list[tuple[int, ...]], list[dict[str, Any]]]:
-    """Answer the prompt of each record anew."""
-    answers = [_answer(lab, setting, record, outside) for record in records]
-    return [tokens for tokens, _ in answers], [line for _, line in answers]
+            answers = [_answer(lab, setting, record, outside) for record in records]
+            output = output_digest(tokens for tokens, _ in answers)
+            store.append(replace(blank, turns=tuple(line for _, line in answers), output=output))
 
 
 def _answer(
@@ -152,26 +144,23 @@ def _answer(
     return tuple(output.token_ids), output.stats
 
 
-def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: Setting, clock: Clock) -> PromptRun:
+def _blank(lab: Lab, asked: AskedPrompt, setting: Setting, clock: Clock) -> PromptRun:
     """A run that was not made yet."""
     rule = "match" if setting.config is None else setting.config.rule
-    rounds_otherwise = lab.llm.dtype not in (
-        "float32",
-        "float64",
-    )  # transformers in half precision: near-ties fall otherwise
-    outside_the_rule = setting.config is None and (workload.temperature > 0 or rounds_otherwise)
+    # Transformers in half precision rounds otherwise, so that near-ties fall otherwise.
+    exact = asked.workload.temperature == 0 and lab.llm.dtype in ("float32", "float64")
     return PromptRun(
         pair=lab.pair,
-        suite=suite.name,
+        suite=asked.suite.name,
         method=setting.method,
-        temperature=workload.temperature,
-        prompt=prompt.id,
-        digest=prompt.digest,
+        temperature=asked.workload.temperature,
+        prompt=asked.prompt.id,
+        digest=asked.prompt.digest,
         repeat=0,
         turns=(),
         output="",
         clock=clock.name,
-        rule="other" if outside_the_rule else rule,
+        rule=rule if setting.config is not None or exact else "other",
         setting=setting.shown | _predictor(lab, setting),
         models=lab.digest,
         charges=clock.profile.digest if clock.profile is not None else "",
@@ -181,8 +170,7 @@ def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: 
 
 def _predictor(lab: Lab, setting: Setting) -> dict[str, Any]:
     """Which predictor a setting goes by, if it goes by one."""
-    config = setting.config
-    if config is None or not METHODS[config.method or BASELINE].heeds_signals(config):
+    if not setting.heeds_signals:
         return {}
     return {"predictor": lab.forecasts.predictor.digest[:8] if lab.forecasts is not None else "none"}
 
@@ -201,17 +189,12 @@ class ReplayCheck:
 def check_replay(lab: Lab, job: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
     """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two
     drafts nearly tie."""
-    import itertools
-
-    workload = job.workloads[0]
     possible = [setting for setting in job.settings if setting.config is not None and setting.config.policy != "oracle"]
     settings = [setting for setting in possible if setting.needs_draft] or possible[:1]
     prompts = [suite.prompts[0] for suite in job.suites]
     text = counted = counts = runs = 0
-    for prompt, setting in itertools.islice(
-        zip(itertools.cycle(prompts), itertools.cycle(settings), strict=False), most
-    ):
-        record = lab.records(prompt, workload)[0]
+    for prompt, setting in islice(zip(cycle(prompts), cycle(settings), strict=False), most):
+        record = lab.records(prompt, job.workloads[0])[0]
         assert setting.config is not None and clock.profile is not None
         replayed = lab.replays.stats(record, setting.config, clock.profile).summary()
         tokens, live = _answer(lab, setting, record, None)

@@ -1,7 +1,8 @@
 """Results as a table on a terminal: one block a suite, one line a method, as many columns as there is room for.
 
-Owns the lines of the table and which columns fit; `results` has the columns themselves. Invariant: no line is wider than the width given, at 40 columns too; where
-nobody looks (no terminal) it is plain text with all columns and no colours.
+Owns the lines of the table and which columns fit; `results` has the columns themselves. Invariant: no line is wider
+than the width given, at 40 columns too; where nobody looks (no terminal) it is plain text with all columns and no
+colours.
 """
 
 from __future__ import annotations

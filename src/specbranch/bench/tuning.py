@@ -119,8 +119,7 @@ class Goal:
         if self.clock.profile is None:
             raise BadParameter(
                 "Methods are tuned from records, by a profile, and none was given. Measure this machine with "
-                "`specbranch profile`, and "
-                "give the file with --profile."
+                "`specbranch profile`, and give the file with --profile."
             )
         return self.clock.profile
 
@@ -249,19 +248,15 @@ class Tuner:
         if self._records:
             return
         _ = self.goal.profile  # without one there is no need to record
+        workload = self.goal.workload
         prompts = [prompt for suite in self.goal.suites for prompt in suite.prompts]
-        records: list[Record] = []
-        for done, prompt in enumerate(prompts):
-            self._progress("Recording the target", done, len(prompts))
-            if self.lab.has_room_for(prompt, self.goal.workload):
-                records += self.lab.records(prompt, self.goal.workload)
-        self._records = records
+        asked = [(prompt, workload) for prompt in prompts if self.lab.has_room_for(prompt, workload)]
+        self._records = self.lab.record(asked, self._progress)
         self.decoded = sum(len(record.tokens) - 1 for record in self._records)
         if self.decoded < 1:
             raise BadParameter(
                 "No tuning prompt fits the target's context and gets an answer of more than one token, so there is "
-                "nothing to tune on. "
-                "Give other prompts, or fewer --max-tokens."
+                "nothing to tune on. Give other prompts, or fewer --max-tokens."
             )
 
     @property
@@ -273,17 +268,8 @@ class Tuner:
         models = [value for name, value in sorted(self.lab.identity.items()) if name.endswith("identity")]
         prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
         space = {name: list(values) for name, values in SPACES[method].items()}
-        question = [
-            VERSION,
-            __version__,
-            models,
-            goal.profile.digest,
-            method,
-            space,
-            asdict(goal.workload),
-            prompts,
-            goal.trials,
-        ]
+        question = [VERSION, __version__, models, goal.profile.digest, method, space]
+        question += [asdict(goal.workload), prompts, goal.trials]
         if method == "specbranch:paper" and self.lab.forecasts is not None:
             question.append(self.lab.forecasts.predictor.digest)
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
@@ -299,18 +285,15 @@ class Tuner:
         return None
 
     def _keep(self, found: Search) -> None:
-        goal, lab = self.goal, self.lab
-        about = {
+        held = {
             "method": found.method,
-            "pair": lab.pair,
-            "clock": goal.clock.name,
-            "temperature": goal.workload.temperature,
+            "pair": self.lab.pair,
+            "clock": self.goal.clock.name,
+            "temperature": self.goal.workload.temperature,
+            "looked_at": found.looked_at,
+            "trials": [{"config": chosen(trial.config), "seconds": trial.seconds} for trial in found.trials],
         }
-        trials = [{"config": chosen(trial.config), "seconds": trial.seconds} for trial in found.trials]
-        write_whole(
-            self._file(found.method),
-            json.dumps({**about, "looked_at": found.looked_at, "trials": trials}, indent=1) + "\n",
-        )
+        write_whole(self._file(found.method), json.dumps(held, indent=1) + "\n")
 
 
 def chosen(config: SpeculativeConfig) -> dict[str, Any]:
