@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -21,6 +21,7 @@ from specbranch.errors import BadParameter
 
 FORMAT, VERSION = "specbranch-bench-runs", 1
 
+T = TypeVar("T")
 RunKey = tuple[str, str, str, str, float, str, str, int]
 
 
@@ -147,9 +148,9 @@ class RunStore:
         whole = _without_torn_end(self.path)
         if not whole:
             return
-        _check_header(_object(whole[0], 1, self.path), self.plan, self.path)
+        _check_header(_read(whole[0], 1, self.path, dict), self.plan, self.path)
         for number, line in enumerate(whole[1:], 2):
-            self.measurements.append(_measurement(line, number, self.path))
+            self.measurements.append(_read(line, number, self.path, PromptRun.from_dict))
         self._refuse_other_prompts()
 
     def _refuse_other_prompts(self) -> None:
@@ -175,19 +176,6 @@ def _without_torn_end(path: Path) -> list[bytes]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     return whole.split(b"\n")[:-1]
-
-
-def _object(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-        if isinstance(value, dict):
-            return value
-        problem = "no object"
-    except ValueError as error:
-        problem = str(error)
-    raise BadParameter(
-        f"{path}, line {number} is damaged ({problem}). Remove that line, or begin afresh in another folder."
-    )
 
 
 def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
@@ -225,10 +213,14 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
-def _measurement(line: bytes, number: int, path: Path) -> PromptRun:
+def _read(line: bytes, number: int, path: Path, kind: Callable[[dict[str, Any]], T]) -> T:
+    """Read one line of JSON as what it is to be, naming it if it is not."""
     try:
-        return PromptRun.from_dict(_object(line, number, path))
+        value = json.loads(line)
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+        return kind(value)
     except (KeyError, TypeError, ValueError) as error:
         raise BadParameter(
-            f"{path}, line {number} is no run ({error}). Remove that line, or begin afresh in another folder."
+            f"{path}, line {number} is damaged ({error}). Remove that line, or begin afresh in another folder."
         ) from None

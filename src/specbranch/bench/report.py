@@ -7,7 +7,7 @@ shows, and each figure is labelled as measured or modelled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
@@ -29,7 +29,7 @@ from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.files import write_whole
 
 Scene = tuple[str, str, float]  # pair, clock, temperature: what can stand in one chart
-IDLE = {"draft idle": "draft_idle", "target idle": "target_idle"}
+ByMethod = Mapping[str, list[ResultRow]]  # rows of one scene
 LEFT = ' class="name"'
 
 
@@ -83,31 +83,26 @@ def _header(results: Results, title: str) -> str:
 def _scene_section(scene: Scene, rows: list[ResultRow]) -> str:
     pair, clock, temperature = scene
     kind = "measured" if rows[0].measured else "modelled"
-    names = _labels(rows)
-    charts = [
-        _figure(
-            _by_suite("Speedup by task and method", rows, names, _speedup, f"times AR, {kind}"), _best(rows, names)
-        ),
-        _figure(
-            _by_suite("Tokens per second", rows, names, _rate, f"tokens/s, {kind}"),
-            "Decoding only; the first token is apart.",
-        ),
-        _figure(
-            _rollback(rows, names),
-            "Drafted tokens thrown away for each token of the answer, by reason, over all suites.",
-        ),
-        _figure(
-            _lengths(rows, names),
+    methods = _by_method(rows)
+    speedups = _by_suite("Speedup by task and method", methods, "speedup", "speedup_spread", f"times AR, {kind}")
+    rates = _by_suite("Tokens per second", methods, "tokens_per_second", "spread", f"tokens/s, {kind}")
+    charts = (
+        (speedups, _best(methods)),
+        (rates, "Decoding only; the first token is apart."),
+        (_rollback(methods), "Drafted tokens thrown away for each token of the answer, by reason, over all suites."),
+        (
+            _lengths(methods),
             "How many tokens of a drafted chain the target accepted at once, as shares of all chains checked.",
         ),
-        _figure(
-            _positions(rows, names),
+        (
+            _positions(methods),
             "The chance that a drafted token is accepted, given that those before it in its chain were.",
         ),
-        _figure(_idle(rows, names), "The share of decode time in which a model had nothing to do, over all suites."),
-    ]
+        (_idle(methods), "The share of decode time in which a model had nothing to do, over all suites."),
+    )
+    figures = "".join(_figure(chart, caption) for chart, caption in charts)
     heading = f"{pair}, temperature {temperature:g}: {clock_label(clock)}"
-    return f'<section><h2>{escape(heading)}</h2>\n<div class="charts">{"".join(charts)}</div></section>\n'
+    return f'<section><h2>{escape(heading)}</h2>\n<div class="charts">{figures}</div></section>\n'
 
 
 def _timelines(pictures: Mapping[str, str]) -> str:
@@ -120,68 +115,63 @@ def _figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>\n"
 
 
-def _labels(rows: list[ResultRow]) -> dict[tuple[str, str], str]:
-    """Name each (method, setting): by its method, unless that came in several settings."""
-    kinds = list(dict.fromkeys(_kind(row) for row in rows))
+def _by_method(rows: list[ResultRow]) -> ByMethod:
+    """Return rows under the name of their method, with its setting where it came in several."""
+    kinds = {(row.method, setting_text(row.setting)): "" for row in rows}
     methods = [method for method, _ in kinds]
-    return {kind: kind[0] if methods.count(kind[0]) == 1 or not kind[1] else f"{kind[0]} ({kind[1]})" for kind in kinds}
+    for method, setting in kinds:
+        alone = methods.count(method) == 1 or not setting
+        kinds[method, setting] = method if alone else f"{method} ({setting})"
+    found: dict[str, list[ResultRow]] = {name: [] for name in kinds.values()}
+    for row in rows:
+        found[kinds[row.method, setting_text(row.setting)]].append(row)
+    return found
 
 
-def _kind(row: ResultRow) -> tuple[str, str]:
-    return (row.method, setting_text(row.setting))
+def _suites(methods: ByMethod) -> list[str]:
+    return list(dict.fromkeys(row.suite for rows in methods.values() for row in rows))
 
 
-Figure = tuple[float | None, float | None]  # a value and the half-width drawn around it
-
-
-def _speedup(row: ResultRow) -> Figure:
-    return row.speedup, _times(row.speedup, row.speedup_spread)
-
-
-def _rate(row: ResultRow) -> Figure:
-    return row.tokens_per_second, _times(row.tokens_per_second, row.spread)
+def _by_suite(title: str, methods: ByMethod, figure: str, spread: str, label: str) -> str:
+    """Draw a group of bars for each suite, a bar for each method, and its spread as a whisker."""
+    suites, bars = _suites(methods), []
+    for name, rows in methods.items():
+        values = {row.suite: getattr(row, figure) for row in rows}
+        spreads = {row.suite: _times(getattr(row, figure), getattr(row, spread)) for row in rows}
+        bars.append(BarSeries(name, [values.get(suite) for suite in suites], [spreads.get(suite) for suite in suites]))
+    return bar_chart(title, suites, bars, "", label)
 
 
 def _times(value: float | None, share: float | None) -> float | None:
     return value * share if value is not None and share is not None else None
 
 
-def _by_suite(
-    title: str,
-    rows: list[ResultRow],
-    names: Mapping[tuple[str, str], str],
-    figure: Callable[[ResultRow], Figure],
-    label: str,
-) -> str:
-    """Draw a group of bars for each suite, a bar for each method."""
-    suites = list(dict.fromkeys(row.suite for row in rows))
-    bars = []
-    for kind, name in names.items():
-        found = {row.suite: figure(row) for row in rows if _kind(row) == kind}
-        values, spreads = zip(*(found.get(suite, (None, None)) for suite in suites), strict=True)
-        bars.append(BarSeries(name, values, spreads))
-    return bar_chart(title, suites, bars, "", label)
-
-
-def _rollback(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
-    shown = {
-        name: [row for row in rows if _kind(row) == kind and row.rollback and row.tokens]
-        for kind, name in names.items()
-    }
-    shown = {name: found for name, found in shown.items() if found}
-    bars = [BarSeries(words, [_mean(found, reason) for found in shown.values()]) for reason, words in REASONS.items()]
+def _rollback(methods: ByMethod) -> str:
+    shown = {name: rows for name, rows in methods.items() if any(row.rollback and row.tokens for row in rows)}
+    bars = [
+        BarSeries(words, [_mean((row.rollback.get(reason), row.tokens) for row in rows) for rows in shown.values()])
+        for reason, words in REASONS.items()
+    ]
     return bar_chart("Where drafted tokens were lost", list(shown), bars, "", "per emitted token", stacked=True)
 
 
-def _mean(rows: list[ResultRow], reason: str) -> float:
-    """Average over suites, each weighing as much as its tokens."""
-    return sum(row.rollback.get(reason, 0.0) * row.tokens for row in rows) / sum(row.tokens for row in rows)
+def _idle(methods: ByMethod) -> str:
+    draft = [_mean((row.draft_idle, row.tokens) for row in rows) for rows in methods.values()]
+    target = [_mean((row.target_idle, row.tokens) for row in rows) for rows in methods.values()]
+    bars = [BarSeries("draft idle", draft), BarSeries("target idle", target)]
+    return bar_chart("Waiting", list(methods), bars, "", "share of decode time")
 
 
-def _lengths(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
-    counts = {name: _added(row.accepted_lengths for row in rows if _kind(row) == kind) for kind, name in names.items()}
+def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
+    """Average figures over suites, each weighing as much as its tokens; None where nobody has one."""
+    found = [(value, tokens) for value, tokens in figures if value is not None and tokens]
+    return sum(value * tokens for value, tokens in found) / sum(tokens for _, tokens in found) if found else None
+
+
+def _lengths(methods: ByMethod) -> str:
+    counts = {name: _added(row.accepted_lengths for row in rows) for name, rows in methods.items()}
     longest = max(map(len, counts.values()), default=0)
-    # a method without chains keeps its place but not its name, so that every method has the same colour in every chart
+    # A method without chains keeps its place but not its name, so that every method has its colour in every chart.
     bars = [BarSeries(name if sum(found) else "", _shares(found, longest)) for name, found in counts.items()]
     while bars and not bars[-1].name:
         bars.pop()
@@ -193,46 +183,36 @@ def _shares(counts: Sequence[float], length: int) -> list[float | None]:
     return [count / sum(counts) if sum(counts) else None for count in counts] + [None] * (length - len(counts))
 
 
-def _positions(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
+def _positions(methods: ByMethod) -> str:
     lines = []
-    for hue, (kind, name) in enumerate(names.items()):
-        mine = [row for row in rows if _kind(row) == kind]
-        tested = _added(row.tested_by_position for row in mine)
-        lengths = _added(row.accepted_lengths for row in mine)  # all that accepted more than a position has passed it
+    for hue, (name, rows) in enumerate(methods.items()):
+        tested = _added(row.tested_by_position for row in rows)
+        lengths = _added(row.accepted_lengths for row in rows)  # whatever accepted more than a position has passed it
         if tested:
             points = [(at, sum(lengths[at:]) / count if count else None) for at, count in enumerate(tested, 1)]
             lines.append(ChartLine(name, points, marks=True, colour=hue))
     return line_chart("Acceptance by position", lines, "position in the chain", "accepted", y_from_zero=True)
 
 
-def _idle(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
-    shown = {name: [row for row in rows if _kind(row) == kind] for kind, name in names.items()}
-    bars = [BarSeries(what, [_weighted(found, field) for found in shown.values()]) for what, field in IDLE.items()]
-    return bar_chart("Waiting", list(shown), bars, "", "share of decode time")
-
-
-def _weighted(rows: list[ResultRow], field: str) -> float | None:
-    """Average a figure over suites, each weighing as much as its tokens; None where nobody has it."""
-    found = [(getattr(row, field), row.tokens) for row in rows if getattr(row, field) is not None and row.tokens]
-    return sum(value * weight for value, weight in found) / sum(weight for _, weight in found) if found else None
-
-
 def _added(columns: Any) -> list[float]:
     return [sum(values) for values in zip_longest(*columns, fillvalue=0)]
 
 
-def _best(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
+def _best(methods: ByMethod) -> str:
     """Say in words what the chart of speedups shows."""
+    others = {name: rows for name, rows in methods.items() if rows[0].method != BASELINE}
     told = []
-    for suite in dict.fromkeys(row.suite for row in rows):
-        found = [row for row in rows if row.suite == suite and row.speedup is not None and row.method != BASELINE]
+    for suite in _suites(methods):
+        found = {
+            name: row.speedup for name, rows in others.items() for row in rows if row.suite == suite and row.speedup
+        }
         if found:
-            best = max(found, key=lambda row: row.speedup or 0.0)
-            told.append(f"{suite}: {names[_kind(best)]} {best.speedup:.2f}×")
-    noise = "Whiskers: the spread of repeats. " if any(row.speedup_spread for row in rows) else ""
-    return f"Over autoregressive decoding (AR) on the same prompts in the same run. {noise}" + (
-        f"Fastest on {'; '.join(told)}." if told else ""
-    )
+            best = max(found, key=found.__getitem__)
+            told.append(f"{suite}: {best} {found[best]:.2f}×")
+    spread = any(row.speedup_spread for rows in methods.values() for row in rows)
+    noise = "Whiskers: the spread of repeats. " if spread else ""
+    fastest = f"Fastest on {'; '.join(told)}." if told else ""
+    return f"Over autoregressive decoding (AR) on the same prompts in the same run. {noise}{fastest}"
 
 
 def _table_section(rows: Sequence[ResultRow]) -> str:
