@@ -14,8 +14,8 @@ import pytest
 from specbranch.bench import tuning
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.methods import default_setting
-from specbranch.bench.tuning import SPACES, Goal, TunedSeconds, Tuner, candidates, tuned, tuning_suites
+from specbranch.bench.methods import SPACES, default_setting
+from specbranch.bench.tuning import Goal, TunedSeconds, Tuner, candidates, tuned, tuning_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.methods import default_setting
-from specbranch.bench.tuning import SPACES
+from specbranch.bench.methods import SPACES, default_setting
 from specbranch.config import SpeculativeConfig
 from specbranch.core.stats import Stats
 from specbranch.replay.decode import RecordDecoder, ReplayedModel

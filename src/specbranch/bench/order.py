@@ -98,17 +98,13 @@ def checked_methods(
     """Return the methods asked for, plain decoding first, refusing what these pairs and clocks cannot run."""
     chosen = chosen_methods(names, all(pair.has_draft for pair in pairs))
     if clocks[0].is_wall and (knowing := [name for name in chosen if ":oracle" in name]):
-        raise BadParameter(
-            f"{knowing[0]} knows the target's text beforehand, which only a replay does. Give a --clock, or leave it "
-            "out."
-        )
+        why = "knows the target's text beforehand, which only a replay does"
+        raise BadParameter(f"{knowing[0]} {why}. Give a --clock, or leave it out.")
     if tune and any(map(has_several_values, chosen)):
         OPTUNA.require("or give --no-tune")
     if not clocks[0].is_wall and (outside := [name for name in chosen if name in OUTSIDE]):
-        raise BadParameter(
-            f"{', '.join(outside)} run by the wall clock only, and --clock {clocks[0].name} was given. Leave one of "
-            "them out."
-        )
+        why = f"run by the wall clock only, and --clock {clocks[0].name} was given"
+        raise BadParameter(f"{', '.join(outside)} {why}. Leave one of them out.")
     return chosen
 
 

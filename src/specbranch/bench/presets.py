@@ -15,9 +15,8 @@ from specbranch.sim.shipped import shipped_profiles
 from specbranch.suites.suite import ALL_SHIPPED
 
 SUITES = ("humaneval", "gsm8k", "mt_bench", "cnn_dm")
-QUICKLY = tuple(
-    name for name, method in METHODS.items() if not method.guesses
-)  # replayed; lookahead has the target decode anew
+# What is replayed quickly; lookahead has the target decode anew.
+QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)
 MODELLED = (
     *(name for name in QUICKLY if name != "specbranch"),
     "specbranch:confidence",
@@ -145,8 +144,8 @@ TOLD = [  # in the help
     (
         "gpu-core",
         "one GPU's clock: the pair in the shapes of 68m & 7b (smollm2-weak), 1b & 8b (smollm2-default) or 1.3b & 33b "
-        "(smollm2-strong), all "
-        "methods and transformers' on 8 prompts of each public suite (33b: 2) behind text up to 1,024 tokens",
+        "(smollm2-strong), all methods and transformers' on 8 prompts of each public suite (33b: 2) behind text up to "
+        "1,024 tokens",
     ),
     ("gpu-temperature", "the same at temperature 1, without transformers"),
     ("gpu-context", "fewer methods in contexts of 8,192 and, where the target was made for it, 32,768 tokens"),

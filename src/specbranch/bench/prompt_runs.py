@@ -103,15 +103,12 @@ class RunStore:
         """Raise if runs of the same pair or clock are held that were made with other models, or charged otherwise."""
         for held in self.measurements:
             if held.pair == like.pair and held.models != like.models:
-                raise BadParameter(
-                    f"{self.path.parent} holds runs of other models under the name {like.pair}. Name a new folder "
-                    "with --out."
-                )
+                raise self._refused(f"of other models under the name {like.pair}")
             if held.clock == like.clock and held.charges != like.charges:
-                raise BadParameter(
-                    f"{self.path.parent} holds runs by another cost profile named {like.clock}. Name a new folder "
-                    "with --out, or rename it."
-                )
+                raise self._refused(f"by another cost profile named {like.clock}", ", or rename it")
+
+    def _refused(self, runs: str, otherwise: str = "") -> BadParameter:
+        return BadParameter(f"{self.path.parent} holds runs {runs}. Name a new folder with --out{otherwise}.")
 
     def append(self, measurement: PromptRun) -> None:
         """Keep a finished run, at once."""
@@ -158,14 +155,9 @@ class RunStore:
         held: dict[str, dict[str, None]] = {}  # the digests of each suite, in the order they were run
         for one in self.measurements:
             held.setdefault(one.suite, {})[one.digest] = None
-        other = [
-            name for name, digests in held.items() if not _goes_on({name: list(digests)}, self.plan.get("suites", {}))
-        ]
-        if other:
-            raise BadParameter(
-                f"{self.path.parent} holds runs of other prompts under the name {other[0]}. Name a new folder with "
-                "--out."
-            )
+        for name, digests in held.items():
+            if not _goes_on({name: list(digests)}, self.plan.get("suites", {})):
+                raise self._refused(f"of other prompts under the name {name}")
 
 
 def _without_torn_end(path: Path) -> list[bytes]:

@@ -146,10 +146,8 @@ class Results:
 def rows_csv(rows: Sequence[ResultRow]) -> str:
     """Return rows as CSV with a header; empty cells where there is no figure."""
     flat = [_flat(row) for row in rows]
-    out = io.StringIO()
-    writer = csv.DictWriter(
-        out, fieldnames=list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n"
-    )
+    out, names = io.StringIO(), dict.fromkeys(name for one in flat for name in one)
+    writer = csv.DictWriter(out, fieldnames=list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return out.getvalue()
@@ -172,11 +170,9 @@ def rate_text(value: float | None) -> str:
 
 def clock_label(clock: str) -> str:
     """Say whether a clock's seconds were measured or modelled."""
-    return (
-        "measured (wall clock)"
-        if clock == WALL
-        else f"modelled (cost profile {clock}): real tokens, time charged by the profile"
-    )
+    if clock == WALL:
+        return "measured (wall clock)"
+    return f"modelled (cost profile {clock}): real tokens, time charged by the profile"
 
 
 def _plain(value: Any) -> str:
@@ -203,8 +199,7 @@ def _read(path: Path) -> dict[str, Any]:
     if values.get("version") != VERSION:
         raise BadParameter(
             f"{path} has version {values.get('version')!r} of the results format; this specbranch reads version "
-            f"{VERSION}. "
-            "Run the bench again, or read it with the specbranch that wrote it."
+            f"{VERSION}. Run the bench again, or read it with the specbranch that wrote it."
         )
     return values
 

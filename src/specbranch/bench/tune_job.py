@@ -15,9 +15,10 @@ from specbranch import __version__
 from specbranch.assembly import identity
 from specbranch.bench.clocks import Clock, machine_clock
 from specbranch.bench.lab import Lab, Workload
+from specbranch.bench.methods import SPACES
 from specbranch.bench.results import BASELINE
 from specbranch.bench.subjects import PairOrder, Running
-from specbranch.bench.tuning import SPACES, TRIALS, Goal, Search, Tuner, candidates, chosen, has_several_values
+from specbranch.bench.tuning import TRIALS, Goal, Search, Tuner, candidates, chosen, has_several_values
 from specbranch.config import TUNED_FOR
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, unknown

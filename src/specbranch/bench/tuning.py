@@ -23,7 +23,7 @@ from typing import Any
 from specbranch import __version__
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.methods import OUTSIDE, Name, Setting, default_setting, variant
+from specbranch.bench.methods import OUTSIDE, SPACES, Name, Setting, default_setting, variant
 from specbranch.bench.results import BASELINE
 from specbranch.config import MOST_NODES, SpeculativeConfig
 from specbranch.core.experience import Experience
@@ -43,32 +43,6 @@ CLOSE = 1.03  # times the best seconds on them: near enough to be tried on all
 DRAWN = 24  # trials drawn at random before any is chosen by those before it
 WORSE, ENOUGH = 1.1, 3  # a length that takes so much longer than the best is bad; so many in a row end the search
 SEED = 20260301
-
-Knobs = Mapping[str, Sequence[int | float]]
-TWO_STAGE: Knobs = {
-    "num_speculative_tokens": range(1, 17),
-    "stop_below": tuple(n / 20 for n in range(20)),
-    "max_branches": range(1, 7),
-}
-SPACES: dict[str, Knobs] = {
-    BASELINE: {},
-    "speculative": {"num_speculative_tokens": range(1, 13)},
-    "adaptive": {"num_speculative_tokens": range(1, 13)},
-    "pearl": {"num_speculative_tokens": range(1, 17)},
-    "specbranch:confidence": TWO_STAGE,
-    "specbranch:paper": TWO_STAGE,
-    "specbranch:last": TWO_STAGE,
-    "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
-    "specbranch:oracle": {"num_speculative_tokens": range(1, 17), "max_branches": range(1, 7)},
-    "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
-    "lookahead": {
-        "lookahead_window": (1, 2, 3, 4, 5, 6, 7, 10, 15, 20),
-        "lookahead_ngram": range(3, 8),
-        "lookahead_candidates": (1, 2, 3, 4, 5, 7, 10, 15),
-    },
-    "tree": {},  # these plan by themselves
-    "specbranch": {},
-}
 
 
 @dataclass(frozen=True, slots=True)

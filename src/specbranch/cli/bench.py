@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from specbranch.bench.order import BenchOrder
 
 OUT = Path("bench-results")
+# What `tune` shares.
+PROFILES = [(name, "shipped; `specbranch profile` measures one of your own") for name in shipped_profiles()]
+DATA = {"type": click.Path(path_type=Path), "metavar": "DIR", "help": "Folder of the public suites [$SPECBRANCH_DATA]."}
+PROMPTS = {
+    "multiple": True,
+    "type": click.Path(path_type=Path),
+    "metavar": "FILE",
+    "help": "A file of prompts in Spec-Bench's format; may be repeated.",
+}
 _what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
 
@@ -40,9 +49,7 @@ def bench() -> None:
         "Suites": list(SUITES.items()),
         **TABLES,
         "Methods from outside": list(OUTSIDE.items()),
-        "Profiles (--clock)": [
-            (name, "shipped; `specbranch profile` measures one of your own") for name in shipped_profiles()
-        ],
+        "Profiles (--clock)": PROFILES,
     },
 )
 @_what("--preset", type=click.Choice(sorted(PRESETS)), help="A set of the options below; what is given besides wins.")
@@ -52,11 +59,9 @@ def bench() -> None:
 @_what(
     "--methods",
     metavar="A,B,…",
-    help="Methods, see below, or METHOD:POLICY for another policy than its own, such as specbranch:confidence; "
-    "plain decoding always runs "
-    "too [all of this engine but tree and auto]. Variants: -PART leaves a part out (specbranch-trees), @SETTING=VALUE "
-    "sets something else "
-    "than was tuned (specbranch:paper@stop_below=0.2).",
+    help="Methods, see below, or METHOD:POLICY for another policy than its own, such as specbranch:confidence; plain "
+    "decoding always runs too [all of this engine but tree and auto]. Variants: -PART leaves a part out "
+    "(specbranch-trees), @SETTING=VALUE sets something else than was tuned (specbranch:paper@stop_below=0.2).",
 )
 @_what(
     "--suites",
@@ -64,13 +69,7 @@ def bench() -> None:
     metavar="NAME",
     help=f"Suite, see below; may be repeated, or several with commas [{ALL_SHIPPED}].",
 )
-@_what(
-    "--prompts",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A file of prompts in Spec-Bench's format; may be repeated.",
-)
+@_what("--prompts", **PROMPTS)
 @_what("--limit", type=int, metavar="N", help="Only the first N prompts of each suite.")
 @_what("--max-tokens", type=click.IntRange(min=2), metavar="N", help="Longest answer [128].")
 @_what(
@@ -159,9 +158,7 @@ def bench() -> None:
 )
 @_how("--force-profile", is_flag=True, help="Take a profile although it was measured with another pair.")
 @_how("--seed", type=int, default=0, metavar="N", help="Every prompt gets a seed of its own, made from this one [0].")
-@_where(
-    "--data", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the public suites [$SPECBRANCH_DATA]."
-)
+@_where("--data", **DATA)
 @_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records are kept [the cache folder].")
 @_where(
     "--out",

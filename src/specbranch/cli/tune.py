@@ -10,13 +10,13 @@ import click
 
 from specbranch.bench.methods import listed
 from specbranch.bench.results import BASELINE, rate_text, setting_text
+from specbranch.cli.bench import DATA, PROFILES, PROMPTS
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR
 from specbranch.errors import BadParameter
 from specbranch.files import write_whole
 from specbranch.pairs import draft_path
-from specbranch.sim.shipped import shipped_profiles
 from specbranch.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
     tables={
         "Pairs": TABLES["Pairs"],
         "Suites": list(SUITES.items()),
-        "Profiles": [(name, "shipped; `specbranch profile` measures one of your own") for name in shipped_profiles()],
+        "Profiles": PROFILES,
     },
 )
 @with_options(PAIR)
@@ -56,20 +56,14 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
     default="serial",
     help="Without --profile: measure the models taking turns, or side by side [serial].",
 )
-@_how(
-    "--prompts",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A file of prompts in Spec-Bench's format; may be repeated.",
-)
+@_how("--prompts", **PROMPTS)
 @_how(
     "--suites",
     multiple=True,
     metavar="NAME",
     help=f"Suite; may be repeated, or several with commas [{ALL_SHIPPED}: 4 prompts of each].",
 )
-@_how("--data", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the public suites [$SPECBRANCH_DATA].")
+@_how("--data", **DATA)
 @_how("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts of each suite.")
 @_how("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy [0].")
 @_how("--max-tokens", type=click.IntRange(min=2), default=128, metavar="N", help="Longest answer [128].")
