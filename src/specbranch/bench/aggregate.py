@@ -22,7 +22,7 @@ from specbranch.bench.results import WALL, ResultRow
 from specbranch.core.stats import Stats
 from specbranch.suites.suite import prompt_set
 
-DRAWS, SEED = 1000, 20260301  # of the bootstrap: fixed, so that equal runs give equal intervals
+DRAWS, SEED = 1000, 20260301  # the bootstrap's seed is fixed: equal runs give equal intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Timing:
 Slot = tuple[str, int]  # prompt, repeat
 T = TypeVar("T")
 K = TypeVar("K")
-COUNTED = (  # counters of a request that add up under the names they are told by
+COUNTED = (  # counters that a summary holds under their own names
     *("target_forwards", "drafted", "accepted", "unused", "rejections", "rounds_overlapped", "rounds_begun"),
     *("branch_points", "branch_points_reached", "branch_hits"),
 )
@@ -134,7 +134,7 @@ def _counted(runs: list[PromptRun]) -> dict[str, Any]:
     stats, emitted = pooled(turns), sum(turn["tokens"] for turn in turns)
     told = stats.summary()
     drafted = stats.drafted > 0
-    clocked = all("both_busy_seconds" in turn for turn in turns)  # not from outside, nor by earlier versions
+    clocked = all("both_busy_seconds" in turn for turn in turns)  # methods from outside and old files lack it
     return {
         "tokens_per_forward": told["tokens_per_forward"],
         "rollback_rate": told["rollback_rate"] if drafted else None,
@@ -190,7 +190,7 @@ def _checked(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, An
     pairs = [(run, base[run.prompt, run.repeat]) for run in runs if (run.prompt, run.repeat) in base]
     if runs[0].rule != "match" or not pairs:
         return {"lossless": None}
-    # Of the first repeat: the baseline must agree with itself.
+    # The first repeat decides: the baseline must agree with itself.
     texts = {other.prompt: other.output for other in reversed(base.values())}
     differing = sum(run.output != other.output or run.output != texts[run.prompt] for run, other in pairs)
     return {"lossless": differing == 0, "differing": differing}
@@ -211,7 +211,7 @@ def _add(total: Stats, turn: Mapping[str, Any]) -> None:
         idle = turn.get(f"{name}_idle_seconds")
         setattr(total, f"{name}_busy", getattr(total, f"{name}_busy") + (decode - idle if idle is not None else 0.0))
     total.both_busy += turn.get("both_busy_seconds", 0.0)
-    if "accepted_by_position" in turn:  # not told from outside, nor by runs of earlier versions
+    if "accepted_by_position" in turn:  # methods from outside and old files lack it
         total.tested_at = _added(total.tested_at, turn["tested_by_position"])
         total.accepted_at = _added(total.accepted_at, turn["accepted_by_position"])
 

@@ -19,9 +19,8 @@ from typing import Any, Literal, get_args
 from specbranch.bench.results import BASELINE, ResultRow, Results, figure_text, setting_text
 
 ChangeKind = Literal["faster", "slower", "same", "unclear", "not comparable"]
-EXACT = 1e-9  # relative: below this, two figures of a modelled clock are the same sum in another order
-# Repeats to factor: what 95 % of all pairs of runs of the same thing stay below, found by simulating repeats with
-# independent normal noise.
+EXACT = 1e-9  # a smaller relative change is the same sum added up in another order
+# By repeats: the factor that 95 % of all pairs of equal runs stay below, found by simulating normal noise.
 FACTORS = {2: 9.2, 3: 4.0, 4: 2.8, 5: 2.8, 6: 2.1, 7: 1.9, 8: 1.7, 10: 1.4, 12: 1.2, 15: 1.1, 20: 0.9, 30: 0.75}
 
 
@@ -42,7 +41,7 @@ class Change:
 
     before: ResultRow
     after: ResultRow
-    verdict: ChangeKind  # on the speedup; for autoregressive decoding, whose speedup is always 1, on tokens per second
+    verdict: ChangeKind  # about the speedup; about tokens per second for plain decoding, whose speedup is 1
     speedup: Delta
     tokens_per_second: Delta
     remarks: tuple[str, ...] = ()  # why it cannot be compared, or what else changed

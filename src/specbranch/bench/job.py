@@ -39,7 +39,7 @@ from specbranch.measure.pair import StepsDone
 from specbranch.provenance import Provenance
 from specbranch.suites.suite import ALL_SHIPPED, Suite, load_suites
 
-DRAWN = ("specbranch", "pearl")  # by --timeline
+DRAWN = ("specbranch", "pearl")  # methods that --timeline draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Telling:
     """How a job tells what it does."""
 
     progress: StepsDone
-    say: Callable[[str], None]  # a sentence beside the results
-    fetch: Callable[[str], object]  # a model, showing its download
+    say: Callable[[str], None]  # tells a sentence beside the results
+    fetch: Callable[[str], object]  # fetches a model, showing the download
 
 
 def run_bench(order: BenchOrder, tell: Telling) -> Results:
@@ -150,7 +150,7 @@ class _PairJob:
             running=subject.running,
             context_length=self.pair.context_length,
         ) as lab:
-            outside = Transformers(lab)  # which loads nothing until it is asked
+            outside = Transformers(lab)  # it loads nothing until it is asked
             for clock, group in product(order.clocks, self.pair.groups):
                 settings = apart.get(group) or self._settings(lab, machine if clock.is_wall else clock, group)
                 runs = PairRuns(group.suites, order.workloads, settings, order.repeats, self.pair.outside)

@@ -45,7 +45,7 @@ SPACES: dict[str, Knobs] = {  # what can be set of a method, and which values a 
     "tree": {},  # these plan by themselves
     "specbranch": {},
 }
-MORE = {"speculative": ("policy", "stop_below")}  # that rows tell and no search sets
+MORE = {"speculative": ("policy", "stop_below")}  # settings that rows tell and no search sets
 
 
 @dataclass(frozen=True, slots=True)

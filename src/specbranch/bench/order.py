@@ -30,7 +30,7 @@ class BenchOrder:
     pairs: tuple[PairOrder, ...]
     methods: tuple[str, ...]  # plain decoding first
     settings: tuple[Setting, ...] = ()  # given by hand, run beside the methods
-    workloads: tuple[Workload, ...]  # which differ in temperature alone
+    workloads: tuple[Workload, ...]  # they differ in temperature alone
     clocks: tuple[Clock, ...]  # the wall clock alone, or profiles
     running: Running
     suites: tuple[str, ...] = ()
@@ -38,12 +38,12 @@ class BenchOrder:
     data: Path | None = None
     limit: int | None = None
     contexts: tuple[int, ...] = ()  # tokens of prompt and answer; none: prompts as they are
-    may_leave_out_contexts: bool = False  # those beyond what a target was made for
+    may_leave_out_contexts: bool = False  # a context that the target was not made for is left out, not refused
     repeats: int = 1
     tune: bool = True
     trials: int = TRIALS
     tuning_prompts: int = PROMPTS
-    profile: Path | None = None  # to tune by, for the wall clock; nothing: this machine is measured
+    profile: Path | None = None  # methods are tuned by it for the wall clock; None: this machine is measured
     force_profile: bool = False
     predictor: str | None = None
     keep_experience: bool = False

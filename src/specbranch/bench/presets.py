@@ -63,9 +63,8 @@ PRESETS["ablation"] = {
     "clock": ("c10",),
 }
 
-# By the wall clock of one GPU: a method takes some 10 seconds for eight prompts a suite behind 7B or 8B, and for two
-# behind 33B.
-OF_PAIR: dict[str, dict[str, Any]] = {  # whose costs a pair has there
+# On one GPU a method takes some 10 seconds for eight prompts a suite at 7B or 8B, and for two at 33B.
+OF_PAIR: dict[str, dict[str, Any]] = {  # the shapes that a pair runs in there
     "smollm2-weak": {"draft_shape": "68m", "target_shape": "7b"},
     "smollm2-default": {"draft_shape": "1b", "target_shape": "8b"},
     "smollm2-strong": {"draft_shape": "1.3b", "target_shape": "33b", "limit": 2, "outside_limit": 1},
@@ -129,7 +128,7 @@ DEFAULTS: dict[str, Any] = {
     "executor": "serial",
     "timeline": False,
 }
-TOLD = [  # in the help
+TOLD = [  # what the help says of each preset
     ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
     (
         "wall",

@@ -43,9 +43,9 @@ class PromptRun:
     rule: str = "match"
     setting: Mapping[str, Any] = field(default_factory=dict)
     peak_memory: int | None = None
-    devices: int = 1  # that the method takes
-    models: str = ""  # a digest of what tells target and draft from others
-    charges: str = ""  # a digest of what the clock charges
+    devices: int = 1  # how many the method takes
+    models: str = ""  # a digest of target and draft
+    charges: str = ""  # a digest of the clock's profile
 
     @property
     def key(self) -> RunKey:
@@ -128,7 +128,7 @@ class RunStore:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()  # the system holds it then, so that a killed process loses nothing
+        self._file.flush()  # a killed process loses nothing that was flushed
 
     def _open(self) -> IO[str]:
         self.path.parent.mkdir(parents=True, exist_ok=True)

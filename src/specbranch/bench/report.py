@@ -187,7 +187,7 @@ def _positions(methods: ByMethod) -> str:
     lines = []
     for hue, (name, rows) in enumerate(methods.items()):
         tested = _added(row.tested_by_position for row in rows)
-        lengths = _added(row.accepted_lengths for row in rows)  # whatever accepted more than a position has passed it
+        lengths = _added(row.accepted_lengths for row in rows)  # longer chains passed the position
         if tested:
             points = [(at, sum(lengths[at:]) / count if count else None) for at, count in enumerate(tested, 1)]
             lines.append(ChartLine(name, points, marks=True, colour=hue))

@@ -53,7 +53,7 @@ class ResultRow:
     rule: str = "match"
     prompts: int = 0
     repeats: int = 1
-    tokens: int = 0  # emitted over the prompts, each once
+    tokens: int = 0  # emitted, each prompt counted once
     differing: int = 0  # runs that gave other tokens than autoregressive decoding
     prompt_set: str = ""  # names the prompts behind the row: suites.prompt_set
     spread: float | None = None  # unknown after a single repeat by the wall clock; 0 on a modelled one
@@ -75,7 +75,7 @@ class ResultRow:
     begun_of_overlapped: float | None = None
     peak_memory: int | None = None  # bytes
     run_between_rejections: float | None = None  # decoded tokens per round with a rejected token (the paper's M)
-    devices: int = 1  # that the method takes: two where draft and target are on different ones
+    devices: int = 1  # two where draft and target are on different ones
     tokens_per_second_per_device: float | None = None
 
     @property
@@ -211,10 +211,10 @@ class Column:
     name: str
     cell: Callable[[ResultRow], str]
     meaning: str = ""
-    short: str = ""  # its head on a terminal, where a column without one is not shown
-    rank: int = 0  # on a terminal: the higher, the sooner it is left out
-    left: bool = False  # aligned
-    page_cell: Callable[[ResultRow], str] | None = None  # where the page has room for more
+    short: str = ""  # its head on a terminal; a column without one is not shown there
+    rank: int = 0  # the higher, the sooner a narrow terminal leaves it out
+    left: bool = False  # aligned to the left
+    page_cell: Callable[[ResultRow], str] | None = None  # the page has room for more
 
     def on_page(self, row: ResultRow) -> str:
         """Write it for the page."""

@@ -43,7 +43,7 @@ class PairRuns:
     workloads: tuple[Workload, ...]
     settings: tuple[Setting, ...]
     repeats: int = 1
-    outside: int | None = None  # prompts of each suite that methods from outside, which are slow, answer; nothing: all
+    outside: int | None = None  # methods from outside are slow: they get so many prompts of each suite; None: all
 
     @property
     def asked(self) -> list[AskedPrompt]:
@@ -103,7 +103,7 @@ def _replayed(
             assert setting.config is not None and clock.profile is not None
             stats = lab.replays.stats(record, setting.config, clock.profile, known[setting.config])
             lines.append(stats.summary())
-    text = output_digest(record.tokens for record in records)  # what a replay gave was checked against it
+    text = output_digest(record.tokens for record in records)  # replays are checked against it
     for lines, (blank, _) in zip(turns, wanted, strict=True):
         yield replace(blank, turns=tuple(lines), output=text)
 
@@ -147,7 +147,7 @@ def _answer(
 def _blank(lab: Lab, asked: AskedPrompt, setting: Setting, clock: Clock) -> PromptRun:
     """A run that was not made yet."""
     rule = "match" if setting.config is None else setting.config.rule
-    # Transformers in half precision rounds otherwise, so that near-ties fall otherwise.
+    # In half precision transformers rounds otherwise than we do, and near-ties fall otherwise.
     exact = asked.workload.temperature == 0 and lab.llm.dtype in ("float32", "float64")
     return PromptRun(
         pair=lab.pair,
@@ -181,9 +181,8 @@ class ReplayCheck:
 
     runs: int
     same_text: int
-    # runs whose counts can be the same: what the planner decides depends on the clock, and these are not run by it
-    counted: int
-    same_counts: int  # of them: drafted, accepted and target forwards alike
+    counted: int  # runs without a planner, whose decisions depend on the clock
+    same_counts: int  # counted runs that drafted, accepted and verified exactly as much
 
 
 def check_replay(lab: Lab, job: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:

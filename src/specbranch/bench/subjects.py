@@ -25,7 +25,7 @@ from specbranch.suites.filler import behind
 from specbranch.suites.suite import Suite, conversation
 
 OWN = "own"  # the shape of a model as it is
-USUAL_CONTEXT = 8192  # that a model is given unless more is asked for
+USUAL_CONTEXT = 8192  # tokens that a model has room for unless more is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class PairOrder:
     pair: str | None = None
     target: str | None = None
     draft: str | None = None
-    target_shape: str | None = None  # nothing, or OWN: as it is
+    target_shape: str | None = None  # None or OWN: as it is
     draft_shape: str | None = None
     limit: int | None = None
-    outside_limit: int | None = None  # prompts for methods from outside
+    outside_limit: int | None = None  # prompts that methods from outside get
 
     @property
     def has_draft(self) -> bool:
@@ -85,7 +85,7 @@ class Subject:
     title: str
     target: str
     draft: str | None
-    source: tuple[str, str | None]  # target and draft as they are, where these are inflated
+    source: tuple[str, str | None]  # target and draft before they were inflated
     running: Running = Running()
 
     @property
@@ -138,7 +138,7 @@ def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: 
     beside = fetched(ModelChoice(target)) if is_draft_folder(source) else None
     try:
         found = sized(model, source, shape, beside)
-    except BadParameter as error:  # which names the options of `inflate`
+    except BadParameter as error:  # its words name the options of `inflate`
         told = re.sub(
             r"--([a-z-]+)(?: (\d+))?",
             lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""),
@@ -171,8 +171,8 @@ class BenchPair:
 
     subject: Subject
     groups: tuple[Group, ...]
-    outside: int | None = None  # prompts of each suite for methods from outside; nothing: all
-    context_length: int | None = None  # where it is more than usual
+    outside: int | None = None  # prompts of each suite that methods from outside get; None: all
+    context_length: int | None = None  # None: the usual one
 
     @property
     def suites(self) -> tuple[Suite, ...]:

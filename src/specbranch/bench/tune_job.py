@@ -6,6 +6,7 @@ plain decoding always takes part, so that there is something to hold the others 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from specbranch.config import TUNED_FOR
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import OPTUNA
+from specbranch.files import write_whole
 from specbranch.measure.pair import StepsDone
 from specbranch.suites.suite import Suite
 
@@ -34,7 +36,7 @@ class TuneOrder:
     pair: PairOrder
     methods: tuple[str, ...]  # plain decoding first
     suites: tuple[Suite, ...]
-    clock: Clock | None = None  # nothing: this machine, to be measured
+    clock: Clock | None = None  # None: this machine is measured first
     workload: Workload
     trials: int = TRIALS
     running: Running  # how this machine is measured
@@ -48,7 +50,7 @@ class TuneOutcome:
     searches: tuple[Search, ...]
     complete: bool
     pair: str
-    circumstances: dict[str, Any]  # what was tuned for
+    circumstances: dict[str, Any]  # what it was tuned for
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that is told, the contents of a file for --config under `best`."""
@@ -69,6 +71,10 @@ class TuneOutcome:
             "complete": self.complete,
             "best": {**named, **chosen(best.best.config), TUNED_FOR: about},
         }
+
+    def save(self, path: Path) -> None:
+        """Write the best setting to a file for --config."""
+        write_whole(path, json.dumps(self.to_dict()["best"], indent=2, ensure_ascii=False) + "\n")
 
 
 def tuned_methods(names: Sequence[str], has_draft: bool) -> tuple[str, ...]:

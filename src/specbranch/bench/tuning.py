@@ -35,13 +35,13 @@ from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import SHIPPED, Suite, load_suite
 
-VERSION = 3  # of the search: what was found by another is looked for again
+VERSION = 3  # a search by another version is made again
 PROMPTS = 4  # of each shipped suite
 TRIALS = 40
-PART = 5  # answers that every trial is looked at on
-CLOSE = 1.03  # times the best seconds on them: near enough to be tried on all
-DRAWN = 24  # trials drawn at random before any is chosen by those before it
-WORSE, ENOUGH = 1.1, 3  # a length that takes so much longer than the best is bad; so many in a row end the search
+PART = 5  # every trial is looked at on so many answers
+CLOSE = 1.03  # a trial within so many times the best seconds there is tried on all answers
+DRAWN = 24  # the first trials are drawn at random
+WORSE, ENOUGH = 1.1, 3  # lengths that take 1.1 times the best are bad; three in a row end a search
 SEED = 20260301
 
 
@@ -60,7 +60,7 @@ class Search:
     method: str
     trials: tuple[TunedSeconds, ...]  # those tried on all prompts
     decoded: int  # tokens, after the first of each answer
-    looked_at: int  # settings, on a part of the prompts or on all
+    looked_at: int  # how many settings, on a part of the prompts or on all
 
     @property
     def best(self) -> TunedSeconds:
@@ -141,7 +141,7 @@ class Tuner:
 
     def __init__(self, lab: Lab, goal: Goal, progress: StepsDone = silent) -> None:
         self.lab, self.goal = lab, goal
-        self.tried: dict[str, list[TunedSeconds]] = {}  # by method, as it goes
+        self.tried: dict[str, list[TunedSeconds]] = {}  # by method, while a search goes on
         self.looked_at: dict[str, int] = {}
         self.decoded = 0
         self._progress = progress
@@ -221,7 +221,7 @@ class Tuner:
     def _recorded(self) -> None:
         if self._records:
             return
-        _ = self.goal.profile  # without one there is no need to record
+        _ = self.goal.profile  # without a profile there is nothing to record for
         workload = self.goal.workload
         prompts = [prompt for suite in self.goal.suites for prompt in suite.prompts]
         asked = [(prompt, workload) for prompt in prompts if self.lab.has_room_for(prompt, workload)]

@@ -15,7 +15,6 @@ from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR
 from specbranch.errors import BadParameter
-from specbranch.files import write_whole
 from specbranch.pairs import draft_path
 from specbranch.suites.suite import ALL_SHIPPED, SUITES
 
@@ -106,8 +105,8 @@ def tune(as_json: bool, **given: Any) -> None:
     order = _order(given)
     with counted() as progress:
         found = run_tuning(order, progress)
+    found.save(out)
     told = found.to_dict()
-    write_whole(out, json.dumps(told["best"], indent=2, ensure_ascii=False) + "\n")
     click.echo(json.dumps({**told, "out": str(out)}, ensure_ascii=False) if as_json else "\n".join(_table(told, out)))
     if not found.complete:
         raise KeyboardInterrupt

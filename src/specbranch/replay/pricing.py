@@ -23,9 +23,9 @@ from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import Charge, VirtualClock
 from specbranch.sim.profile import CostProfile
 
-OPEN = 24  # decoders: as many as there are records to tune on
+OPEN = 24  # decoders kept open: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
-PricedRound = tuple[Forward, tuple[Forward, ...]]  # the target's, of no rows if it had nothing to do; the draft's
+PricedRound = tuple[Forward, tuple[Forward, ...]]  # the target's (no rows if it had nothing to do), the draft's steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ReplayedMethods:
         # On a GPU a cache takes all its memory from the beginning.
         on_cpu = draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"
         self._most = OPEN if on_cpu else 1
-        self._decoders: dict[Task, NotingDecoder] = {}  # the one used last comes last
+        self._decoders: dict[Task, NotingDecoder] = {}  # the last used one comes last
 
     def stats(
         self, record: Record, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None

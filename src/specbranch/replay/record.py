@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specbranch.engine import LLM
 
 FORMAT = 1
-TOP = 8  # of a row: the most likely tokens and their log-probabilities
+TOP = 8  # so many of the most likely tokens are kept at each place
 
 TopRow = tuple[tuple[int, float], ...]
 

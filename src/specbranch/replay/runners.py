@@ -26,12 +26,12 @@ from specbranch.errors import BadParameter
 from specbranch.replay.record import Record
 
 NONE = -1  # no token: what a target says where its record says nothing
-WIDTH = 12  # candidates remembered of a place
+WIDTH = 12  # so many candidates are remembered at a place
 AT_HAND = 300_000  # proposals kept in memory: about 200 MB
 TABLE, READ = "proposals_2", "read_2"
 
 Mark = TypeVar("Mark")
-Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # texts that left a record: what the target says after each
+Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # from texts that left a record to the target's next tokens
 
 
 class PlainSlots(Generic[Mark]):
@@ -41,8 +41,8 @@ class PlainSlots(Generic[Mark]):
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length
         self._slots: dict[int, Slots] = {}
-        self._ends: dict[int, Mark] = {}  # after the prefix
-        # Of the nodes that may be asked about, ROOT where it was one of them.
+        self._ends: dict[int, Mark] = {}  # the mark after the prefix
+        # Marks of the nodes that may be asked about, ROOT's where it was one of them.
         self._marks: dict[int, dict[int, Mark]] = {}
 
     def open(self, seq: int, request: Request) -> None:
