@@ -15,7 +15,7 @@ from specbranch.bench import tuning
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import SPACES, default_setting
-from specbranch.bench.tuning import Goal, TunedSeconds, Tuner, candidates, tuned, tuning_suites
+from specbranch.bench.tuning import TRIALS, Goal, TunedSeconds, Tuner, candidates, tuning_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
@@ -93,7 +93,7 @@ def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:
 
 
 def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
-    best = [tuned(fresh, "speculative", clock, WORKLOAD, suites=SUITES).config for clock in (DEAR, CHEAP)]
+    best = [Tuner(fresh, goal(clock, TRIALS)).setting("speculative").config for clock in (DEAR, CHEAP)]
     assert best[0] is not None and best[1] is not None
     assert best[0].num_speculative_tokens < best[1].num_speculative_tokens
 
@@ -140,7 +140,7 @@ def test_a_method_that_plans_by_itself_is_replayed_by_the_clock_with_one_experie
     found = Tuner(fresh, goal(clock)).search(method)
     assert found.looked_at == 1 and [trial.config for trial in found.trials] == [default_setting(method).config]
     assert found.best.seconds == pytest.approx(charged(fresh, found.best.config, clock, Experience(clock.profile)))
-    assert not fresh.replays.decoded and tuned(fresh, method, clock, WORKLOAD, suites=SUITES) == found.setting
+    assert not fresh.replays.decoded and Tuner(fresh, goal(clock, TRIALS)).setting(method) == found.setting
 
 
 def test_the_same_question_is_answered_without_a_replay(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,12 +205,12 @@ def test_progress_is_told(fresh: Lab) -> None:
 
 def test_methods_without_knobs_are_left_as_they_are(lab: Lab) -> None:
     for method in ("autoregressive", "hf-generate"):
-        assert tuned(lab, method, Clock(), WORKLOAD) == default_setting(method)
+        assert Tuner(lab, goal(Clock())).setting(method) == default_setting(method)
 
 
 def test_without_a_profile_there_is_nothing_to_charge_by(lab: Lab) -> None:
     with pytest.raises(BadParameter, match="specbranch profile"):
-        tuned(lab, "speculative", Clock(), WORKLOAD)
+        Tuner(lab, goal(Clock())).setting("speculative")
 
 
 def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:

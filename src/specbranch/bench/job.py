@@ -33,7 +33,7 @@ from specbranch.bench.subjects import (
     make_subject,
     trained_context,
 )
-from specbranch.bench.tuning import tuned, tuning_suites
+from specbranch.bench.tuning import Goal, Tuner, tuning_suites
 from specbranch.errors import BadParameter
 from specbranch.measure.pair import StepsDone
 from specbranch.provenance import Provenance
@@ -200,11 +200,8 @@ class _PairJob:
         order = self.order
         if clock is None or not order.tune:
             return (*map(default_setting, order.methods), *order.settings)
-        found = (
-            tuned(lab, name, clock, order.workloads[0], self.tell.progress, group.tuning, order.trials)
-            for name in order.methods
-        )
-        return (*found, *order.settings)
+        tuner = Tuner(lab, Goal(clock, order.workloads[0], group.tuning, order.trials), self.tell.progress)
+        return (*map(tuner.setting, order.methods), *order.settings)
 
     def _draw(self, lab: Lab, runs: PairRuns) -> None:
         """Draw one answer of each method that shows what both models do."""

@@ -12,17 +12,13 @@ from specbranch.config import PARTS
 from specbranch.core.methods import METHODS
 from specbranch.pairs import PAIRS
 from specbranch.sim.shipped import shipped_profiles
-from specbranch.suites.suite import ALL_SHIPPED
+from specbranch.suites.suite import ALL_SHIPPED, PUBLIC
 
-SUITES = ("humaneval", "gsm8k", "mt_bench", "cnn_dm")
+SUITES = tuple(PUBLIC)
 # What is replayed quickly; lookahead has the target decode anew.
 QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)
-MODELLED = (
-    *(name for name in QUICKLY if name != "specbranch"),
-    "specbranch:confidence",
-    "specbranch:paper",
-    "specbranch",
-)
+VARIANTS = ("specbranch:confidence", "specbranch:paper", "specbranch")
+MODELLED = (*(name for name in QUICKLY if name != "specbranch"), *VARIANTS)
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "methods": "autoregressive,speculative,specbranch",
@@ -69,16 +65,8 @@ OF_PAIR: dict[str, dict[str, Any]] = {  # the shapes that a pair runs in there
     "smollm2-default": {"draft_shape": "1b", "target_shape": "8b"},
     "smollm2-strong": {"draft_shape": "1.3b", "target_shape": "33b", "limit": 2, "outside_limit": 1},
 }
-GPU_BASELINES = (
-    "autoregressive",
-    "speculative",
-    "adaptive",
-    "pearl",
-    "tree",
-    "lookup",
-    "lookahead",
-    "specbranch:confidence",
-)
+GPU_SERIAL = ("autoregressive", "speculative", "adaptive")
+GPU_BASELINES = (*GPU_SERIAL, "pearl", "tree", "lookup", "lookahead", "specbranch:confidence")
 GPU_OURS = ("specbranch", "specbranch-overlap", "specbranch-trees", "specbranch-lookup", "auto")
 GPU_BRIEF = ("autoregressive", "speculative", "pearl", "tree", "specbranch", "specbranch-overlap")
 GPU_OUTSIDE = ("hf-generate", "hf-assisted")
@@ -114,19 +102,11 @@ PRESETS |= {
     },
     "gpu-real": {**GPU, "methods": ",".join((*GPU_BASELINES, "specbranch:paper", *GPU_OURS, *GPU_OUTSIDE))},
 }
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {  # the other defaults are those of `BenchOrder`
     "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
-    "pair": (),
-    "suites": (),
-    "limit": None,
     "of_pair": {},  # what differs from pair to pair
-    "context": (),
-    "max_tokens": 128,
-    "repeats": 1,
-    "clock": (),
     "tune": True,
     "executor": "serial",
-    "timeline": False,
 }
 TOLD = [  # what the help says of each preset
     ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),

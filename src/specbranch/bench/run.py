@@ -64,25 +64,25 @@ class Outside(Protocol):
         ...
 
 
-def record_all(lab: Lab, job: PairRuns, progress: StepsDone) -> None:
+def record_all(lab: Lab, runs: PairRuns, progress: StepsDone) -> None:
     """Have the target answer whatever it has not answered before."""
-    lab.record([(asked.prompt, asked.workload) for asked in job.asked], progress)
+    lab.record([(asked.prompt, asked.workload) for asked in runs.asked], progress)
 
 
-def replay(lab: Lab, job: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
+def replay(lab: Lab, runs: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
     """Run every setting from the records, charged by a profile.
 
     A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that
     are done are replayed again, to learn from, which is quick: the draft's words are remembered.
     """
-    store.refuse_another(_blank(lab, job.asked[0], job.settings[0], clock))
+    store.refuse_another(_blank(lab, runs.asked[0], runs.settings[0], clock))
     done = store.done
     # One experience of each setting for all prompts, as in an LLM.
-    known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings}
-    runs = [[(_blank(lab, asked, setting, clock), setting) for setting in job.settings] for asked in job.asked]
-    learning = {setting for line in runs for blank, setting in line if blank.key not in done and setting.plans}
-    for number, (asked, line) in enumerate(zip(job.asked, runs, strict=True)):
-        progress(f"Replaying {lab.pair} by {clock.name}", number, len(runs))
+    known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in runs.settings}
+    blanks = [[(_blank(lab, asked, setting, clock), setting) for setting in runs.settings] for asked in runs.asked]
+    learning = {setting for line in blanks for blank, setting in line if blank.key not in done and setting.plans}
+    for number, (asked, line) in enumerate(zip(runs.asked, blanks, strict=True)):
+        progress(f"Replaying {lab.pair} by {clock.name}", number, len(blanks))
         wanted = [(blank, setting) for blank, setting in line if blank.key not in done or setting in learning]
         if wanted:
             for measurement in _replayed(lab, lab.records(asked.prompt, asked.workload), wanted, clock, known):
@@ -108,19 +108,19 @@ def _replayed(
         yield replace(blank, turns=tuple(lines), output=text)
 
 
-def measure(lab: Lab, job: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
+def measure(lab: Lab, runs: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
     """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to
     prompt."""
-    rounds = [(repeat, asked) for repeat in range(job.repeats) for asked in job.asked]
-    store.refuse_another(_blank(lab, job.asked[0], job.settings[0], Clock()))
+    rounds = [(repeat, asked) for repeat in range(runs.repeats) for asked in runs.asked]
+    store.refuse_another(_blank(lab, runs.asked[0], runs.settings[0], Clock()))
     done, warm = store.done, set[str]()
     for number, (repeat, asked) in enumerate(rounds):
         progress(f"Measuring {lab.pair}", number, len(rounds))
         records = lab.records(asked.prompt, asked.workload)
-        turned = number % len(job.settings)
-        for setting in (*job.settings[turned:], *job.settings[:turned]):
+        turned = number % len(runs.settings)
+        for setting in (*runs.settings[turned:], *runs.settings[:turned]):
             blank = replace(_blank(lab, asked, setting, Clock()), repeat=repeat)
-            beyond = setting.config is None and job.outside is not None and asked.at >= job.outside
+            beyond = setting.config is None and runs.outside is not None and asked.at >= runs.outside
             if blank.key in done or beyond:
                 continue
             if setting.method not in warm:
@@ -185,21 +185,23 @@ class ReplayCheck:
     same_counts: int  # counted runs that drafted, accepted and verified exactly as much
 
 
-def check_replay(lab: Lab, job: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
+def check_replay(lab: Lab, runs: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
     """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two
     drafts nearly tie."""
-    possible = [setting for setting in job.settings if setting.config is not None and setting.config.policy != "oracle"]
+    possible = [
+        setting for setting in runs.settings if setting.config is not None and setting.config.policy != "oracle"
+    ]
     settings = [setting for setting in possible if setting.needs_draft] or possible[:1]
-    prompts = [suite.prompts[0] for suite in job.suites]
-    text = counted = counts = runs = 0
+    prompts = [suite.prompts[0] for suite in runs.suites]
+    same_text = counted = same_counts = tried = 0
     for prompt, setting in islice(zip(cycle(prompts), cycle(settings), strict=False), most):
-        record = lab.records(prompt, job.workloads[0])[0]
+        record = lab.records(prompt, runs.workloads[0])[0]
         assert setting.config is not None and clock.profile is not None
         replayed = lab.replays.stats(record, setting.config, clock.profile).summary()
         tokens, live = _answer(lab, setting, record, None)
-        runs += 1
-        text += tokens == record.tokens
+        tried += 1
+        same_text += tokens == record.tokens
         if has_fixed_decisions(setting.config):
             counted += 1
-            counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
-    return ReplayCheck(runs, text, counted, counts)
+            same_counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
+    return ReplayCheck(tried, same_text, counted, same_counts)

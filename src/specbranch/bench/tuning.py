@@ -98,23 +98,6 @@ class Goal:
         return self.clock.profile
 
 
-def tuned(
-    lab: Lab,
-    method: str,
-    clock: Clock,
-    workload: Workload,
-    progress: StepsDone = silent,
-    suites: tuple[Suite, ...] = (),
-    trials: int = TRIALS,
-) -> Setting:
-    """Return a method at its best for a pair, a clock and a temperature; one that has nothing to set, or sets
-    itself, as it is."""
-    if not can_be_tuned(method):
-        return default_setting(method)
-    goal = Goal(clock, workload, suites or tuning_suites(), trials)
-    return variant(method, Tuner(lab, goal, progress).search(Name.of(method).like).setting)
-
-
 def can_be_tuned(method: str) -> bool:
     """Whether a method has anything to set."""
     return method not in OUTSIDE and bool(SPACES.get(Name.of(method).like))
@@ -146,6 +129,12 @@ class Tuner:
         self.decoded = 0
         self._progress = progress
         self._records: list[Record] = []
+
+    def setting(self, method: str) -> Setting:
+        """Return a method at its best; one that has nothing to set, or sets itself, as it is."""
+        if not can_be_tuned(method):
+            return default_setting(method)
+        return variant(method, self.search(Name.of(method).like).setting)
 
     def search(self, method: str) -> Search:
         """Return what is known of a method, trying out what is not."""
