@@ -24,7 +24,8 @@ from specbranch.bench import aggregate
 from specbranch.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
 from specbranch.bench.compare import compare
 from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest
-from specbranch.bench.results import ResultRow, Results, rows_csv, setting_text
+from specbranch.bench.report import report_html
+from specbranch.bench.results import COLUMNS, Column, ResultRow, Results, rows_csv, setting_text
 from specbranch.bench.table import losslessness, show, table_lines, table_text
 from specbranch.core.orders import Branch, Verdict
 from specbranch.core.stats import Stats
@@ -180,6 +181,13 @@ class TestAggregation:
     def test_runs_that_tell_nothing_of_spans_have_no_shares_of_them(self) -> None:
         row = row_of([run(AR), run("pearl", turn={"draft_idle_seconds": 0.2, "target_idle_seconds": 0.1})])
         assert (row.draft_overlapped, row.host_share, row.begun_with_tree, row.begun_of_overlapped) == (None,) * 4
+
+    def test_runs_of_earlier_versions_without_accepted_counts_have_no_figures_of_positions(self) -> None:
+        for one in toy_runs():
+            old = [{k: v for k, v in turn.items() if k != "accepted_by_position"} for turn in one.turns]
+            row, whole = rows_of([replace(one, turns=tuple(old))])[0], rows_of([one])[0]
+            assert (row.accepted_lengths, row.acceptance_by_position, row.tested_by_position) == ((), (), ())
+            assert (row.tokens_per_second, row.rollback_rate) == (whole.tokens_per_second, whole.rollback_rate)
 
     def test_toys_are_counted_as_core_counts_them(self) -> None:
         for one in toy_runs():
@@ -557,6 +565,13 @@ class TestTable:
             word in out.getvalue()
             for word in ("rollback", "hits", "first tok", "num_speculative_tokens=4", "measured (wall clock)")
         )
+
+    def test_one_table_of_columns_serves_terminal_page_and_glossary(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        added = Column("rounds", lambda row: "42 rounds", "how often the clock struck.", rank=1)
+        monkeypatch.setattr("specbranch.bench.results.COLUMNS", (*COLUMNS, added))
+        monkeypatch.setattr("specbranch.bench.report.COLUMNS", (*COLUMNS, added))
+        page = report_html(results(made_row()))
+        assert "42 rounds" in table_text([made_row()]) and "42 rounds" in page and added.meaning in page
 
     def test_colours_are_used_when_asked_for_and_not_with_no_color(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("NO_COLOR", raising=False)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from in_process import Command, Done
 
-from specbranch.bench.presets import GPU_BRIEF, PRESETS, TOLD
 from specbranch.bench.job import DRAWN
+from specbranch.bench.presets import GPU_BRIEF, PRESETS, TOLD
 from specbranch.models.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
 

@@ -211,10 +211,15 @@ class Column:
     name: str
     cell: Callable[[ResultRow], str]
     meaning: str = ""
-    short: str = ""  # its head on a terminal; a column without one is not shown there
-    rank: int = 0  # the higher, the sooner a narrow terminal leaves it out
+    rank: int | None = None  # the higher, the sooner a narrow terminal leaves it out; None: no terminal shows it
+    short: str = ""  # its head on a terminal, if not its name
     left: bool = False  # aligned to the left
     page_cell: Callable[[ResultRow], str] | None = None  # the page has room for more
+
+    @property
+    def head(self) -> str:
+        """What a terminal calls it."""
+        return self.short or self.name
 
     def on_page(self, row: ResultRow) -> str:
         """Write it for the page."""
@@ -246,7 +251,7 @@ def _lossless_at_length(row: ResultRow) -> str:
 COLUMNS = (
     Column("pair", _figure("pair", ""), left=True),
     Column("suite", _figure("suite", ""), left=True),
-    Column("method", _figure("method", ""), short="method", left=True),
+    Column("method", _figure("method", ""), rank=0, left=True),
     Column("temperature", _figure("temperature", "g")),
     Column(
         "clock",
@@ -259,52 +264,50 @@ COLUMNS = (
         lambda row: rate_text(row.tokens_per_second),
         "decoded tokens over decode time, summed over prompts, each time the median over repeats; first tokens are "
         "left out.",
-        short="tok/s",
         rank=1,
+        short="tok/s",
     ),
     Column(
         "spread",
         _figure("spread", ".1%"),
         "half of the width of the middle 50 % over repeats, relative to the median.",
-        short="±",
         rank=6,
+        short="±",
     ),
     Column(
         "speedup",
         _figure("speedup", ".2f", "×"),
         "tokens/s over that of autoregressive decoding (AR): same engine, run, prompts, repeats. Long answers weigh "
         "more, as they do in the time somebody waits.",
-        short="speedup",
         rank=0,
     ),
-    Column("95 % interval", _interval, "of the speedup: drawing prompts anew.", short="95 %", rank=8),
+    Column("95 % interval", _interval, "of the speedup: drawing prompts anew.", rank=8, short="95 %"),
     Column(
         "tokens/forward",
         _figure("tokens_per_forward", ".2f"),
         "tokens emitted for each forward of the target, the prefill left out.",
-        short="tok/fwd",
         rank=3,
+        short="tok/fwd",
     ),
     Column(
         "rollback rate",
         _figure("rollback_rate", ".0%"),
         "drafted tokens thrown away over drafted tokens, on the surviving line: losing branches are counted apart.",
-        short="rollback",
         rank=4,
+        short="rollback",
         page_cell=_figure("rollback_rate", ".1%"),
     ),
     Column(
         "branch hits",
         _figure("branch_hit_rate", ".0%"),
         "the share of branch points that the target reached at which one of the branches went on as the target did.",
-        short="hits",
         rank=7,
+        short="hits",
     ),
     Column(
         "begun",
         _figure("begun_with_tree", ".0%"),
         "the share of rounds that began with something the draft had read while the target worked.",
-        short="begun",
         rank=11,
     ),
     Column("begun of beside", _figure("begun_of_overlapped", ".0%"), "the same, of rounds in which both worked."),
@@ -312,30 +315,22 @@ COLUMNS = (
         "beside",
         _figure("draft_overlapped", ".0%"),
         "the share of the draft's working time that lies inside the target's: what overlap hides.",
-        short="beside",
         rank=12,
     ),
     Column(
         "target idle",
         _figure("target_idle", ".0%"),
         "the share of decode time in which the target had nothing to do.",
-        short="target idle",
         rank=13,
     ),
-    Column("draft idle", _figure("draft_idle", ".0%"), "the same of the draft.", short="draft idle", rank=14),
-    Column(
-        "host",
-        _figure("host_share", ".1%"),
-        "the share of decode time in which neither model worked.",
-        short="host",
-        rank=15,
-    ),
+    Column("draft idle", _figure("draft_idle", ".0%"), "the same of the draft.", rank=14),
+    Column("host", _figure("host_share", ".1%"), "the share of decode time in which neither model worked.", rank=15),
     Column(
         "first token",
         _figure("ttft_seconds", ".2f", " s"),
         "the time to the first token, which both prefills take.",
-        short="first tok",
         rank=9,
+        short="first tok",
         page_cell=_figure("ttft_seconds", ".3f", " s"),
     ),
     Column(
@@ -350,11 +345,10 @@ COLUMNS = (
         "lossless",
         _lossless,
         "every run gave the same tokens as AR. A dash where the ratio rule keeps the distribution instead of the text.",
-        short="lossless",
         rank=2,
         page_cell=_lossless_at_length,
     ),
-    Column("setting", lambda row: setting_text(row.setting), short="setting", rank=10, left=True),
+    Column("setting", lambda row: setting_text(row.setting), rank=10, left=True),
 )
 
 

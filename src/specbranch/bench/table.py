@@ -79,24 +79,24 @@ def _heading(key: TableBlock, room: int | None) -> list[Text]:
 
 def _block_lines(rows: list[ResultRow], room: int | None) -> list[Text]:
     columns = _fitting(rows, room)
-    widths = {column.short: _width(column, rows) for column in columns}
+    widths = {column.head: _width(column, rows) for column in columns}
     beyond = 0 if room is None else sum(widths.values()) + GAP * (len(columns) - 1) - room
     if beyond > 0:  # even the least is too much: the name gives way
-        widths[columns[0].short] -= beyond
-    head = Text((" " * GAP).join(_fit(column.short, column, widths) for column in columns).rstrip(), style="dim")
+        widths[columns[0].head] -= beyond
+    head = Text((" " * GAP).join(_fit(column.head, column, widths) for column in columns).rstrip(), style="dim")
     return [head, *(_line(row, columns, widths) for row in rows)]
 
 
 def _fitting(rows: list[ResultRow], room: int | None) -> list[Column]:
     """Leave out empty columns, and then the least wanted ones until the rest fits."""
-    columns = [column for column in filled_columns(rows) if column.short]
+    columns = [column for column in filled_columns(rows) if column.rank is not None]
     while room is not None and len(columns) > 2 and sum(_width(c, rows) + GAP for c in columns) - GAP > room:
-        columns.remove(max(columns, key=lambda column: column.rank))
+        columns.remove(max(columns, key=lambda column: column.rank or 0))
     return columns
 
 
 def _width(column: Column, rows: Sequence[ResultRow]) -> int:
-    return max(cell_len(column.short), *(cell_len(column.cell(row)) for row in rows))
+    return max(cell_len(column.head), *(cell_len(column.cell(row)) for row in rows))
 
 
 def _line(row: ResultRow, columns: Sequence[Column], widths: dict[str, int]) -> Text:
@@ -107,16 +107,16 @@ def _line(row: ResultRow, columns: Sequence[Column], widths: dict[str, int]) -> 
 
 
 def _fit(cell: str, column: Column, widths: dict[str, int]) -> str:
-    width, long = widths[column.short], cell_len(cell)
+    width, long = widths[column.head], cell_len(cell)
     if long > width:
         return set_cell_size(cell, max(width - 1, 0)) + "…"
     return cell + " " * (width - long) if column.left else " " * (width - long) + cell
 
 
 def _style(column: Column, row: ResultRow) -> str:
-    if column.short == "lossless":
+    if column.head == "lossless":
         return {True: "green", False: "bold red", None: ""}[row.lossless]
-    if column.short == "speedup" and row.speedup is not None and row.method != BASELINE:
+    if column.head == "speedup" and row.speedup is not None and row.method != BASELINE:
         change, noise = row.speedup - 1.0, row.speedup_spread or 0.0
         return "green" if change > noise else "red" if change < -noise else ""
     return ""
