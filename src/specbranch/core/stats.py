@@ -213,6 +213,7 @@ class Stats(Fates):
             "unused": self.unused,
             "acceptance_by_position": [_over(a, t) for a, t in zip(self.accepted_at, self.tested_at, strict=True)],
             "tested_by_position": list(self.tested_at),
+            "accepted_by_position": list(self.accepted_at),
             "branch_points": self.branch_points,
             "branch_hits": self.branch_hits,
             "branch_hits_other_head": self.branch_hits_other,

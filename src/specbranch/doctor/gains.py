@@ -22,7 +22,7 @@ from specbranch.errors import ModelError
 from specbranch.exec.serial import Serial
 from specbranch.measure.loaded_pair import LoadedPair
 from specbranch.measure.one_request import decode, greedy_session
-from specbranch.replay.decode import RecordDecoder, ReplayDraft
+from specbranch.replay.decode import RecordDecoder, ReplayedModel
 from specbranch.replay.record import Record, Task
 from specbranch.replay.runners import ProposalStore
 from specbranch.sim.profile import CostProfile
@@ -67,12 +67,12 @@ def predict(pair: LoadedPair, texts: Sequence[AnsweredPrompt], profile: CostProf
         )
     played: dict[TriedSetting, list[Stats]] = {setting: [] for setting in _settings()}
     with tempfile.TemporaryDirectory() as folder, closing(ProposalStore(Path(folder) / "memory.sqlite")) as memory:
-        draft = ReplayDraft("draft", memory, pair.drafter.runner)
+        draft = ReplayedModel("draft", memory, pair.drafter.runner)
         for record in records:
             with closing(RecordDecoder(record, draft)) as player:
                 for (method, setting), stats in played.items():
                     config = SpeculativeConfig.from_dict({"method": method, **dict(setting)})
-                    stats.append(player.play(config, profile))
+                    stats.append(player.decode(config, profile))
     return _best(played)
 
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
 from specbranch.core.request import Request
-from specbranch.errors import BadParameter
-from specbranch.files import replacing
+from specbranch.files import write_whole
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
 FORMAT = 1
-TOP = 8  # of a row: the most likely tokens and their log-probabilities
+TOP = 8  # so many of the most likely tokens are kept at each place
 
 TopRow = tuple[tuple[int, float], ...]
 
@@ -87,21 +86,12 @@ class Records:
         if output.error is not None:
             raise output.error
         record = Record(task, tuple(output.token_ids), tuple(row.top for row in output.logprobs or ()))
-        self._write(record)
+        held = {"format": FORMAT, "tokens": record.tokens, "rows": record.rows}
+        write_whole(self._path(task), json.dumps(held))
         return record
 
     def _path(self, task: Task) -> Path:
         return self.folder / f"{task.key(self.model)}.json"
-
-    def _write(self, record: Record) -> None:
-        held = {"format": FORMAT, "tokens": record.tokens, "rows": record.rows}
-        try:
-            with replacing(self._path(record.task)) as part:
-                part.write_text(json.dumps(held), encoding="utf-8")
-        except OSError as error:
-            raise BadParameter(
-                f"A record could not be kept in {self.folder} ({error.strerror}). Make room, or name another folder."
-            ) from None
 
 
 def _read(task: Task, held: dict[str, Any]) -> Record:
