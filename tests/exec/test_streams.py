@@ -91,8 +91,9 @@ def pair(polls: int, rule: Rule = "match") -> tuple[Streams, list[str]]:
     return executor, notes
 
 
-def grow(free: float = 1e9) -> Grow:
-    return Grow(ON, NO_TREE, Growth((0.0,), Timeless(PROFILE).insight.chances(), free=free, most=LENGTH, worth=1.0))
+def grow() -> Grow:
+    chances = Timeless(PROFILE).insight.chances()
+    return Grow(ON, NO_TREE, Growth((0.0,), chances, free_time=1e9, most=LENGTH, worth=1.0))
 
 
 def lanes(rule: Rule = "match") -> Draft:
