@@ -78,9 +78,8 @@ class Trial:
     head: Head | None = None
     logprobs: int | None = None  # how many of the most likely tokens are told with each taken one; nothing: none is
     wants_forecast: bool = False  # whether what the model's probe says of the verdict is told too
-    allowed: tuple[Allowed | None, ...] | None = (
-        None  # after the root, then after each of the nodes; nothing: any token anywhere
-    )
+    # after the root, then after each of the nodes; nothing: any token anywhere
+    allowed: tuple[Allowed | None, ...] | None = None
 
     def node(self, index: int) -> int:
         """The node of the order's token `index`, −1 for the root."""

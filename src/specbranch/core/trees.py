@@ -17,24 +17,8 @@ from typing import NamedTuple
 
 from specbranch.core.slots import ROOT
 
-EDGES = (
-    0.01,
-    0.03,
-    0.06,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    0.95,
-    0.98,
-    0.995,
-)  # between classes of what a draft says
+# between classes of what a draft says
+EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 CLASSES = len(EDGES) + 1
 
 
@@ -46,18 +30,16 @@ class Chances:
     first: tuple[float, ...]
     other: tuple[float, ...]
     looked: tuple[float, ...]  # of what was looked up and the draft does not name, by `look_class`
-    shifts: tuple[
-        float, ...
-    ]  # by how much more likely the draft's candidates are that were looked up, too: added to the log of their odds
+    # by how much more likely the draft's candidates are that were looked up, too: added to the log of their odds
+    shifts: tuple[float, ...]
 
     def of(self, rank: int, said: float) -> float:
         """Return the chance of a candidate."""
         return (self.other if rank else self.first)[class_of(said)]
 
 
-UNREAD, FIRST, OTHER, ABSENT = range(
-    4
-)  # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
+# what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
+UNREAD, FIRST, OTHER, ABSENT = range(4)
 STANDINGS = 4
 WORDS = 4  # matched before it, or more
 

@@ -32,10 +32,8 @@ from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow, rows_of
 
 CHUNK = 512  # tokens of a prompt read at once
-SAME = {
-    torch.float32: 0.01,
-    torch.float64: 0.01,
-}  # relative difference of logits taken for rounding; coarser types: ROUGH
+# relative difference of logits taken for rounding; coarser types: ROUGH
+SAME = {torch.float32: 0.01, torch.float64: 0.01}
 ROUGH = 0.2
 
 
@@ -301,9 +299,8 @@ def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
 def _loaded(factory: Any, source: str, options: dict[str, Any], name: str | Path) -> Any:
     try:
         return factory.from_pretrained(source, **options)
-    except (
-        Exception
-    ) as error:  # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
+    except Exception as error:
+        # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelError(
             f"transformers cannot load {name}: {reason}. Expected a causal language model it knows."

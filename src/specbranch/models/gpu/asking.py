@@ -29,9 +29,8 @@ def is_chosen_in_graph(spot: Spot) -> bool:
 
 def are_chosen_in_graph(spots: Sequence[Spot]) -> bool:
     """Whether none of some rows' tokens needs more."""
-    of_requests = {
-        id(spot.request): spot for spot in reversed(spots)
-    }  # what is wanted of the first tokens is not wanted less later
+    # what is wanted of the first tokens is not wanted less later
+    of_requests = {id(spot.request): spot for spot in reversed(spots)}
     return all(map(is_chosen_in_graph, of_requests.values())) and not any(spot.allowed is not None for spot in spots)
 
 

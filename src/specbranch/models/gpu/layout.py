@@ -39,9 +39,8 @@ class Choosing(NamedTuple):
     second_key: np.ndarray | Tensor
     noisy: np.ndarray | Tensor  # 1 where noise is added
     parent: np.ndarray | Tensor  # a row of the same step, itself at the top
-    said: (
-        np.ndarray | Tensor
-    )  # the token that has to be chosen at the parent for this row to be reached; ROOT_ROW: it is, NO_ROW: never
+    # the token that has to be chosen at the parent for this row to be reached; ROOT_ROW: it is, NO_ROW: never
+    said: np.ndarray | Tensor
 
 
 class Bucket(NamedTuple):
@@ -69,9 +68,8 @@ class Views:
     own: Tensor  # [rows, OWN] flat places in the order of positions; beyond `own_count` they mean nothing
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
     counts: Tensor | None = None  # how many moves there are, and how deep the longest way from a root is
-    moves: Tensor | None = (
-        None  # [2, some] flat places: what lies at the first is copied to the second, one after the other
-    )
+    # [2, some] flat places: what lies at the first is copied to the second, one after the other
+    moves: Tensor | None = None
 
 
 def bucket_of(work: Sequence[Rows], least: Bucket = LEAST) -> Bucket:

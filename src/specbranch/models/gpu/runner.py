@@ -76,9 +76,8 @@ class GpuRunner(NativeRunner):
             self._graphs = Graphs(step_of(decoder, self.memory), most)
             self._graphs.choose_with(self._chooser())
             self._graphs.tree = self._tree = DeviceTree(most, self.device, self.pool.pages * PAGE)
-        self._moves: list[
-            tuple[int, np.ndarray, int]
-        ] = []  # still to be made: sequence, places, and the lowest that is written
+        # still to be made: sequence, places, and the lowest that is written
+        self._moves: list[tuple[int, np.ndarray, int]] = []
         self._ahead: Ahead | None = None
 
     @property
@@ -264,9 +263,8 @@ class GpuRunner(NativeRunner):
         wanted = (
             not trials or self._tapped or any(trial.logprobs is not None or trial.wants_forecast for trial in trials)
         )
-        wanted = wanted or {feed.seq for feed in work} != {
-            trial.seq for trial in trials
-        }  # others are judged later, by rows that are held
+        # others are judged later, by rows that are held
+        wanted = wanted or {feed.seq for feed in work} != {trial.seq for trial in trials}
         if wanted or not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
@@ -335,9 +333,8 @@ class GpuRunner(NativeRunner):
         if not self._moves:
             return None
         moves = np.concatenate([places for _, places, _ in self._moves], axis=1)
-        in_order = (
-            self._graphs.step.moves or len(self._moves) == 1
-        )  # a place may be left by one keep and filled by the next
+        # a place may be left by one keep and filled by the next
+        in_order = self._graphs.step.moves or len(self._moves) == 1
         if in_order and moves.shape[1] <= most_moves(len(choosing.said)):
             return moves
         self._up({})

@@ -1,5 +1,5 @@
-"""The Triton kernel by which a tree grows on a device: `core.trees.GrowingTree`'s arithmetic on arrays, in float64, in the
-same order.
+"""The Triton kernel by which a tree grows on a device: `core.trees.GrowingTree`'s arithmetic on arrays, in float64, in
+the same order.
 
 One program of one warp: what is to be read next is chosen between two steps of a draft, in some microseconds.
 Invariant: the same trees come of it as of `DeviceTree._plainly`. Needs Triton, so nobody imports it but `trees`, when

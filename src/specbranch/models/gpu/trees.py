@@ -45,26 +45,22 @@ STEPS = 64  # of one growth, at most
 LOST = 10.0  # seconds without a word from the device after which it is asked what happened
 
 SCALARS = (
-    "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature", "noisy",
-    "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest", "most", "lanes", "room", "planted",
+    "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature",
+    "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
+    "most", "lanes", "room", "planted",
 )  # fmt: skip
-FIELDS = (
-    *Node._fields,
-    "place",
-    "known",
-)  # of a node; place: in the tail, once it was read; known: the chances of its children, summed
+# of a node; place: in the tail, once it was read; known: the chances of its children, summed
+FIELDS = (*Node._fields, "place", "known")
 LOOKED = 2 * WORDS * STANDINGS
 PARTS = {
-    "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED,
-    "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
+    "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES,
+    "looked": LOOKED, "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
 }  # fmt: skip
-AT = dict(
-    zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True)
-)  # where each part begins; nodes come last
+# where each part begins; nodes come last
+AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))
 
-NoiseKeys = tuple[
-    int, Sequence[int]
-]  # the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
+# the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
+NoiseKeys = tuple[int, Sequence[int]]
 
 
 class DeviceTree:
@@ -94,9 +90,10 @@ class DeviceTree:
         spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
         array = np.zeros(self._first + len(nodes) * len(FIELDS))
         array[: len(SCALARS)] = (
-            len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare, len(pages), moves.shape[1],
-            noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time, growth.target_delay, growth.draft_delay, growth.row_price, growth.children,
-            growth.rows, growth.deepest, growth.most, len(growth.step), room, len(nodes),
+            len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
+            len(pages), moves.shape[1], noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time,
+            growth.target_delay, growth.draft_delay, growth.row_price, growth.children, growth.rows, growth.deepest,
+            growth.most, len(growth.step), room, len(nodes),
         )  # fmt: skip
         array[AT["now"]] = ROOT
         chances = growth.chances
@@ -168,8 +165,9 @@ class DeviceTree:
         assert step.counts is not None and step.moves is not None and bucket.rows == LANES
         across = 0 if lines is None else lines.shape[1]
         grow[(1,)](
-            self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts, step.moves,
-            self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self._first, bucket.pages, num_warps=1, enable_fp_fusion=False,
+            self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts,
+            step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self._first, bucket.pages,
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _plainly(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
@@ -211,8 +209,8 @@ class DeviceTree:
         self._told[step] = 32 * len(growing.nodes) + chosen
 
     def _pack(
-        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int], now: Mapping[str, float],
-        with_moves: bool,
+        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int],
+        now: Mapping[str, float], with_moves: bool,
     ) -> None:  # fmt: skip
         """Write out the step that reads some nodes."""
         state, prefix, count = self.state.numpy(), int(now["prefix"]), len(nexts)
