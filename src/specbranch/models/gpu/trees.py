@@ -2,7 +2,7 @@
 out there.
 
 Owns the tree's layout in the device's memory: one array of float64, in which whole numbers are exact, so that one copy
-brings it up and one read brings it back. Invariant: what grows is what `core.trees.Sapling` grows from the same
+brings it up and one read brings it back. Invariant: what grows is what `core.trees.GrowingTree` grows from the same
 proposals, operation by operation. Two ways lead there: a Triton kernel, and that very code, which the kernel is
 compared with and which serves where there is no GPU.
 """
@@ -177,7 +177,7 @@ class DeviceTree:
         now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
         count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
         nodes, places = self._nodes(state[: self._first + count * len(FIELDS)])
-        growing = _sapling(nodes)
+        growing = _growing_tree(nodes)
         read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
         if read and read != [ROOT]:
             growing.feed(read)
@@ -237,7 +237,7 @@ def growing_bucket(places: int, least: Bucket) -> Bucket:
     return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-places // PAGE)), least.pages))
 
 
-def _sapling(nodes: list[Node]) -> GrowingTree:
+def _growing_tree(nodes: list[Node]) -> GrowingTree:
     growing = GrowingTree(NO_TREE)
     growing.nodes = nodes
     return growing
