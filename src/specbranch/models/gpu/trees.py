@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import exp
 
 import numpy as np
@@ -51,6 +52,8 @@ SCALARS = (
 )  # fmt: skip
 # of a node; place: in the tail, once it was read; known: the chances of its children, summed
 FIELDS = (*Node._fields, "place", "known")
+PLACE = FIELDS.index("place")
+KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
 LOOKED = 2 * WORDS * STANDINGS
 PARTS = {
     "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES,
@@ -107,7 +110,8 @@ class DeviceTree:
         ):
             array[AT[name] : AT[name] + len(part)] = part
         array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
-        array[self._first :] = _numbers(nodes, growing.held)
+        if nodes:
+            array[self._first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
             self.forget_told()
         self._growth = growth
@@ -150,13 +154,10 @@ class DeviceTree:
         return self._nodes(read)
 
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
-        table = read[self._first :].reshape(-1, len(FIELDS))
-        whole, real = table.astype(np.int64).T.tolist(), table.T.tolist()
-        columns = [
-            real[at] if name in ("chance", "reach", "said") else whole[at] for at, name in enumerate(Node._fields)
-        ]
-        columns[-2:] = ([flag > 0 for flag in column] for column in columns[-2:])  # read, sent
-        return list(map(Node, *columns)), whole[FIELDS.index("place")]
+        columns = read[self._first :].reshape(-1, len(FIELDS)).T
+        numbers = [columns[at].astype(kind).tolist() for at, kind in enumerate(KINDS)]
+        places: list[int] = columns[PLACE].astype(np.int64).tolist()
+        return list(map(Node._make, zip(*numbers, strict=True))), places
 
     def _by_kernel(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         from specbranch.models.gpu.tree_kernels import grow
@@ -259,10 +260,15 @@ def _candidates(line: list[float], children: int) -> tuple[list[int], list[float
     return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
 
 
-def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> list[float]:
+def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
     """Nodes as numbers, with their places and what is known of their children."""
-    known = [0.0] * len(nodes)
+    count, fields = len(nodes), len(Node._fields)
+    known = [0.0] * count
     for node in nodes:
         if node.parent != ROOT:
             known[node.parent] += node.chance
-    return [number for n, node in enumerate(nodes) for number in (*node, places.get(n, -1), known[n])]
+    table = np.empty((count, len(FIELDS)))
+    table[:, :fields] = np.fromiter(chain.from_iterable(nodes), np.float64, count * fields).reshape(count, fields)
+    table[:, fields] = [places.get(n, -1) for n in range(count)]
+    table[:, fields + 1] = known
+    return table.reshape(-1)
