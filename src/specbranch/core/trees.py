@@ -118,8 +118,8 @@ class Growth:
     tokens' worth.
 
     `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free_time`) the draft's time
-    costs nothing, but a step takes `draft_delay` more and holds the target up by `target_delay`. To read a node is worth
-    `worth` times its gain, see `GrowingTree.readable`.
+    costs nothing, but a step takes `draft_delay` more and holds the target up by `target_delay`. To read a node is
+    worth `worth` times its gain, see `GrowingTree.readable`.
     """
 
     step: tuple[float, ...]
