@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("specbranch")
 
+DeviceMap = Literal["auto"]
 RunnerName = Literal["auto", "native", "transformers"]
 RUNNERS = ("auto", "native", "transformers")
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
@@ -59,6 +60,7 @@ class ModelChoice:
     cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
     # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
     weights: WeightsName | None = None
+    device_map: DeviceMap | None = None  # auto: over all GPUs, by the transformers runner; nothing: on one device
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -75,6 +77,18 @@ class ModelChoice:
             raise BadParameter(f"context_length is {self.context_length!r}; expected a whole number ≥ 2, or nothing.")
         if self.cache_tokens is not None and (not isinstance(self.cache_tokens, int) or self.cache_tokens < 1):
             raise BadParameter(f"cache_tokens is {self.cache_tokens!r}; expected a whole number ≥ 1, or nothing.")
+        if self.device_map is not None:
+            self._check_device_map()
+
+    def _check_device_map(self) -> None:
+        if self.device_map != "auto":
+            raise unknown("device map", str(self.device_map), ("auto",))
+        if self.runner == "native":
+            raise BadParameter("device_map 'auto' needs the transformers runner; the native one runs on one device.")
+        if self.device not in (None, "cuda"):
+            raise BadParameter(
+                f"device_map 'auto' takes all GPUs, and device {self.device!r} was asked for. Leave one of the two out."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +184,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         "shorten": choice.shorten,
         "tail": choice.tail,
     }
-    if choice.runner in ("auto", "native"):
+    if choice.runner in ("auto", "native") and choice.device_map is None:
         from specbranch.models.native import load_native
 
         try:
@@ -184,7 +198,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
     asked["dtype"] = alike(dtype, choice.weights, "transformers")
     from specbranch.models.transformers_runner import load_transformers
 
-    return load_transformers(source, **asked)
+    return load_transformers(source, spread=choice.device_map is not None, **asked)
 
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
@@ -299,6 +313,7 @@ def circumstances(
         "compiled": getattr(parts.verifier.runner, "compiled", False),
         "threads": torch.get_num_threads(),
         "executor": executor,
+        **({} if target.device_map is None else {"device_map": target.device_map}),
     }
 
 

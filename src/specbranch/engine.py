@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import ModelChoice, RunnerName, assemble, circumstances, cost_profile
+from specbranch.assembly import DeviceMap, ModelChoice, RunnerName, assemble, circumstances, cost_profile
 from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
@@ -57,6 +57,7 @@ class LLM:
         runner: RunnerName = "auto",
         device: str | None = None,
         draft_device: str | None = None,
+        device_map: DeviceMap | None = None,
         dtype: str | None = None,
         weights: WeightsName | None = None,
         draft_weights: WeightsName | None = None,
@@ -77,8 +78,9 @@ class LLM:
         policy "paper"; the pairs known by name have one of their own. `dtype`: the precision of computing. `weights`,
         `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8" or "int4"; the last two are another,
         coarser model, of which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
-        places in each model's cache for all requests together; nothing: what there is room for. What is learned of a
-        pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
+        places in each model's cache for all requests together; nothing: what there is room for. `device_map`: "auto"
+        spreads the target over all GPUs, by the transformers runner; the draft stays on one device. What is learned of
+        a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
         cache folder, unless `keep_experience` is false.
         """
         self.target, named = chosen_models(pair, target, draft)
@@ -87,9 +89,16 @@ class LLM:
         self._take_method(_config(speculative, method), named is not None)
         self.max_batch = _batch_size(max_batch)
         choice = ModelChoice(
-            self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens, weights=weights
+            self.target,
+            runner,
+            device,
+            dtype,
+            context_length,
+            cache_tokens=cache_tokens,
+            weights=weights,
+            device_map=device_map,
         )
-        other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights)
+        other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights, device_map=None)
         drafting = replace(other, name=named) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)

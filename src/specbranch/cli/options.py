@@ -101,6 +101,13 @@ DRAFT = (
     ),
 )
 SPECULATION = (
+    # of the target, but for commands that load an LLM: those that measure a model have it on one device
+    _model(
+        "--device-map",
+        metavar="MAP",
+        help="auto: the target over all GPUs of this machine, layer by layer, by the transformers runner: for one that "
+        "does not fit into one [on one device].",
+    ),
     _speculation(
         "--method", metavar="METHOD", help="Decoding method, see below [specbranch with a draft, auto without one]."
     ),
@@ -258,6 +265,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
         "draft",
         "device",
         "draft_device",
+        "device_map",
         "dtype",
         "weights",
         "draft_weights",
