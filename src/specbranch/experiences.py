@@ -33,13 +33,14 @@ PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 TALLIES = ("first", "other", "cover", "looked")
 ANY = -math.inf
+# seconds that can be
 LEAST: dict[Timed, float] = {
     "target": 1e-9,
     "step": 1e-9,
     "host": 0.0,
     "slow_down": ANY,
     "draft_slow_down": ANY,
-}  # seconds that can be
+}
 
 
 class Experiences:

@@ -32,9 +32,8 @@ class Pair:
     name: str
     target: str
     about: str
-    target_fingerprint: str | None = (
-        None  # of the target's embedding, as a draft's config.json has it; nothing: told when it is loaded
-    )
+    # of the target's embedding, as a draft's config.json has it; nothing: told when it is loaded
+    target_fingerprint: str | None = None
 
 
 PAIRS: dict[str, Pair] = {

@@ -114,9 +114,8 @@ class TestAggregation:
         runs = [run(method, repeat=at, seconds=s) for at, s in enumerate(seconds) for method in (AR, "pearl")]
         row = row_of(runs)
         assert row.spread == pytest.approx((80 - 50) / 2 / 62.5)
-        assert row.speedup_spread == pytest.approx(
-            0.0
-        )  # a machine that slows down as a whole leaves the paired ratio alone
+        # a machine that slows down as a whole leaves the paired ratio alone
+        assert row.speedup_spread == pytest.approx(0.0)
         assert row.repeats == 5
 
     def test_the_spread_of_a_single_repeat_is_unknown_by_the_wall_and_nothing_by_a_profile(self) -> None:

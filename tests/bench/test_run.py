@@ -160,11 +160,12 @@ def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, mo
         replay(lab, job(), C5, store, nothing)
         assert len(store.measurements) == kept + len(SETTINGS)
     assert {method for prompt, method in replayed if prompt == "t1"} == {s.method for s in SETTINGS}
+    # they learn from it
     assert {method for prompt, method in replayed if prompt != "t1"} == {
         "specbranch",
         "tree",
         "auto",
-    }  # they learn from it
+    }
     replayed.clear()
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)

@@ -81,9 +81,8 @@ def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: L
         assert trial.seconds == pytest.approx(seconds[trial.config.num_speculative_tokens])
     assert found.best.seconds == pytest.approx(min(seconds.values()))
     told_apart = len({round(value, 6) for value in seconds.values()}) > 3
-    assert told_apart or method == "adaptive", (
-        "the length made no difference"
-    )  # a tiny draft is so unsure that AdaEDL stops at once
+    # a tiny draft is so unsure that AdaEDL stops at once
+    assert told_apart or method == "adaptive", "the length made no difference"
 
 
 def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:

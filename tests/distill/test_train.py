@@ -126,9 +126,8 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     torch.manual_seed(123)  # another process would have another state
     again = trained(target, tmp_path / "killed", resume=True)
     assert same_weights(whole, again) and again.tokens == whole.tokens
-    assert not same_weights(
-        whole, trained(target, tmp_path / "other", replace(SETTINGS, seed=6))
-    )  # the comparison can fail
+    # the comparison can fail
+    assert not same_weights(whole, trained(target, tmp_path / "other", replace(SETTINGS, seed=6)))
     mine, theirs = ([r["step"] for r in records(tmp_path / name)] for name in ("killed", "whole"))
     assert mine == theirs
 

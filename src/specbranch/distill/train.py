@@ -417,9 +417,8 @@ def _short(value: Any) -> str:
 
 def _optimiser(student: Stack, settings: TrainSettings) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in student.parameters() if parameter.dim() > 1]
-    vectors = [
-        parameter for parameter in student.parameters() if parameter.dim() < 2
-    ]  # norms and biases are not drawn to 0
+    # norms and biases are not drawn to 0
+    vectors = [parameter for parameter in student.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].device.type == "cuda"
