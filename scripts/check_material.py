@@ -17,7 +17,7 @@ from pathlib import Path
 
 from specbranch.assembly import ModelChoice, load_tokenizer
 from specbranch.cli.progress import pulled
-from specbranch.cli.writing import material_in
+from specbranch.distill.material import material_in
 
 STRETCH, SHORTEST = 13, 6  # words
 

@@ -27,9 +27,8 @@ PROMPTS = (  # code, reasoning and prose: from what a draft foresees well to wha
     "Describe in a short paragraph a harbour on a foggy morning.",
 )
 PLAIN = "autoregressive"
-METHODS = tuple(
-    name for name, method in ALL_METHODS.items() if not method.guesses
-)  # lookahead reads 120 rows a step: too long for a CPU
+# without lookahead, which reads 120 rows a step: too long for a CPU
+METHODS = tuple(name for name, method in ALL_METHODS.items() if not method.guesses)
 CLOCK = "h200-1b-8b"
 SECONDS = 30.0  # after which no further prompt is begun
 NEXT = """Go on with
@@ -115,14 +114,8 @@ def table(here: dict[str, Row], there: dict[str, Row], prompts: int) -> Table:
         caption_justify="left",
     )
     made.add_column("method", no_wrap=True)
-    for heading in (
-        "tokens/s\nhere",
-        "× plain\nhere",
-        "tokens/\nforward",
-        "rollback",
-        "same\ntokens",
-        "× plain,\nGPU*",
-    ):
+    headings = ("tokens/s\nhere", "× plain\nhere", "tokens/\nforward", "rollback", "same\ntokens", "× plain,\nGPU*")
+    for heading in headings:
         made.add_column(heading, justify="right")
     for name, row in here.items():
         rollback = "–" if row.rollback is None else f"{row.rollback:.0%}"
@@ -151,11 +144,8 @@ def verdict(here: dict[str, Row], there: dict[str, Row]) -> str:
         )
     gpu = "" if other.method == "specbranch" else f"{other.method} {other.speedup:.2f} ×, "
     lossless = all(row.lossless for row in (*here.values(), *there.values()))
-    sentence = (
-        "Every method gave exactly the tokens of plain decoding."
-        if lossless
-        else "[red]Not every method gave the same tokens.[/]"
-    )
+    whole, parted = "Every method gave exactly the tokens of plain decoding.", "Not every method gave the same tokens."
+    sentence = whole if lossless else f"[red]{parted}[/]"
     return f"{choice}\nOn the modelled GPU: {gpu}specbranch {there['specbranch'].speedup:.2f} ×.\n{sentence}"
 
 

@@ -41,9 +41,8 @@ def main() -> None:
     (DOCS / "method-round.svg").write_text(_round(), encoding="utf-8")
     (DOCS / "method-tree.svg").write_text(_tree(), encoding="utf-8")
     if given.ablation:
-        (DOCS / "method-threshold.svg").write_text(
-            _threshold(Results.load(given.ablation / "results.json")), encoding="utf-8"
-        )
+        picture = _threshold(Results.load(given.ablation / "results.json"))
+        (DOCS / "method-threshold.svg").write_text(picture, encoding="utf-8")
 
 
 def _round() -> str:
@@ -64,21 +63,11 @@ def _round() -> str:
 
 def _tree() -> str:
     """A tree of drafted and looked-up tokens: what the target reads now, and what the draft adds meanwhile."""
-    sent = [
-        Box(0, 1, "The", BLUE),
-        Box(1, 1, "heron", BLUE, 0),
-        Box(1, 2, "bird", BLUE, 0),
-        Box(2, 1, "waits", BLUE, 1),
-    ]
-    sent += [Box(2, 2, "stands", BLUE, 1), Box(3, 1, "in", BLUE, 3)]
+    sent = [Box(0, 1, "The", BLUE), Box(1, 1, "heron", BLUE, 0), Box(1, 2, "bird", BLUE, 0)]
+    sent += [Box(2, 1, "waits", BLUE, 1), Box(2, 2, "stands", BLUE, 1), Box(3, 1, "in", BLUE, 3)]
     looked = [Box(0, 0, "Herons", ORANGE), Box(1, 0, "wade", ORANGE, 6), Box(2, 0, "in", ORANGE, 7)]
-    grown = [
-        Box(2, 3, "waits", GREEN, 2),
-        Box(3, 2, "in", GREEN, 4),
-        Box(4, 1, "the", GREEN, 5),
-        Box(5, 1, "reeds", GREEN, 11),
-    ]
-    grown += [Box(4, 2, "the", GREEN, 10), Box(5, 2, "mud", GREEN, 13)]
+    grown = [Box(2, 3, "waits", GREEN, 2), Box(3, 2, "in", GREEN, 4), Box(4, 1, "the", GREEN, 5)]
+    grown += [Box(5, 1, "reeds", GREEN, 11), Box(4, 2, "the", GREEN, 10), Box(5, 2, "mud", GREEN, 13)]
     keys = [
         ("sent to the target: one forward judges all of it", BLUE),
         ("met earlier in the text", ORANGE),
@@ -93,17 +82,14 @@ def _tree() -> str:
 
 def _drawn(boxes: list[Box], top: float) -> str:
     place = [(GAP + box.column * (BOX + GAP), top + box.row * (HIGH + GAP + 6)) for box in boxes]
-    lines = [
-        line(place[box.parent][0] + BOX, place[box.parent][1] + HIGH / 2, x, y + HIGH / 2)
-        for (x, y), box in zip(place, boxes, strict=True)
-        if box.parent is not None
-    ]
-    drawn = [
-        rect(x, y, BOX, HIGH, box.colour, faint=box.faint)
-        + text(x + BOX / 2, y + HIGH / 2 + 4, box.word, anchor="middle", kind="" if box.faint else "light")
-        for (x, y), box in zip(place, boxes, strict=True)
-    ]
-    return "".join(lines + drawn)
+    lines = drawn = ""
+    for (x, y), box in zip(place, boxes, strict=True):
+        if box.parent is not None:
+            before, above = place[box.parent]
+            lines += line(before + BOX, above + HIGH / 2, x, y + HIGH / 2)
+        drawn += rect(x, y, BOX, HIGH, box.colour, faint=box.faint)
+        drawn += text(x + BOX / 2, y + HIGH / 2 + 4, box.word, anchor="middle", kind="" if box.faint else "light")
+    return lines + drawn
 
 
 def _threshold(results: Results) -> str:
@@ -117,16 +103,10 @@ def _threshold(results: Results) -> str:
                 if row.pair == pair and row.method.startswith(f"specbranch:{policy}@stop_below="):
                     found.setdefault(float(row.method.rpartition("=")[2]), []).append(row.speedup or 0.0)
             points = [(value, fmean(speeds)) for value, speeds in sorted(found.items())]
-            lines.append(
-                ChartLine(f"{pair.removeprefix('smollm2-')}, {name}", points, marks=True, dashed=policy == "confidence")
-            )
-    return line_chart(
-        "Two-stage SpecBranch over the confidence threshold",
-        lines,
-        "ε",
-        "speedup over plain decoding, c = 10",
-        y_from_zero=True,
-    )
+            title = f"{pair.removeprefix('smollm2-')}, {name}"
+            lines.append(ChartLine(title, points, marks=True, dashed=policy == "confidence"))
+    title, speed = "Two-stage SpecBranch over the confidence threshold", "speedup over plain decoding, c = 10"
+    return line_chart(title, lines, "ε", speed, y_from_zero=True)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,8 @@ def record(method: str) -> list[TracedRound]:
     loop = Loop(VirtualClock(Verifier(ToyRunner(ToyLaw())), draft, PROFILE), Trace())
     prompt = [4, 0, 1]
     session = Session(0, prompt, Request(SamplingParams(max_tokens=TOKENS), 0, len(prompt)), 500)
-    policy: PolicyName | None = (
-        "confidence" if method == "specbranch" else None
-    )  # the paper's two stages, which a reader can follow
+    # of SpecBranch the paper's two stages, which a reader can follow
+    policy: PolicyName | None = "confidence" if method == "specbranch" else None
     config = SpeculativeConfig(method=method, policy=policy, num_speculative_tokens=6)
     loop.join(session, METHODS[method].start(session, config, Experience()))
     while loop.live:

@@ -110,8 +110,7 @@ def note(folder: Path, found: Mapping[str, Agreement], texts: Mapping[str, list[
     )
     section = (
         f"## Evaluation\n\nOn the target's own greedy answers (at most {TOKENS} tokens) to prompts it was not trained "
-        "on; "
-        f"see scripts/evaluate_drafts.py.\n\n| prompts | count | top-1 | top-3 |\n|---|---|---|---|\n{rows}\n"
+        f"on; see scripts/evaluate_drafts.py.\n\n| prompts | count | top-1 | top-3 |\n|---|---|---|---|\n{rows}\n"
     )
     (folder / "README.md").write_text(
         card.replace("## How it was made", section + "## How it was made"), encoding="utf-8"

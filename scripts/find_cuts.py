@@ -57,11 +57,13 @@ def best_cuts(case: Case, name: str, step: KernelStep, model: Shaped, replays: i
     for cut in dict.fromkeys([pinned, *cuts(name, case.stored, products[0])]):
         timed[cut] = time_cut(name, [replace(one, cut=cut) for one in products], step, model, replays)
     least = sorted(timed, key=timed.__getitem__)[:3]
-    size = products[0].weight.nbytes
+    size, product = products[0].weight.nbytes, f'("{name}", {products[0].outs}, {products[0].ins})'
     return [
-        {"case": case.named, "us": timed[cut], "gb_s": size / timed[cut] / 1e3}
-        | {
-            "line": f'("{name}", {products[0].outs}, {products[0].ins}): Cut{astuple(cut)},{"  # pinned" if cut == pinned else ""}'
+        {
+            "case": case.named,
+            "us": timed[cut],
+            "gb_s": size / timed[cut] / 1e3,
+            "line": f"{product}: Cut{astuple(cut)},{'  # pinned' if cut == pinned else ''}",
         }
         for cut in dict.fromkeys([*least, pinned])
     ]

@@ -1,5 +1,4 @@
-"""Measure profiles like the shipped ones on a GPU: Llama shapes with random weights, bfloat16, CUDA graphs, 1k of
-context.
+"""Measure profiles like the shipped ones on a GPU: Llama shapes, random weights, bfloat16, CUDA graphs, 1k of context.
 
 For each pair: a target forward by its rows, a draft step by its width, then both at once on two streams: what a draft
 step adds to the target, and what the target adds to a draft step. Writes one profile a pair into --out and prints a
@@ -30,11 +29,10 @@ WIDTHS = (1, 4, 16, 32)
 TOGETHER = 64  # rows of one sequence at most; more are several sequences
 BESIDE = 16  # rows that the target verifies while the draft is at work
 LONG = 8000  # tokens of context with which a step is timed once more
-TIMES = 30
+TIMES, WARM_UP = 30, 5
 
 Replay = Callable[[], Any]
-
-
+Event = torch.cuda.Event
 PAIRS = {
     "h200-68m-7b": ("68m", "7b"),
     "h200-68m-13b": ("68m", "13b"),
@@ -75,41 +73,40 @@ class Model:
         return replay
 
 
-def alone(replay: Replay) -> float:
-    """Seconds of one replay, several in a row, nothing beside."""
+def timed(replay: Replay, times: int, stream: torch.cuda.Stream | None = None) -> tuple[Event, Event]:
+    """Launch some replays on a stream; returns the events before and after them."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for number in range(TIMES + 5):
+    with torch.cuda.stream(stream):
         start.record()
-        for _ in range(4):
+        for _ in range(times):
             replay()
         end.record()
-        end.synchronize()
-        times += [start.elapsed_time(end) / 4e3] if number >= 5 else []
-    return statistics.median(times)
+    return start, end
+
+
+def seconds(events: tuple[Event, Event]) -> float:
+    """Seconds between two events; waits for the later one."""
+    events[1].synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3
+
+
+def alone(replay: Replay) -> float:
+    """Seconds of one replay, several in a row, nothing beside."""
+    times = [seconds(timed(replay, 4)) / 4 for _ in range(WARM_UP + TIMES)]
+    return statistics.median(times[WARM_UP:])
 
 
 def together(
     target: Replay, draft: Replay, steps: int, streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
 ) -> tuple[float, float]:
     """Seconds of a target forward and of all draft steps beside it, both from the common start."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     spans = []
-    for number in range(TIMES + 5):
+    for _ in range(WARM_UP + TIMES):
         torch.cuda.synchronize()
-        for stream, replay, times, (start, end) in zip(
-            streams, (target, draft), (1, steps), (events[:2], events[2:]), strict=True
-        ):
-            with torch.cuda.stream(stream):
-                start.record()
-                for _ in range(times):
-                    replay()
-                end.record()
-        torch.cuda.synchronize()
-        spans += (
-            [(events[0].elapsed_time(events[1]) / 1e3, events[2].elapsed_time(events[3]) / 1e3)] if number >= 5 else []
-        )
-    return statistics.median(a for a, _ in spans), statistics.median(b for _, b in spans)
+        both = timed(target, 1, streams[0]), timed(draft, steps, streams[1])
+        spans.append((seconds(both[0]), seconds(both[1])))
+    forward, drafting = zip(*spans[WARM_UP:], strict=True)
+    return statistics.median(forward), statistics.median(drafting)
 
 
 def measured(name: str, context: int) -> dict[str, Any]:
@@ -132,17 +129,16 @@ def measured(name: str, context: int) -> dict[str, Any]:
 
 def profile_of(found: dict[str, Any], context: int) -> dict[str, Any]:
     """The profile of one pair: slow-downs by the slope of time over steps, as a middle of all counts and widths."""
-    adds = [(seconds - found["lone"]) / n for n, _, seconds, _ in found["beside"]]
+    adds = [(forward - found["lone"]) / n for n, _, forward, _ in found["beside"]]
     slower = [busy / n - found["draft"][width] for n, width, _, busy in found["beside"]]
     small, large = PAIRS[found["name"]]
     return {
         "pair": f"Llama shapes of {small.upper()} (draft) and {large.upper()} (target)",
         "hardware": "one H200",
         "note": (
-            "Measured by scripts/measure_profiles.py: random weights, bfloat16, kernels under CUDA graphs, torch "
-            f"{torch.__version__}, "
-            f"{context} tokens of context; both at once on two streams, {BESIDE} rows verified. No time outside the "
-            "models."
+            "Measured by scripts/measure_profiles.py: random weights, bfloat16, kernels under CUDA graphs, "
+            f"torch {torch.__version__}, {context} tokens of context; both at once on two streams, "
+            f"{BESIDE} rows verified. No time outside the models."
         ),
         "context": context,
         "target": padded(found["target"]),
@@ -155,19 +151,17 @@ def profile_of(found: dict[str, Any], context: int) -> dict[str, Any]:
     }
 
 
-def padded(seconds: dict[int, float]) -> list[tuple[int, float]]:
+def padded(times: dict[int, float]) -> list[tuple[int, float]]:
     """Times by rows: what lies between two sizes costs what the larger one does."""
-    sizes = sorted(seconds)
+    sizes = sorted(times)
     lows = [1, *(size + 1 for size in sizes[:-1])]
-    return [(rows, seconds[size]) for low, size in zip(lows, sizes, strict=True) for rows in dict.fromkeys((low, size))]
+    return [(rows, times[size]) for low, size in zip(lows, sizes, strict=True) for rows in dict.fromkeys((low, size))]
 
 
 def per_context(found: dict[str, Any], which: str, context: int) -> list[tuple[int, float]]:
     """What each further token of context adds, by rows."""
-    return [
-        (rows, max(seconds - found[which][rows], 0.0) / (LONG - context))
-        for rows, seconds in found["far"][which].items()
-    ]
+    far = found["far"][which].items()
+    return [(rows, max(taken - found[which][rows], 0.0) / (LONG - context)) for rows, taken in far]
 
 
 def main() -> None:
@@ -186,14 +180,11 @@ def main() -> None:
         lines.append({**found, "profile": profile})
         print(name, "target", {n: f"{s * 1e3:.2f}" for n, s in found["target"].items()}, flush=True)
         print(name, "draft", {n: f"{s * 1e3:.3f}" for n, s in found["draft"].items()}, flush=True)
-        for n, width, seconds, busy in found["beside"]:
-            target = f"target {found['lone'] * 1e3:.2f} -> {seconds * 1e3:.2f} ms"
+        for n, width, forward, busy in found["beside"]:
+            target = f"target {found['lone'] * 1e3:.2f} -> {forward * 1e3:.2f} ms"
             print(f"  {n:3} steps of width {width} beside: {target}, a step {busy / n * 1e3:.3f} ms")
-        print(
-            f"  slow_down {profile['slow_down'] * 1e3:.4f} ms, draft_slow_down {profile['draft_slow_down'] * 1e3:.4f} "
-            "ms",
-            flush=True,
-        )
+        added = (f"{name} {profile[name] * 1e3:.4f} ms" for name in ("slow_down", "draft_slow_down"))
+        print(f"  {', '.join(added)}", flush=True)
         torch.cuda.empty_cache()
     print(json.dumps(lines))
 

@@ -67,8 +67,9 @@ def architecture(name: str) -> Architecture:
     shape = SHAPES[name]
     return Architecture(
         name=name, family="llama", layers=shape.layers, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, intermediate=shape.intermediate, vocabulary=shape.vocabulary, rms_eps=1e-5, rope=Rope(), qkv_bias=False,
-        out_bias=False, mlp_bias=False, qk_norm=False, tied=False, context_length=1 << 20, window=None, eos_ids=(), bos_id=None,
+        head_dim=shape.head_dim, intermediate=shape.intermediate, vocabulary=shape.vocabulary, rms_eps=1e-5,
+        rope=Rope(), qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False, tied=False, context_length=1 << 20,
+        window=None, eos_ids=(), bos_id=None,
     )  # fmt: skip
 
 

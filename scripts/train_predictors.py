@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from specbranch.assembly import ModelChoice, chosen_device, load_runner
-from specbranch.cli.train_predictor import ROWS, PredictorJob
-from specbranch.cli.writing import TrainingBars
+from specbranch.assembly import chosen_device, load_runner
+from specbranch.cli.progress import Bars, counted, pulled
 from specbranch.hrad.rounds import LabelledRounds
 from specbranch.hrad.train import FitSettings, dealt, fit
+from specbranch.making.predictor import PredictorJob, load_collector, save, trained, written, written_texts
+from specbranch.pairs import chosen_models
 
 PAIRS = ("smollm2-weak", "smollm2-default", "smollm2-strong")
 SHIPPED_LAYERS = 4
@@ -50,9 +51,8 @@ def main() -> None:
     parser.add_argument("--seconds-reading", type=float, default=240.0, help="read no longer than this")
     parser.add_argument("--material", type=Path)
     asked = parser.parse_args()
-    with TrainingBars() as bars:
-        first = job(PAIRS[0], MOST, asked)
-        material = first.material(bars)
+    with counted() as bars:
+        material = written(job(PAIRS[0], MOST, asked), pulled, bars)
         say(f"{len(material):,} conversations, {material.tokens.numel():,} tokens")
         rounds = read(asked, material)
         recipe = best_recipe(narrowed(rounds[PAIRS[1]], SHIPPED_LAYERS), asked)
@@ -86,40 +86,32 @@ def job(
     pair: str, layers: int, asked: argparse.Namespace, recipe: Recipe = (1e-3, 0.1, 0.2), across: bool = False
 ) -> PredictorJob:
     """One run of the command."""
-    rate, decay, forgets = recipe
-    given: dict[str, Any] = {
-        "pair": pair,
-        "target": None,
-        "draft": None,
-        "device": None,
-        "out": asked.out,
-        "data": None,
-        "longest": 16,
-    }
-    given |= {
-        "seconds_writing": asked.seconds_writing,
-        "tokens": asked.tokens,
-        "material": asked.material,
-        "writing_length": 768,
-    }
-    given |= {
-        "writing_rows": asked.writing_rows,
-        "texts": asked.texts,
-        "epochs": asked.epochs,
-        "batch": BATCH,
-        "learning_rate": rate,
-    }
-    given |= {"weight_decay": decay, "forgets": forgets}
-    return PredictorJob.of(given | {"layers": layers, "across_tasks": across, "seed": 0})
+    target, draft = chosen_models(pair, None, None)
+    assert draft is not None
+    return PredictorJob(
+        target=target,
+        draft=draft,
+        out=asked.out,
+        seconds_writing=asked.seconds_writing,
+        tokens=asked.tokens,
+        material=asked.material,
+        writing_rows=asked.writing_rows,
+        writing_length=768,
+        texts=asked.texts,
+        layers=layers,
+        across_tasks=across,
+        fit=FitSettings(asked.epochs, BATCH, *recipe),
+    )
 
 
 def read(asked: argparse.Namespace, material: Any) -> dict[str, LabelledRounds]:
     """Read the texts once, with one target and all drafts."""
     jobs = {pair: job(pair, MOST, asked) for pair in PAIRS}
     one = jobs[PAIRS[0]]
-    target = load_runner(ModelChoice(one.target, device=one.device, tail=ROWS, shorten=True))
-    collectors = {pair: one.collector(target) for pair, one in jobs.items()}
-    texts = [text for text in one.texts(material) if all(c.fits(text) for c in collectors.values())][: asked.texts]
+    target = load_runner(one.choices[0])
+    collectors = {pair: load_collector(one, target) for pair, one in jobs.items()}
+    texts = [text for text in written_texts(one, material) if all(c.fits(text) for c in collectors.values())]
+    texts = texts[: asked.texts]
     made: dict[str, list[LabelledRounds]] = {pair: [] for pair in PAIRS}
     start, number = time.monotonic(), 0
     for number, text in enumerate(texts):
@@ -143,12 +135,11 @@ def narrowed(rounds: LabelledRounds, layers: int) -> LabelledRounds:
     return replace(rounds, features=rounds.features[:, -(layers + 1) * hidden :].contiguous())
 
 
-def train(one: PredictorJob, rounds: LabelledRounds, bars: TrainingBars, out: Path) -> None:
+def train(one: PredictorJob, rounds: LabelledRounds, bars: Bars, out: Path) -> None:
     """Train and save."""
     start = time.monotonic()
-    predictor = one.trained(rounds, bars)
-    predictor.save(out)
-    replace(one, out=out).draw(predictor)
+    predictor = trained(one, rounds, bars)
+    save(predictor, out)
     figures = predictor.about.figures
     nats = {name: round(rival["nats"], 3) for name, rival in figures["rivals"].items()}
     say(

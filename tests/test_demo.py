@@ -73,9 +73,8 @@ def test_the_fastest_method_is_named(demo: ModuleType) -> None:
 
 
 def test_a_gain_that_cannot_be_is_put_down_to_a_busy_machine(demo: ModuleType) -> None:
-    assert "kept this machine busy" in demo.verdict(
-        figures(demo, speculative=1.8), figures(demo)
-    )  # at 1.5 tokens a forward
+    # at 1.5 tokens a forward
+    assert "kept this machine busy" in demo.verdict(figures(demo, speculative=1.8), figures(demo))
     assert "kept this machine busy" not in demo.verdict(figures(demo, speculative=1.5), figures(demo, pearl=3.0))
 
 

@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "specbranch"
 # From the bottom up; those of one line must not import one another. A new package has to find its line here.
 LAYERS = (
     {"errors"},
-    {"config", "extras", "files", "charts", "provenance"},
+    {"config", "extras", "files", "charts", "progress", "provenance", "gguf_header"},
     {"core"},
     {"exec"},
     {"sim"},
@@ -25,11 +25,12 @@ LAYERS = (
     {"hrad"},
     {"pairs"},
     {"answer", "assembly", "experiences"},
+    {"foretelling"},
     {"engine"},
     {"recheck", "server", "suites", "traces", "study"},
     {"replay"},
     {"measure"},
-    {"doctor"},
+    {"doctor", "making"},
     {"bench"},
     {"cli"},
 )
@@ -46,6 +47,7 @@ WITHOUT_TORCH = (  # layers that load without it
         "answer",
         "assembly",
         "experiences",
+        "foretelling",
         "engine",
         "recheck",
         "cli",

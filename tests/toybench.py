@@ -17,11 +17,12 @@ from typing import Any
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
 from specbranch.core.experience import Experience
+from specbranch.core.forecast import Signal
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.market import RowGrant, RowOffer
 from specbranch.core.methods import METHODS, MethodRounds
-from specbranch.core.orders import Orders, Reports, Signal
+from specbranch.core.orders import Orders, Reports
 from specbranch.core.planner import Planner
 from specbranch.core.policy import Policy
 from specbranch.core.request import Request

@@ -24,19 +24,19 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.pairs import draft_path, predictor_folder
+from specbranch.pairs import draft_path
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
-    from specbranch.hrad.forecaster import TargetForecaster
     from specbranch.models.files.fetch import Progress
     from specbranch.models.model import TorchRunner
     from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")
 
+DeviceMap = Literal["auto"]
 RunnerName = Literal["auto", "native", "transformers"]
 RUNNERS = ("auto", "native", "transformers")
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
@@ -54,14 +54,13 @@ class ModelChoice:
     context_length: int | None = None
     threads: int | None = None
     shares: str | None = None  # the target whose embedding and head a draft made by `distill` runs on
-    shorten: bool = (
-        False  # take a shorter context where the model has no longer one: a draft may, the text goes on without it
-    )
+    # take a shorter context where the model has no longer one: a draft may, the text goes on without it
+    shorten: bool = False
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
     cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
-    weights: WeightsName | None = (
-        None  # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
-    )
+    # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
+    weights: WeightsName | None = None
+    device_map: DeviceMap | None = None  # auto: over all GPUs, by the transformers runner; nothing: on one device
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -78,6 +77,18 @@ class ModelChoice:
             raise BadParameter(f"context_length is {self.context_length!r}; expected a whole number ≥ 2, or nothing.")
         if self.cache_tokens is not None and (not isinstance(self.cache_tokens, int) or self.cache_tokens < 1):
             raise BadParameter(f"cache_tokens is {self.cache_tokens!r}; expected a whole number ≥ 1, or nothing.")
+        if self.device_map is not None:
+            self._check_device_map()
+
+    def _check_device_map(self) -> None:
+        if self.device_map != "auto":
+            raise unknown("device map", str(self.device_map), ("auto",))
+        if self.runner == "native":
+            raise BadParameter("device_map 'auto' needs the transformers runner; the native one runs on one device.")
+        if self.device not in (None, "cuda"):
+            raise BadParameter(
+                f"device_map 'auto' takes all GPUs, and device {self.device!r} was asked for. Leave one of the two out."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +151,7 @@ def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
 
 
 def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> TorchRunner:
-    """Load a model with its caches; a draft made by `distill` shares with the target that runs `fitted_to_target`
-    it."""
+    """Load a model with its caches; a draft made by `distill` shares with the target that runs beside it."""
     import torch
 
     if choice.threads:
@@ -174,7 +184,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         "shorten": choice.shorten,
         "tail": choice.tail,
     }
-    if choice.runner in ("auto", "native"):
+    if choice.runner in ("auto", "native") and choice.device_map is None:
         from specbranch.models.native import load_native
 
         try:
@@ -188,7 +198,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
     asked["dtype"] = alike(dtype, choice.weights, "transformers")
     from specbranch.models.transformers_runner import load_transformers
 
-    return load_transformers(source, **asked)
+    return load_transformers(source, spread=choice.device_map is not None, **asked)
 
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
@@ -224,26 +234,6 @@ def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:
 def make_verifier(choice: ModelChoice) -> Verifier:
     """Make the target's worker."""
     return Verifier(load_runner(choice))
-
-
-def make_forecaster(predictor: str | None, target: str, draft: str | None, runner: Runner) -> TargetForecaster | None:
-    """Put H-RAD to work beside a target: the predictor named, or the one that comes with the pair; where that cannot
-    be, say why."""
-    from specbranch.hrad.forecaster import ON, TargetForecaster
-    from specbranch.hrad.predictor import Predictor, PredictorError
-
-    try:
-        folder = Path(predictor) if predictor is not None else predictor_folder(draft)
-        if folder is None:
-            raise PredictorError(
-                "There is no predictor (H-RAD) for this pair. Train one with `specbranch train-predictor`."
-            )
-        found = Predictor.load(folder)
-        found.check_pair(identity(target), None if draft is None else identity(draft))
-        return TargetForecaster(found, runner)
-    except ModelError as error:
-        log.warning("%s %s", error, ON)
-        return None
 
 
 def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:
@@ -323,6 +313,7 @@ def circumstances(
         "compiled": getattr(parts.verifier.runner, "compiled", False),
         "threads": torch.get_num_threads(),
         "executor": executor,
+        **({} if target.device_map is None else {"device_map": target.device_map}),
     }
 
 

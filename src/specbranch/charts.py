@@ -1,8 +1,9 @@
-"""Small charts as SVG text: lines with points, bars side by side or stacked, histograms; no dependencies.
+"""Small charts as SVG text: lines with points, bars side by side or stacked; no dependencies.
 
 Owns how a chart looks: colours for light and dark, round ticks, legends. Invariant: a chart is one `<svg>` element,
 valid XML whatever the names in it say, and can stand in a file or inside a page; values that are missing or not finite
-are left out. `svg`, `text`, `rect`, `line` and `legend` are there for other drawings, so that those look alike.
+are left out. `svg`, `text`, `rect`, `line`, `polyline` and `legend` are there for other drawings, so that those look
+alike.
 """
 
 from __future__ import annotations
@@ -76,15 +77,16 @@ def line_chart(
     points = [(x, y) for a_line in lines for x, y in _finite(a_line.points)]
     if not points:
         return _empty(title)
-    keys = [_key(a_line, number) for number, a_line in enumerate(lines)]
+    hues = [number if a_line.colour is None else a_line.colour for number, a_line in enumerate(lines)]
+    keys = [_key(a_line, hue) for a_line, hue in zip(lines, hues, strict=True)]
     top = TOP + _legend_height(keys)
     x_values = [x for x, _ in points]
     x_ticks = round_ticks(*_ends(x_values), whole=all(x == math.floor(x) for x in x_values))
     y_ticks = round_ticks(*_ends((y for _, y in points), y_from_zero))
-    across, up = _scales(x_ticks, y_ticks, top)
-    body = [_grid(y_ticks, up), _x_ticks(x_ticks, across, top), _labels(x_label, y_label, top)]
-    body += [_line(a_line, _hue(a_line, number), across, up) for number, a_line in enumerate(lines)]
-    return svg(WIDTH, top + HEIGHT, _title(title) + legend(keys, LEFT, TOP - 22) + "".join(body), title)
+    across, up = Scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT), _upwards(y_ticks, top)
+    body = _grid(y_ticks, up) + _x_ticks(x_ticks, across, top)
+    drawn = "".join(_line(a_line, hue, across, up) for a_line, hue in zip(lines, hues, strict=True))
+    return _framed(title, keys, body + _labels(x_label, y_label, top) + drawn, top + HEIGHT)
 
 
 def bar_chart(
@@ -97,28 +99,17 @@ def bar_chart(
     stacked: bool = False,
 ) -> str:
     """Draw a group of bars for each name of `groups`, beside one another or on top of one another."""
-    told = [value for a_bar in bars for value in a_bar.values if _is_finite(value)]
-    if not told or not groups:
+    if not groups or not any(_is_finite(value) for a_bar in bars for value in a_bar.values):
         return _empty(title)
     keys = [LegendKey(a_bar.name, number) for number, a_bar in enumerate(bars)]
     top = TOP + _legend_height(keys)
     ticks = round_ticks(*_ends(_heights(bars, len(groups), stacked), from_zero=True))
-    up = Scale(ticks[0], ticks[-1], top + HEIGHT - BOTTOM, top)
-    slot = (WIDTH - LEFT - RIGHT) / len(groups)
-    draw = _stack if stacked else _side_by_side
+    up, slot = _upwards(ticks, top), (WIDTH - LEFT - RIGHT) / len(groups)
     names, more = _group_names(groups, slot, top + HEIGHT - BOTTOM)
-    body = [_grid(ticks, up), names, _labels(x_label, y_label, top, more)]
-    body += [draw(bars, number, LEFT + slot * number, slot, up) for number in range(len(groups))]
-    return svg(WIDTH, top + HEIGHT + more, _title(title) + legend(keys, LEFT, TOP - 22) + "".join(body), title)
-
-
-def histogram(title: str, counts: Sequence[float], x_label: str = "", y_label: str = "share") -> str:
-    """Draw how often each of 0, 1, 2 … came, as shares of all."""
-    total = sum(counts)
-    if not total > 0:
-        return _empty(title)
-    shares = BarSeries("", [count / total for count in counts])
-    return bar_chart(title, [str(number) for number in range(len(counts))], [shares], x_label, y_label)
+    draw = _stack if stacked else _side_by_side
+    drawn = "".join(draw(bars, number, LEFT + slot * number, slot, up) for number in range(len(groups)))
+    body = _grid(ticks, up) + names + _labels(x_label, y_label, top, more)
+    return _framed(title, keys, body + drawn, top + HEIGHT + more)
 
 
 def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
@@ -128,9 +119,8 @@ def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False)
         low, high = (low - 1.0, low + 1.0) if low else (0.0, 1.0)
     power = 10.0 ** math.floor(math.log10((high - low) / about))
     steps = (power * r for r in (*ROUND, 20.0, 100.0))
-    step = next(
-        step for step in steps if step * about >= (high - low) * (1 - 1e-9) and (not whole or step == math.floor(step))
-    )
+    least = (high - low) * (1 - 1e-9) / about
+    step = next(step for step in steps if step >= least and (not whole or step == math.floor(step)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
 
@@ -142,29 +132,38 @@ def number_text(value: float) -> str:
 
 def svg(width: float, height: float, body: str, title: str) -> str:
     """Return a whole drawing with our style; `title` is read out by screen readers."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="sb" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img">'
-    return f'{head}<title>{escape(title)}</title><style>{STYLE}</style><rect class="sheet" width="100%" height="100%"/>{body}</svg>\n'
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+    head = f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    ground = '<rect class="sheet" width="100%" height="100%"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="sb" {size} role="img">{head}{ground}{body}</svg>\n'
 
 
 def text(x: float, y: float, words: str, *, anchor: Anchor = "start", kind: str = "", turn: float = 0.0) -> str:
     """Return a text; `kind` is "bold", "small" or "light" (on a coloured ground)."""
+    if not words:
+        return ""
     turned = f' transform="rotate({turn:.0f} {x:.1f} {y:.1f})"' if turn else ""
     called = f" class={quoteattr(kind)}" if kind else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{called}{turned}>{escape(words)}</text>' if words else ""
-    )
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{called}{turned}>{escape(words)}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, colour: int, *, tip: str = "", faint: bool = False) -> str:
     """Return a filled rectangle in a hue of the palette; `tip` is shown under the pointer."""
     told = f"<title>{escape(tip)}</title>" if tip else ""
     shade = f"f{colour % len(LIGHT)}{' faint' if faint else ''}"
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" class="{shade}">{told}</rect>'
+    size = f'width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"'
+    return f'<rect x="{x:.1f}" y="{y:.1f}" {size} class="{shade}">{told}</rect>'
 
 
 def line(x0: float, y0: float, x1: float, y1: float, kind: str = "rule") -> str:
     """Return a straight line: "rule" (thin, grey) or "axis"."""
     return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" class={quoteattr(kind)}/>'
+
+
+def polyline(points: Iterable[tuple[float, float]], colour: int, *, dashed: bool = False) -> str:
+    """Return a line through points, in a hue of the palette."""
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{path}" class="s{colour % len(LIGHT)}{" dashed" if dashed else ""}"/>'
 
 
 def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = WIDTH) -> str:
@@ -175,12 +174,12 @@ def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = WIDTH) 
 
 
 def _entry(key: LegendKey, x: float, y: float) -> str:
-    shade, words = key.colour % len(LIGHT), text(x + 22, y, key.name)
+    words = text(x + 22, y, key.name)
     if key.kind == "box":
         return rect(x + 3, y - 9, 11, 11, key.colour) + words
     if key.kind == "mark":
-        return _mark(x + 9, y - 4, shade, key.name) + words
-    return f'<polyline points="{x:.1f},{y - 4:.1f} {x + 17:.1f},{y - 4:.1f}" class="s{shade}{" dashed" * (key.kind == "dashed")}"/>{words}'
+        return _mark(x + 9, y - 4, key.colour, key.name) + words
+    return polyline([(x, y - 4), (x + 17, y - 4)], key.colour, dashed=key.kind == "dashed") + words
 
 
 def _places(keys: Sequence[LegendKey], width: float) -> list[tuple[int, float]]:
@@ -200,15 +199,10 @@ def _legend_height(keys: Sequence[LegendKey]) -> float:
     return LEGEND_ROW * (_places(named, WIDTH)[-1][0] + 1) if named else 0.0
 
 
-def _key(a_line: ChartLine, number: int) -> LegendKey:
-    hue = _hue(a_line, number)
+def _key(a_line: ChartLine, hue: int) -> LegendKey:
     if not a_line.drawn:
         return LegendKey(a_line.name, hue, "mark")
     return LegendKey(a_line.name, hue, "dashed" if a_line.dashed else "line")
-
-
-def _hue(a_line: ChartLine, number: int) -> int:
-    return number if a_line.colour is None else a_line.colour
 
 
 def _is_finite(value: Value) -> bool:
@@ -224,13 +218,13 @@ def _ends(values: Iterable[float], from_zero: bool = False) -> tuple[float, floa
     return min(told), max(told)
 
 
-def _scales(x_ticks: Sequence[float], y_ticks: Sequence[float], top: float) -> tuple[Scale, Scale]:
-    across = Scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT)
-    return across, Scale(y_ticks[0], y_ticks[-1], top + HEIGHT - BOTTOM, top)
+def _upwards(ticks: Sequence[float], top: float) -> Scale:
+    return Scale(ticks[0], ticks[-1], top + HEIGHT - BOTTOM, top)
 
 
-def _title(title: str) -> str:
-    return text(12, 20, title, kind="bold")
+def _framed(title: str, keys: Sequence[LegendKey], body: str, height: float) -> str:
+    """A whole chart: its title and legend, then what is drawn."""
+    return svg(WIDTH, height, text(12, 20, title, kind="bold") + legend(keys, LEFT, TOP - 22) + body, title)
 
 
 def _labels(x_label: str, y_label: str, top: float, more: float = 0.0) -> str:
@@ -239,38 +233,39 @@ def _labels(x_label: str, y_label: str, top: float, more: float = 0.0) -> str:
 
 
 def _grid(ticks: Sequence[float], up: Scale) -> str:
-    return "".join(
-        line(LEFT, up.at(tick), WIDTH - RIGHT, up.at(tick), "axis" if tick == ticks[0] else "rule")
-        + text(LEFT - 7, up.at(tick) + 4, number_text(tick), anchor="end", kind="small")
-        for tick in ticks
-    )
+    grid = ""
+    for tick in ticks:
+        y = up.at(tick)
+        grid += line(LEFT, y, WIDTH - RIGHT, y, "axis" if tick == ticks[0] else "rule")
+        grid += text(LEFT - 7, y + 4, number_text(tick), anchor="end", kind="small")
+    return grid
 
 
 def _x_ticks(ticks: Sequence[float], across: Scale, top: float) -> str:
-    foot = top + HEIGHT - BOTTOM
-    return "".join(
-        line(across.at(tick), foot, across.at(tick), foot + 4, "axis")
-        + text(across.at(tick), foot + 18, number_text(tick), anchor="middle", kind="small")
-        for tick in ticks
-    )
+    foot, drawn = top + HEIGHT - BOTTOM, ""
+    for tick in ticks:
+        x = across.at(tick)
+        drawn += line(x, foot, x, foot + 4, "axis")
+        drawn += text(x, foot + 18, number_text(tick), anchor="middle", kind="small")
+    return drawn
 
 
 def _line(a_line: ChartLine, hue: int, across: Scale, up: Scale) -> str:
-    shade, parts = hue % len(LIGHT), []
+    parts = []
     if a_line.drawn:
         for told, run in groupby(a_line.points, key=lambda point: _is_finite(point[1])):
             if told:  # a gap in the values is a gap in the line
-                path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in _finite(run))
-                parts.append(f'<polyline points="{path}" class="s{shade}{" dashed" if a_line.dashed else ""}"/>')
+                places = [(across.at(x), up.at(y)) for x, y in _finite(run)]
+                parts.append(polyline(places, hue, dashed=a_line.dashed))
     if a_line.marks or not a_line.drawn:
-        parts += [
-            _mark(across.at(x), up.at(y), shade, f"{a_line.name}: {number_text(y)}") for x, y in _finite(a_line.points)
-        ]
+        for x, y in _finite(a_line.points):
+            parts.append(_mark(across.at(x), up.at(y), hue, f"{a_line.name}: {number_text(y)}"))
     return "".join(parts)
 
 
-def _mark(x: float, y: float, shade: int, tip: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{shade} mark"><title>{escape(tip)}</title></circle>'
+def _mark(x: float, y: float, hue: int, tip: str) -> str:
+    told = f"<title>{escape(tip)}</title>"
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{hue % len(LIGHT)} mark">{told}</circle>'
 
 
 def _heights(bars: Sequence[BarSeries], groups: int, stacked: bool) -> list[float]:
@@ -305,10 +300,8 @@ def _stack(bars: Sequence[BarSeries], group: int, x: float, slot: float, up: Sca
     for hue, a_bar in enumerate(bars):
         value = _value(a_bar.values, group)
         if value > 0:
-            y = up.at(foot + value)
-            parts.append(
-                rect(x + slot * 0.15, y, slot * 0.7, up.at(foot) - y, hue, tip=f"{a_bar.name}: {number_text(value)}")
-            )
+            y, tip = up.at(foot + value), f"{a_bar.name}: {number_text(value)}"
+            parts.append(rect(x + slot * 0.15, y, slot * 0.7, up.at(foot) - y, hue, tip=tip))
             foot += value
     return "".join(parts)
 
@@ -317,21 +310,19 @@ def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, 
     """Write the groups' names below them, slanting where they are too long; returns also how much more room that
     takes."""
     longest = max(len(name) for name in groups) * LETTER
-    middles = [LEFT + slot * (number + 0.5) for number in range(len(groups))]
-    if longest <= slot:
-        return "".join(
-            text(x, foot + 18, name, anchor="middle", kind="small") for x, name in zip(middles, groups, strict=True)
-        ), 0.0
-    slanted = "".join(
-        text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35)
-        for x, name in zip(middles, groups, strict=True)
-    )
-    return slanted, max(longest * 0.58 - 20, 0.0)
+    slanting = longest > slot
+    names = []
+    for number, name in enumerate(groups):
+        x = LEFT + slot * (number + 0.5)
+        if slanting:
+            names.append(text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35))
+        else:
+            names.append(text(x, foot + 18, name, anchor="middle", kind="small"))
+    return "".join(names), max(longest * 0.58 - 20, 0.0) if slanting else 0.0
 
 
 def _empty(title: str) -> str:
-    said = text(WIDTH / 2, TOP + 20, "nothing to show", anchor="middle", kind="small")
-    return svg(WIDTH, TOP + 50, _title(title) + said, title)
+    return _framed(title, (), text(WIDTH / 2, TOP + 20, "nothing to show", anchor="middle", kind="small"), TOP + 50)
 
 
 def _style() -> str:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import ModelChoice, RunnerName, assemble, circumstances, cost_profile, make_forecaster
+from specbranch.assembly import DeviceMap, ModelChoice, RunnerName, assemble, circumstances, cost_profile
 from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
@@ -28,10 +28,10 @@ from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.experiences import ExperienceFile, Experiences, experience_folder
+from specbranch.foretelling import Foretelling
 from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
-    from specbranch.hrad.forecaster import TargetForecaster
     from specbranch.text.chat_template import Message
 
 __all__ = ["LLM", "Chunk", "Output"]
@@ -57,6 +57,7 @@ class LLM:
         runner: RunnerName = "auto",
         device: str | None = None,
         draft_device: str | None = None,
+        device_map: DeviceMap | None = None,
         dtype: str | None = None,
         weights: WeightsName | None = None,
         draft_weights: WeightsName | None = None,
@@ -77,8 +78,9 @@ class LLM:
         policy "paper"; the pairs known by name have one of their own. `dtype`: the precision of computing. `weights`,
         `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8" or "int4"; the last two are another,
         coarser model, of which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
-        places in each model's cache for all requests together; nothing: what there is room for. What is learned of a
-        pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
+        places in each model's cache for all requests together; nothing: what there is room for. `device_map`: "auto"
+        spreads the target over all GPUs, by the transformers runner; the draft stays on one device. What is learned of
+        a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
         cache folder, unless `keep_experience` is false.
         """
         self.target, named = chosen_models(pair, target, draft)
@@ -87,9 +89,16 @@ class LLM:
         self._take_method(_config(speculative, method), named is not None)
         self.max_batch = _batch_size(max_batch)
         choice = ModelChoice(
-            self.target, runner, device, dtype, context_length, cache_tokens=cache_tokens, weights=weights
+            self.target,
+            runner,
+            device,
+            dtype,
+            context_length,
+            cache_tokens=cache_tokens,
+            weights=weights,
+            device_map=device_map,
         )
-        other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights)
+        other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights, device_map=None)
         drafting = replace(other, name=named) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)
@@ -99,11 +108,10 @@ class LLM:
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
         self._loop = Loop(self._parts.executor, costs=self._experiences.learned)
-        weakref.finalize(self._loop, self._experiences.write, last=True)  # which `using` shares
+        weakref.finalize(self._loop, self._experiences.write, last=True)  # of the loop, for `using` shares it
         self._numbers = count()
-        self._named = named, predictor
-        self._forecasters: list[TargetForecaster | None] = []  # the one there is, once it was looked for
-        self._forecaster = self._foretelling()
+        self._foretelling = Foretelling(predictor, self.target, named, self._verifier)
+        self._wants_forecast = self._foretelling.serves(self._method, self.config)
         self._rehearse()
 
     def using(
@@ -113,7 +121,7 @@ class LLM:
         both."""
         other = copy(self)
         other._take_method(_config(speculative, method), self._has_draft)
-        other._forecaster = other._foretelling()
+        other._wants_forecast = other._foretelling.serves(other._method, other.config)
         other._rehearse()
         return other
 
@@ -249,17 +257,6 @@ class LLM:
                 "--clock`."
             )
 
-    def _foretelling(self) -> TargetForecaster | None:
-        """Who tells the method what becomes of its drafts, if it wants to know; what is wrong is said once."""
-        if not self._method.heeds_signals(self.config):
-            return None
-        draft, predictor = self._named
-        if not self._forecasters:
-            self._forecasters.append(make_forecaster(predictor, self.target, draft, self._verifier.runner))
-            self._verifier.forecaster = self._forecasters[0]
-        found = self._forecasters[0]
-        return found if found is not None and found.reaches(self.config.num_speculative_tokens) else None
-
     def _ids(self, prompt: PromptLike) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -334,8 +331,7 @@ class LLM:
         return [self._answer(prompt, replace(first, sample=sample)) for sample in range(params.n)]
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
-        wants_forecast = self._forecaster is not None
-        return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, wants_forecast)
+        return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, self._wants_forecast)
 
     def _answer(self, prompt: list[int], request: Request) -> Answer:
         self._check_length(prompt)
@@ -347,8 +343,7 @@ class LLM:
         if len(prompt) >= self.context_length:
             raise BadParameter(
                 f"The prompt has {len(prompt)} tokens, but the context holds {self.context_length}, one of which is "
-                "needed for the answer. "
-                "Shorten the prompt or raise context_length (--context-length)."
+                "needed for the answer. Shorten the prompt or raise context_length (--context-length)."
             )
 
 

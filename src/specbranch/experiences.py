@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +23,7 @@ from filelock import FileLock, Timeout
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import KEPT, Costs, LearnedCosts, Timed
 from specbranch.core.experience import Experience, Insight, News, Tally
+from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
 
@@ -33,13 +33,14 @@ PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 TALLIES = ("first", "other", "cover", "looked")
 ANY = -math.inf
+# seconds that can be
 LEAST: dict[Timed, float] = {
     "target": 1e-9,
     "step": 1e-9,
     "host": 0.0,
     "slow_down": ANY,
     "draft_slow_down": ANY,
-}  # seconds that can be
+}
 
 
 class Experiences:
@@ -160,16 +161,9 @@ class ExperienceFile:
                 insight = kept.insights.setdefault(name, Insight())
                 for one in news:
                     insight.take(*one)
-            self._replace({"format": FORMAT, "circumstances": self.circumstances, **kept.to_dict()})
-
-    def _replace(self, values: Mapping[str, Any]) -> None:
-        fresh = self.path.with_suffix(f".{os.getpid()}.new")
-        try:
-            fresh.write_text(json.dumps(values), encoding="utf-8")
-            fresh.replace(self.path)
-        finally:
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
+            values = {"format": FORMAT, "circumstances": self.circumstances, **kept.to_dict()}
+            with replacing(self.path) as part:
+                part.write_text(json.dumps(values), encoding="utf-8")
 
 
 def experience_folder() -> Path | None:

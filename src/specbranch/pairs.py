@@ -32,9 +32,8 @@ class Pair:
     name: str
     target: str
     about: str
-    target_fingerprint: str | None = (
-        None  # of the target's embedding, as a draft's config.json has it; nothing: told when it is loaded
-    )
+    # of the target's embedding, as a draft's config.json has it; nothing: told when it is loaded
+    target_fingerprint: str | None = None
 
 
 PAIRS: dict[str, Pair] = {
@@ -112,10 +111,8 @@ def draft_folder(name: str) -> Path:
             return folder
     raise MissingDraft(
         f"The draft of pair {name!r} is not here; looked in {', '.join(map(str, roots()))}. The package carries that "
-        f"of {DEFAULT_PAIR!r} "
-        "alone: the others are in drafts/ of a checkout of the repository, or are made by its "
-        "scripts/train_drafts.py. "
-        f"Set {DRAFTS_VARIABLE} to a folder that has {name!r} in it."
+        f"of {DEFAULT_PAIR!r} alone: the others are in drafts/ of a checkout of the repository, or are made by its "
+        f"scripts/train_drafts.py. Set {DRAFTS_VARIABLE} to a folder that has {name!r} in it."
     )
 
 
@@ -154,8 +151,7 @@ def _check_target(pair: Pair, folder: Path, config: Mapping[str, Any]) -> None:
         raise ModelError(
             f"Pair {pair.name!r} runs on {pair.target}, but the draft in {folder} was made for {config.get('target')} "
             f"(fingerprint {str(made_for)[:12]}…, not {pair.target_fingerprint[:12]}…). Put the pair's own draft "
-            "there, or give "
-            "target and draft by themselves."
+            "there, or give target and draft by themselves."
         )
 
 

@@ -17,10 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
+from specbranch import __version__
 from specbranch.errors import BadParameter, unknown
 
 PACKAGES = ("specbranch", "torch", "transformers", "tokenizers", "numpy", "llvmlite")
-_SOURCE = Path(__file__).parents[3]  # of a checkout: where .git lies
+_SOURCE = Path(__file__).parents[2]  # of a checkout: where .git lies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +33,12 @@ class Provenance:
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
-    pairs: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # what tells the models of a pair from others: names, fingerprints
-    workload: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what decides the text: max_tokens, seed, chat template or not …
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what does not: repeats, warm-up, threads …
+    # what tells the models of a pair from others: names, fingerprints
+    pairs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # what decides the text: max_tokens, seed, chat template or not …
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    # what does not: repeats, warm-up, threads …
+    settings: Mapping[str, Any] = field(default_factory=dict)
     suites: Mapping[str, str] = field(default_factory=dict)  # name to source
     command: str | None = None
 
@@ -99,6 +99,20 @@ def source_commit() -> str | None:
         return None
     commit, changed = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return f"{commit}+" if commit and changed else commit or None
+
+
+def trained_with(device: str) -> dict[str, Any]:
+    """Describe what something was trained with, and when, for the card that travels with it."""
+    import torch
+
+    gpu = torch.device(device).type == "cuda"
+    return {
+        "specbranch": __version__,
+        "commit": source_commit() or os.environ.get("SPECBRANCH_COMMIT", "unknown"),
+        "torch": torch.__version__,
+        "hardware": torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})",
+        "date": datetime.now(UTC).date().isoformat(),
+    }
 
 
 def _git(*arguments: str) -> str:

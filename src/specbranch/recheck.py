@@ -8,7 +8,8 @@ transformers runner on a GPU in bfloat16 may turn more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -16,8 +17,10 @@ from specbranch.config import Rule, SamplingParams
 from specbranch.core.request import Request
 from specbranch.engine import LLM
 from specbranch.errors import BadParameter
+from specbranch.text.line_files import json_value, numbered_lines
 
 NEAR = 1e-4  # logits
+EXPECTED = "expected what `specbranch generate --json` prints"
 NOTED = ("target", "context_length", "dtype", "weights", "runner")  # how an answer was made, saved with it
 
 Sameness = Literal["identical", "near-tie", "different"]
@@ -66,9 +69,7 @@ class Departure:
     position: int  # in the answer
     saved: int | None  # None: the saved answer ends here
     plain: int | None
-    margin: (
-        float | None
-    )  # logits by which the target prefers its own token; None where one of the two is no choice at all
+    margin: float | None  # logits by which the target prefers its own token; None where one of the two is no choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,34 @@ class Recheck:
         return "near-tie" if margin is not None and abs(margin) < NEAR else "different"
 
 
+def read_answers(text: str, name: str) -> list[Saved]:
+    """Return all answers of a file with that name, each checked."""
+    answers = []
+    for number, values in enumerate(_objects(text, name)):
+        with naming(name, number):
+            answers.append(Saved.from_dict(values))
+    if not answers:
+        raise BadParameter(f"{name} holds no answer; {EXPECTED}.")
+    return answers
+
+
+@contextmanager
+def naming(name: str, number: int) -> Iterator[None]:
+    """Say in an error which answer of which file it is about."""
+    try:
+        yield
+    except BadParameter as error:
+        raise BadParameter(f"{name}, answer {number}: {error}") from error
+
+
+def common_settings(answers: Sequence[Saved], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how all the answers were made, as one model is loaded for them; what was given for it wins."""
+    settings = {name: _agreed(name, answers) if given[name] is None else given[name] for name in NOTED}
+    if settings["weights"] == settings["dtype"]:
+        settings["weights"] = None  # stored as it is computed in, also where that is float16, which no --weights names
+    return settings
+
+
 def recheck(plain: LLM, saved: Saved) -> Recheck:
     """Decode the saved answer's prompt again, autoregressively with its own noise, and compare."""
     if max(saved.prompt, default=0) >= plain.vocabulary:
@@ -101,6 +130,30 @@ def recheck(plain: LLM, saved: Saved) -> Recheck:
     ours = again[at] if at < len(again) else None
     theirs = tokens[at] if at < len(tokens) else None
     return Recheck(len(tokens), Departure(at, theirs, ours, _margin(plain, saved, at, ours, theirs)))
+
+
+def _objects(text: str, name: str) -> Iterator[dict[str, Any]]:
+    """Yield each answer, and the further samples it holds, which were made in the same way."""
+    for where, line in numbered_lines(text, name):
+        answer = json_value(line, where, f"{EXPECTED}.")
+        if not isinstance(answer, dict):
+            raise BadParameter(f"{where} is no JSON object; {EXPECTED}.")
+        others = answer.get("alternatives") or []
+        if not isinstance(others, list) or not all(isinstance(other, dict) for other in others):
+            raise BadParameter(f"{where} has alternatives that are no answers; {EXPECTED}.")
+        noted = {setting: answer[setting] for setting in NOTED if setting in answer}
+        yield answer
+        yield from ({**noted, **other} for other in others)
+
+
+def _agreed(name: str, answers: Sequence[Saved]) -> Any:
+    found = {getattr(answer, name) for answer in answers}
+    if len(found) > 1:
+        values, option = ", ".join(sorted(map(str, found))), name.replace("_", "-")
+        raise BadParameter(
+            f"The answers were made with different values of {name} ({values}); verify them apart, or give --{option}."
+        )
+    return found.pop()
 
 
 def _margin(plain: LLM, saved: Saved, at: int, ours: int | None, theirs: int | None) -> float | None:
@@ -144,9 +197,7 @@ _OPTIONAL: dict[str, Check] = {
 def _check(values: Mapping[str, Any]) -> None:
     missing = [name for name in _NEEDED if name not in values]
     if missing:
-        raise BadParameter(
-            f"The saved answer has no {', '.join(missing)}; expected what `specbranch generate --json` prints."
-        )
+        raise BadParameter(f"The saved answer has no {', '.join(missing)}; {EXPECTED}.")
     noted = {name: check for name, check in _OPTIONAL.items() if values.get(name) is not None}
     for name, (fits, expected) in {**_NEEDED, **noted}.items():
         if not fits(values[name]):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from specbranch.bench.prompt_runs import PromptRun, output_digest, told
+from specbranch.bench.prompt_runs import PromptRun, output_digest
 from specbranch.config import SpeculativeConfig
 from specbranch.provenance import Provenance
 from toybench import PROFILE, Case, Ending, decode, virtual_clock
@@ -69,7 +69,7 @@ def _toy_run(method: str, suite: str, number: int, clock: str) -> PromptRun:
         session = decode(
             virtual_clock(DRIFTS[suite], profile=PROFILE), case, SpeculativeConfig(method=method, **setting)
         )
-        turns.append(told(session.stats))
+        turns.append(session.stats.summary())
         outputs.append(session.output)
     return PromptRun(
         pair="toy",

@@ -128,8 +128,20 @@ def test_one_method_in_two_settings_gets_two_names(both: Results) -> None:
     assert "pearl (num_speculative_tokens=4)" in text and "pearl (num_speculative_tokens=6)" in text
 
 
-@pytest.mark.parametrize("rows", [(), (ResultRow(pair="p", suite="s", method="m", temperature=0.0, tokens_per_second=None, speedup=None,
-                                          tokens_per_forward=None, rollback_rate=None, lossless=None),)])  # fmt: skip
+EMPTY = ResultRow(
+    pair="p",
+    suite="s",
+    method="m",
+    temperature=0.0,
+    tokens_per_second=None,
+    speedup=None,
+    tokens_per_forward=None,
+    rollback_rate=None,
+    lossless=None,
+)
+
+
+@pytest.mark.parametrize("rows", [(), (EMPTY,)])
 def test_few_or_no_figures_still_make_a_page(rows: tuple[ResultRow, ...]) -> None:
     assert Page(report_html(Results(rows, PROVENANCE))).words
 

@@ -23,8 +23,9 @@ from made_runs import PROVENANCE, run, slowed, toy_runs
 from specbranch.bench import aggregate
 from specbranch.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
 from specbranch.bench.compare import compare
-from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest, told
-from specbranch.bench.results import ResultRow, Results, rows_csv, setting_text
+from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest
+from specbranch.bench.report import report_html
+from specbranch.bench.results import COLUMNS, Column, ResultRow, Results, rows_csv, setting_text
 from specbranch.bench.table import losslessness, show, table_lines, table_text
 from specbranch.core.orders import Branch, Verdict
 from specbranch.core.stats import Stats
@@ -113,9 +114,8 @@ class TestAggregation:
         runs = [run(method, repeat=at, seconds=s) for at, s in enumerate(seconds) for method in (AR, "pearl")]
         row = row_of(runs)
         assert row.spread == pytest.approx((80 - 50) / 2 / 62.5)
-        assert row.speedup_spread == pytest.approx(
-            0.0
-        )  # a machine that slows down as a whole leaves the paired ratio alone
+        # a machine that slows down as a whole leaves the paired ratio alone
+        assert row.speedup_spread == pytest.approx(0.0)
         assert row.repeats == 5
 
     def test_the_spread_of_a_single_repeat_is_unknown_by_the_wall_and_nothing_by_a_profile(self) -> None:
@@ -181,6 +181,13 @@ class TestAggregation:
         row = row_of([run(AR), run("pearl", turn={"draft_idle_seconds": 0.2, "target_idle_seconds": 0.1})])
         assert (row.draft_overlapped, row.host_share, row.begun_with_tree, row.begun_of_overlapped) == (None,) * 4
 
+    def test_runs_of_earlier_versions_without_accepted_counts_have_no_figures_of_positions(self) -> None:
+        for one in toy_runs():
+            old = [{k: v for k, v in turn.items() if k != "accepted_by_position"} for turn in one.turns]
+            row, whole = rows_of([replace(one, turns=tuple(old))])[0], rows_of([one])[0]
+            assert (row.accepted_lengths, row.acceptance_by_position, row.tested_by_position) == ((), (), ())
+            assert (row.tokens_per_second, row.rollback_rate) == (whole.tokens_per_second, whole.rollback_rate)
+
     def test_toys_are_counted_as_core_counts_them(self) -> None:
         for one in toy_runs():
             row = rows_of([one])[0]
@@ -218,7 +225,7 @@ class TestAggregation:
             good = min(accepted, length)
             stats.judge(Branch(0, (1,) * length, (1.0,) * length), Verdict(tuple(range(good)), 2))
             want.update([good] if length else [])
-        turn = {**told(stats), "tokens": 10, "decode_seconds": 1.0, "ttft_seconds": 0.0}
+        turn = {**stats.summary(), "tokens": 10, "decode_seconds": 1.0, "ttft_seconds": 0.0}
         found = accepted_lengths(pooled([turn, turn]))
         assert {length: count for length, count in enumerate(found) if count} == {
             length: 2 * count for length, count in want.items()
@@ -558,6 +565,13 @@ class TestTable:
             for word in ("rollback", "hits", "first tok", "num_speculative_tokens=4", "measured (wall clock)")
         )
 
+    def test_one_table_of_columns_serves_terminal_page_and_glossary(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        added = Column("rounds", lambda row: "42 rounds", "how often the clock struck.", rank=1)
+        monkeypatch.setattr("specbranch.bench.results.COLUMNS", (*COLUMNS, added))
+        monkeypatch.setattr("specbranch.bench.report.COLUMNS", (*COLUMNS, added))
+        page = report_html(results(made_row()))
+        assert "42 rounds" in table_text([made_row()]) and "42 rounds" in page and added.meaning in page
+
     def test_colours_are_used_when_asked_for_and_not_with_no_color(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("NO_COLOR", raising=False)
         monkeypatch.setenv("TERM", "xterm-256color")
@@ -594,18 +608,10 @@ def test_settings_read_the_same_whatever_their_order() -> None:
 
 def test_none_of_this_loads_torch_or_numpy() -> None:
     modules = [
-        "suites",
-        "hub",
-        "results",
-        "files",
-        "provenance",
-        "measurement",
-        "aggregate",
-        "compare",
-        "table",
-        "report",
+        *("suites.suite", "suites.hub", "files", "provenance"),
+        *("bench.results", "bench.prompt_runs", "bench.aggregate", "bench.compare", "bench.table", "bench.report"),
     ]
-    names = ", ".join(f"specbranch.bench.{name}" for name in modules)
+    names = ", ".join(f"specbranch.{name}" for name in modules)
     code = f"import sys, {names}; sys.exit(' '.join({{'torch', 'numpy', 'transformers'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""

@@ -14,11 +14,12 @@ import torch
 from specbranch import LLM
 from specbranch.bench import run as running
 from specbranch.bench.aggregate import rows_of
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
 from specbranch.bench.presets import ABLATION
 from specbranch.bench.prompt_runs import RunStore
-from specbranch.bench.run import Clock, PairRuns, check_replay, measure, record_all, replay
+from specbranch.bench.run import PairRuns, check_replay, measure, record_all, replay
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
@@ -62,8 +63,7 @@ def test_replays_count_what_live_runs_on_the_same_clock_count(
                 output = live.using(speculative=setting.config).repeat(
                     record.task.prompt, record.task.params, record.task.seed, 0
                 )
-                with lab.player(record) as player:
-                    replayed = player.play(setting.config, C5.profile, experience=known)
+                replayed = lab.replays.decoder(record).decode(setting.config, C5.profile, experience=known)
                 assert tuple(output.token_ids) == record.tokens
                 assert output.stats == _about(replayed.summary()), setting.method
 
@@ -90,8 +90,11 @@ def test_methods_from_outside_may_answer_fewer_prompts(lab: Lab, tmp_path: Path)
         measure(lab, replace(job(settings), outside=1), store, nothing, outside)
     rows = {(row.suite, row.method): row for row in rows_of(store.measurements)}
     assert {key: row.prompts for key, row in rows.items()} == {
-        ("code", "autoregressive"): 2, ("code", "hf-generate"): 1, ("talk", "autoregressive"): 1, ("talk", "hf-generate"): 1,
-    }  # fmt: skip
+        ("code", "autoregressive"): 2,
+        ("code", "hf-generate"): 1,
+        ("talk", "autoregressive"): 1,
+        ("talk", "hf-generate"): 1,
+    }
     assert len(outside.asked) == 1 + 1 + 2, "a warm-up, and the first prompt of each suite, one of which has two turns"
     assert all(row.lossless and row.speedup for row in rows.values())
 
@@ -144,28 +147,29 @@ def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, mo
     with RunStore(path, {}) as store:
         replay(lab, replace(job(), suites=(CODE,)), C5, store, nothing)
         kept = len(store.measurements)
-    played: list[tuple[str, str]] = []
+    replayed: list[tuple[str, str]] = []
     real = running._replayed
     monkeypatch.setattr(
         running,
         "_replayed",
         lambda lab, records, wanted, *rest: (
-            played.extend((b.prompt, s.method) for b, s in wanted) or real(lab, records, wanted, *rest)
+            replayed.extend((b.prompt, s.method) for b, s in wanted) or real(lab, records, wanted, *rest)
         ),
     )  # type: ignore[func-returns-value]
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
         assert len(store.measurements) == kept + len(SETTINGS)
-    assert {method for prompt, method in played if prompt == "t1"} == {s.method for s in SETTINGS}
-    assert {method for prompt, method in played if prompt != "t1"} == {
+    assert {method for prompt, method in replayed if prompt == "t1"} == {s.method for s in SETTINGS}
+    # they learn from it
+    assert {method for prompt, method in replayed if prompt != "t1"} == {
         "specbranch",
         "tree",
         "auto",
-    }  # they learn from it
-    played.clear()
+    }
+    replayed.clear()
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
-    assert not played, "nothing was missing"
+    assert not replayed, "nothing was missing"
 
 
 def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(
@@ -288,9 +292,9 @@ def test_a_name_that_makes_no_sense_is_a_sentence(name: str, words: str) -> None
 def test_every_setting_of_the_ablation_can_be_run(lab: Lab) -> None:
     settings = tuple(default_setting(name) for name in ABLATION)
     assert len({(setting.method, str(setting.shown)) for setting in settings}) == len(settings)
-    with lab.player(lab.records(CODE.prompts[0], Workload(max_tokens=24))[0]) as player:
-        for setting in settings:
-            player.play(setting.config, C5.profile)
+    decoder = lab.replays.decoder(lab.records(CODE.prompts[0], Workload(max_tokens=24))[0])
+    for setting in settings:
+        decoder.decode(setting.config, C5.profile)
 
 
 @pytest.mark.slow
@@ -305,7 +309,7 @@ def test_forecasts_along_a_record_are_those_of_the_live_target_and_are_kept(
             agreement = check_replay(lab, job(settings), C5)
             assert (agreement.same_text, agreement.same_counts) == (agreement.runs, agreement.counted) == (8, 8)
             record = lab.records(CODE.prompts[0], Workload(max_tokens=24))[0]
-            with lab.player(record) as player:
-                one, other = (player.play(setting.config, C5.profile) for setting in settings)
+            decoder = lab.replays.decoder(record)
+            one, other = (decoder.decode(setting.config, C5.profile) for setting in settings)
             assert (one.drafted, one.dropped) != (other.drafted, other.dropped), "signals made no difference"
     assert len(list((tmp_path / "lab" / "forecasts").glob("*/*.npy"))) == 1

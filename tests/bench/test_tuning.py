@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from specbranch.bench import tuning
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.methods import default_setting
-from specbranch.bench.run import Clock
-from specbranch.bench.tuning import SPACES, Goal, TunedSeconds, Tuner, candidates, tuned, tuning_suites
+from specbranch.bench.methods import SPACES, default_setting
+from specbranch.bench.tuning import TRIALS, Goal, TunedSeconds, Tuner, candidates, tuning_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
@@ -44,7 +44,7 @@ def lab(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 def fresh(lab: Lab) -> Lab:
     """The lab without what earlier searches left behind."""
-    lab.books.forget()
+    lab.replays.forget()
     for file in kept(lab):
         file.unlink()
     return lab
@@ -64,8 +64,7 @@ def charged(lab: Lab, config: SpeculativeConfig, clock: Clock, known: Experience
     total = 0.0
     for prompt in SUITES[0].prompts:
         for record in lab.records(prompt, WORKLOAD):
-            with lab.player(record) as player:
-                total += player.play(config, clock.profile, experience=known).decode_seconds
+            total += lab.replays.decoder(record).decode(config, clock.profile, experience=known).decode_seconds
     return total
 
 
@@ -82,19 +81,18 @@ def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: L
         assert trial.seconds == pytest.approx(seconds[trial.config.num_speculative_tokens])
     assert found.best.seconds == pytest.approx(min(seconds.values()))
     told_apart = len({round(value, 6) for value in seconds.values()}) > 3
-    assert told_apart or method == "adaptive", (
-        "the length made no difference"
-    )  # a tiny draft is so unsure that AdaEDL stops at once
+    # a tiny draft is so unsure that AdaEDL stops at once
+    assert told_apart or method == "adaptive", "the length made no difference"
 
 
 def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:
     found = Tuner(fresh, goal(DEAR)).search("speculative")
     assert found.best.config.num_speculative_tokens == 1 and 3 < found.looked_at < 12
-    assert len(set(fresh.books.played)) == found.looked_at
+    assert len(set(fresh.replays.decoded)) == found.looked_at
 
 
 def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
-    best = [tuned(fresh, "speculative", clock, WORKLOAD, suites=SUITES).config for clock in (DEAR, CHEAP)]
+    best = [Tuner(fresh, goal(clock, TRIALS)).setting("speculative").config for clock in (DEAR, CHEAP)]
     assert best[0] is not None and best[1] is not None
     assert best[0].num_speculative_tokens < best[1].num_speculative_tokens
 
@@ -114,14 +112,14 @@ def test_several_knobs_are_searched_from_the_usual_setting_on_and_never_end_wors
 
 
 @pytest.mark.slow
-def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_played_on_all(fresh: Lab) -> None:
+def test_a_trial_far_off_on_a_part_of_the_prompts_is_not_tried_on_all(fresh: Lab) -> None:
     many = Suite(
         "many", tuple(Prompt(str(at), "", (f"{at} branches and {at + 1} guesses",)) for at in range(10)), "test"
     )
     found = Tuner(fresh, Goal(DEAR, Workload(max_tokens=12), (many,), 14)).search(BRANCHES)
-    played = Counter(fresh.books.played)
-    assert {config for config, records in played.items() if records == 10} == {trial.config for trial in found.trials}
-    assert set(played.values()) == {tuning.PART, 10} and found.looked_at == 14
+    decoded = Counter(fresh.replays.decoded)
+    assert {config for config, records in decoded.items() if records == 10} == {trial.config for trial in found.trials}
+    assert set(decoded.values()) == {tuning.PART, 10} and found.looked_at == 14
 
 
 @pytest.mark.slow
@@ -135,19 +133,19 @@ def test_a_search_repeats_itself(method: str, fresh: Lab) -> None:
 
 @pytest.mark.parametrize("clock", [CHEAP, DEAR], ids=lambda clock: clock.name)
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
-def test_a_method_that_plans_by_itself_is_played_by_the_clock_with_one_experience_for_all(
+def test_a_method_that_plans_by_itself_is_replayed_by_the_clock_with_one_experience_for_all(
     method: str, clock: Clock, fresh: Lab
 ) -> None:
     found = Tuner(fresh, goal(clock)).search(method)
     assert found.looked_at == 1 and [trial.config for trial in found.trials] == [default_setting(method).config]
     assert found.best.seconds == pytest.approx(charged(fresh, found.best.config, clock, Experience(clock.profile)))
-    assert not fresh.books.played and tuned(fresh, method, clock, WORKLOAD, suites=SUITES) == found.setting
+    assert not fresh.replays.decoded and Tuner(fresh, goal(clock, TRIALS)).setting(method) == found.setting
 
 
-def test_the_same_question_is_answered_without_playing(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_question_is_answered_without_a_replay(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Tuner(fresh, goal()).search("lookup")
-    fresh.books.forget()
-    monkeypatch.setattr(NotingDecoder, "book", None)
+    fresh.replays.forget()
+    monkeypatch.setattr(NotingDecoder, "noted", None)
     renamed = replace(CHEAP, name="another name", profile=replace(load_profile("c20"), note="other words"))
     assert Tuner(fresh, goal()).search("lookup") == Tuner(fresh, goal(renamed)).search("lookup") == first
     others = (
@@ -165,9 +163,9 @@ def one_prompt() -> Suite:
     return SUITES[0].first(1)
 
 
-def test_another_clock_is_charged_for_what_was_played_already(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_clock_is_charged_for_what_was_replayed_already(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     Tuner(fresh, goal()).search("pearl")
-    monkeypatch.setattr(NotingDecoder, "book", None)
+    monkeypatch.setattr(NotingDecoder, "noted", None)
     assert Tuner(fresh, goal(DEAR)).search("pearl").trials
 
 
@@ -206,12 +204,12 @@ def test_progress_is_told(fresh: Lab) -> None:
 
 def test_methods_without_knobs_are_left_as_they_are(lab: Lab) -> None:
     for method in ("autoregressive", "hf-generate"):
-        assert tuned(lab, method, Clock(), WORKLOAD) == default_setting(method)
+        assert Tuner(lab, goal(Clock())).setting(method) == default_setting(method)
 
 
 def test_without_a_profile_there_is_nothing_to_charge_by(lab: Lab) -> None:
     with pytest.raises(BadParameter, match="specbranch profile"):
-        tuned(lab, "speculative", Clock(), WORKLOAD)
+        Tuner(lab, goal(Clock())).setting("speculative")
 
 
 def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from in_process import Command
 
-from specbranch.bench import study
 from specbranch.sim.profile import CostProfile
+from specbranch.study import study
 from specbranch.study.strategies import STRATEGIES, StrategyName
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from in_process import Command, Done
 
+from specbranch.bench.job import DRAWN
 from specbranch.bench.presets import GPU_BRIEF, PRESETS, TOLD
-from specbranch.cli import bench as bench_command
 from specbranch.models.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
 
@@ -84,7 +84,7 @@ def test_gpu_core_runs_every_method_on_an_inflated_pair(
         told["draft_head"] == "600 rows, 421 of them tokens" and told["target_head"] == "421 rows, 421 of them tokens"
     )
     assert told["target_shape"].startswith("hidden 64") and str(prompts) not in json.dumps({**told, "draft": ""})
-    for method in bench_command.DRAWN:
+    for method in DRAWN:
         assert (prompts / "out" / f"timeline-{title}-{method}.svg").read_text().startswith("<svg")
     assert "What draft and target did" in (prompts / "out" / "report.html").read_text()
 

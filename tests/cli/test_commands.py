@@ -63,14 +63,6 @@ def test_every_way_of_giving_prompts_gives_the_same_answer(models: list[str], tm
     assert direct["text"] == piped["text"] == from_lines[0]["text"]
 
 
-def test_a_line_separator_inside_json_ends_no_line(tmp_path: Path) -> None:
-    from specbranch.cli.generate import read_prompts
-
-    rows = tmp_path / "prompts.jsonl"
-    rows.write_text('{"prompt": "one\u2028two\x85three"}\n"four"\n', encoding="utf-8")
-    assert read_prompts(None, rows) == ["one\u2028two\x85three", "four"]
-
-
 def test_plain_output_is_the_text_alone_and_colours_come_on_demand(models: list[str], command: Command) -> None:
     options = [PROMPT, *models, "--max-tokens", "12"]
     (answer,) = command("generate", *options, "--json").answers()
@@ -88,18 +80,8 @@ def test_a_trace_is_written(models: list[str], tmp_path: Path, command: Command)
 
 
 def test_logit_bias_and_stop_tokens_reach_the_model(models: list[str], command: Command) -> None:
-    biased = [
-        "generate",
-        PROMPT,
-        *models,
-        "--max-tokens",
-        "6",
-        "--json",
-        "--logit-bias",
-        "5:-3",
-        "--logit-bias",
-        "7:100",
-    ]
+    bias = ["--logit-bias", "5:-3", "--logit-bias", "7:100"]
+    biased = ["generate", PROMPT, *models, "--max-tokens", "6", "--json", *bias]
     (answer,) = command(*biased).answers()
     assert answer["token_ids"] == [7] * 6 and answer["params"]["logit_bias"] == {"5": -3.0, "7": 100.0}
     (answer,) = command(*biased, "--stop-token-id", "9", "--stop-token-id", "7").answers()
@@ -128,17 +110,8 @@ def test_debug_after_two_dashes_is_a_prompt(models: list[str], command: Command)
 
 def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "specbranch.cli.main", "generate", "--target", pair[0], "--draft", pair[1]]
-    command += [
-        "--executor",
-        "process",
-        "--context-length",
-        "512",
-        "--max-tokens",
-        "400",
-        "--ignore-eos",
-        "--file",
-        "/dev/stdin",
-    ]
+    command += ["--executor", "process", "--context-length", "512", "--max-tokens", "400", "--ignore-eos"]
+    command += ["--file", "/dev/stdin"]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, preexec_fn=_heed_interrupts)
     assert process.stdin and process.stdout and process.stderr

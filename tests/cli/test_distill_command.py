@@ -16,13 +16,12 @@ import torch
 from filelock import FileLock
 from in_process import Command, Done
 
-from specbranch.bench import provenance
-from specbranch.cli import distill as distill_command
-from specbranch.cli import writing
 from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.material import Material
 from specbranch.errors import ModelError
+from specbranch.making import draft as draft_job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = (
     "--device",
     "cpu",
@@ -38,11 +37,6 @@ SMALL = (
     "0.003",
 )
 SHORT = (*SMALL, "--tokens", "4000", "--steps", "12")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def distilled(command: Command, target: str, out: Path, *more: str, layers: int = 1) -> Done:
@@ -211,7 +205,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*given: object) -> None:
         pytest.fail("the target was read")
 
-    monkeypatch.setattr(distill_command, "load_target", read)
+    monkeypatch.setattr(draft_job, "load_target", read)
 
 
 @pytest.mark.usefixtures("unread")
@@ -234,7 +228,7 @@ def test_a_target_that_cannot_be_read_leaves_no_run_behind(
         raise ModelError("It is damaged.")
 
     with monkeypatch.context() as patched:
-        patched.setattr(distill_command, "load_target", damaged)
+        patched.setattr(draft_job, "load_target", damaged)
         assert distilled(command, pair[0], tmp_path, *SHORT).code == 2
     assert distilled(command, pair[0], tmp_path, *SHORT, "--only-write").code == 0
 
@@ -259,31 +253,6 @@ def test_material_given_once_leaves_the_notes_of_the_writing(
     given = ("--material", written["material"], "--resume")
     assert distilled(command, pair[0], tmp_path, *SMALL, "--steps", "12", *given).code == 0
     assert distilled(command, pair[0], tmp_path, *SHORT, "--resume").code == 0
-
-
-def test_a_repository_around_an_installed_package_is_not_taken_for_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "-C", str(tmp_path), *who, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
-    (tmp_path / "installed").mkdir()
-    monkeypatch.delenv("SPECBRANCH_COMMIT", raising=False)
-    monkeypatch.setattr(provenance, "_SOURCE", tmp_path / "installed")
-    assert writing.commit() == "unknown"
-    monkeypatch.setattr(provenance, "_SOURCE", tmp_path)
-    assert len(writing.commit()) == 12
-
-
-def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
-    from specbranch.cli.distill import _slices
-    from specbranch.distill.writer import WriterSettings
-
-    pieces = _slices(WriterSettings(seconds=300.0, seed=2))
-    assert [piece.seconds for piece in pieces] == [100.0] * 3
-    assert [piece.seed for piece in pieces] == [2000, 2001, 2002]
-    assert len(_slices(WriterSettings(tokens=1000))) == 1 and len(_slices(WriterSettings(tokens=50_000_000))) == 3
-    assert len(_slices(WriterSettings(seconds=1e12))) == 1000  # the seed after the last is the next run's first
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from in_process import Command
 
-from specbranch.bench import likeness
+from specbranch.measure import likeness
 from specbranch.models.files.inflated import InflatedSource
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "A branch is a guess"
 GROWN = (
     "--hidden",
@@ -29,11 +30,6 @@ GROWN = (
     "--device",
     "cpu",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

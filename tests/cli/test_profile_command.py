@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from in_process import Command
 
 from specbranch.cli.profile import _verdict
-from specbranch.measure import pair as measure
-from specbranch.measure.pair import Compared
+from specbranch.measure import check_profile, profile_pair
+from specbranch.measure.check_profile import CHECKED, Compared
+from specbranch.measure.probes import Effort
 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure little: what is tested is what becomes of it."""
-    little = measure.Effort(repeats=1, least=1, seconds=1.0, host_tokens=4, check_tokens=4, check_repeats=1)
-    monkeypatch.setattr(measure, "Effort", lambda: replace(little))
+    little = Effort(repeats=1, least=1, seconds=1.0, host_tokens=4, check_tokens=4, check_repeats=1)
+    for module in (profile_pair, check_profile):
+        monkeypatch.setattr(module, "Effort", lambda: little)
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_the_file_is_a_profile_that_a_clock_takes(chosen: list[str], tmp_path: P
     done = command("profile", *chosen, "--out", str(file))
     assert done.code == 0, done.err
     assert "draft & target on" in done.out and "overlap: false" in done.out and "How well it predicts" in done.out
-    assert all(f"{method} " in done.out for method in measure.CHECKED) and "at worst" in done.out
+    assert all(f"{method} " in done.out for method in CHECKED) and "at worst" in done.out
     traced = command("trace", "A branch", *chosen, "--clock", str(file), "--max-tokens", "6")
     assert traced.code == 0 and "modelled, not measured" in " ".join(traced.out.split())
 
@@ -39,7 +40,7 @@ def test_the_file_is_a_profile_that_a_clock_takes(chosen: list[str], tmp_path: P
 def test_the_json_holds_profile_and_check(chosen: list[str], tmp_path: Path, command: Command) -> None:
     (told,) = command("profile", *chosen, "--out", str(tmp_path / "mine.json"), "--json").answers()
     assert told["profile"] == json.loads((tmp_path / "mine.json").read_text())
-    assert [one["method"] for one in told["check"]] == list(measure.CHECKED)
+    assert [one["method"] for one in told["check"]] == list(CHECKED)
     assert told["profile"]["overlap"] is False and len(told["profile"]["target"]) == 7
 
 
@@ -47,10 +48,8 @@ def test_a_profile_says_how_both_models_are_stored(chosen: list[str], tmp_path: 
     file, weights = tmp_path / "mine.json", ("--weights", "int8", "--draft-weights", "int8", "--no-check")
     done = command("profile", *chosen, *weights, "--out", str(file))
     told = json.loads(file.read_text())["provenance"]
-    assert (told["weights"], told["draft_weights"]) == (
-        "int8",
-        "int8",
-    ) and f"{told['dtype']}, target in int8, draft in int8" in done.out
+    assert told["weights"] == told["draft_weights"] == "int8"
+    assert f"{told['dtype']}, target in int8, draft in int8" in done.out
 
 
 @pytest.mark.slow
@@ -67,6 +66,7 @@ def test_bad_input_is_a_sentence(chosen: list[str], tmp_path: Path, command: Com
         ([*chosen, "--out", str(tmp_path / "mine.txt")], "ends in .json"),
         ([*chosen, "--out", str(tmp_path / "none" / "mine.json")], "there is no folder"),
         ([*chosen[:2], "--out", str(tmp_path / "mine.json")], "a pair is needed"),
+        ([*chosen, "--executor", "streams", "--out", str(tmp_path / "mine.json")], "this target is run on the CPU"),
         (["--pair", "smollm2-strnog", "--out", str(tmp_path / "mine.json")], "Did you mean 'smollm2-strong'"),
     ):
         done = command("profile", *arguments)

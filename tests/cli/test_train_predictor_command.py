@@ -6,19 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from in_process import Command, Done
 
 from specbranch.distill.material import Material
 from specbranch.hrad.predictor import Predictor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WRITING = ("--writing-rows", "8", "--writing-length", "96", "--tokens", "6000")
 QUICK = ("--device", "cpu", "--layers", "2", "--longest", "6", "--epochs", "3", "--no-across-tasks")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def trained(command: Command, pair: tuple[str, str], out: Path, *more: str) -> Done:

@@ -104,11 +104,12 @@ def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str]
 
 
 def test_where_nothing_pays_plain_decoding_is_written(command: Command, asked: list[str], tmp_path: Path) -> None:
+    # specbranch has the text itself to draw on
     methods = (
         "--methods",
         "speculative,tree,specbranch:confidence",
         *SOME[2:],
-    )  # specbranch has the text itself to draw on
+    )
     done = command(*asked, "--profile", profile(tmp_path, 5.0, overlap=False), *methods)
     assert done.code == 0 and "Nothing tried is faster than plain decoding" in done.out
     assert json.loads((tmp_path / "tuned.json").read_text())["method"] == "autoregressive"

@@ -51,18 +51,8 @@ def test_a_margin_that_does_not_exist_is_null(answer: dict[str, Any], tmp_path: 
 
 
 def test_an_answer_is_verified_as_it_was_made(pair: tuple[str, str], tmp_path: Path, command: Command) -> None:
-    made = [
-        "--target",
-        pair[0],
-        "--device",
-        "cpu",
-        "--dtype",
-        "float64",
-        "--context-length",
-        "40",
-        "--runner",
-        "transformers",
-    ]
+    made = ["--target", pair[0], "--device", "cpu", "--dtype", "float64", "--context-length", "40"]
+    made += ["--runner", "transformers"]
     (answer,) = command("generate", PROMPT, *made, "--ignore-eos", "--json").answers()
     assert len(answer["prompt_token_ids"]) + len(answer["token_ids"]) == 40
     assert (answer["context_length"], answer["dtype"], answer["weights"]) == (40, "float64", "float64")
@@ -80,9 +70,8 @@ def test_an_answer_of_stored_weights_is_verified_with_these(
     (answer,) = command("generate", PROMPT, *models, *options).answers()
     assert (answer["dtype"], answer["weights"]) == ("float64", "int8")
     assert command("verify", saved(answer, tmp_path), "--device", "cpu").code == 0
-    assert command("verify", saved({**answer, "weights": None}, tmp_path), "--device", "cpu").code == 1, (
-        "int8 is another model"
-    )
+    unsaid = command("verify", saved({**answer, "weights": None}, tmp_path), "--device", "cpu")
+    assert unsaid.code == 1, "int8 is another model"
     assert command("verify", saved({**answer, "weights": 8}, tmp_path), "--device", "cpu").code == 2
 
 

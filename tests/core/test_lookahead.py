@@ -158,9 +158,8 @@ def repetitive(case: Case, settings: SpeculativeConfig, law: ToyLaw) -> tuple[in
 
 def test_on_a_repetitive_text_nearly_every_round_brings_a_whole_ngram() -> None:
     case = Case((1, 5), 0.0, 0, Ending("long", max_tokens=400))
-    accepted, drafted, each = repetitive(
-        case, config(8, 5, 8), Knit(5)
-    )  # 25 pairs of tokens at most before it repeats itself
+    # 25 pairs of tokens at most before it repeats itself
+    accepted, drafted, each = repetitive(case, config(8, 5, 8), Knit(5))
     assert accepted > 280 and drafted >= accepted and 4.0 < each <= 5.0
 
 

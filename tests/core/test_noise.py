@@ -102,9 +102,8 @@ def test_noise_ranks_of_neighbours_are_independent(step: str) -> None:
     assert independence(*ranks(keys, STEPS[step])) > SOUND
 
 
-@pytest.mark.parametrize(
-    "step", [name for name, step in STEPS.items() if step[3] == 0]
-)  # a shifted row has tokens in common
+# a shifted row has tokens in common
+@pytest.mark.parametrize("step", [name for name, step in STEPS.items() if step[3] == 0])
 def test_tokens_drawn_at_neighbouring_places_are_independent(step: str) -> None:
     assert independence(*winners(keys, STEPS[step])) > SOUND
 

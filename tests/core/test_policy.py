@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specbranch.config import SpeculativeConfig
+from specbranch.core.forecast import ALL, NONE, SOME, Signal
 from specbranch.core.methods import METHODS, find_method
-from specbranch.core.orders import ALL, NONE, NOTHING, SOME, Branch, Plan, Reports, Signal, Sparse, Verdict
+from specbranch.core.orders import NOTHING, Branch, Plan, Reports, Sparse, Verdict
 from specbranch.core.policy import Confidence, Entropy, Fixed, LastLength, Paper, make_policy
 from specbranch.errors import BadParameter
 

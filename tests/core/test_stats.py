@@ -124,13 +124,8 @@ def test_the_summary_follows_the_definitions() -> None:
 
 def test_rates_of_nothing_are_nothing() -> None:
     summary = Stats(emitted=1).summary()
-    for name in (
-        "tokens_per_second",
-        "tokens_per_forward",
-        "rollback_rate",
-        "branch_hit_rate",
-        "end_to_end_tokens_per_second",
-    ):
+    speeds = ("tokens_per_second", "tokens_per_forward", "end_to_end_tokens_per_second")
+    for name in (*speeds, "rollback_rate", "branch_hit_rate"):
         assert summary[name] is None
 
 
@@ -140,18 +135,14 @@ def spans(draft: tuple[float, float] | None, target: tuple[float, float] | None)
 
 def test_time_is_the_drafts_the_targets_both_ones_or_the_hosts() -> None:
     stats = Stats(first_token=10.0, finished=20.0)
-    for reports in (
-        spans((10.0, 11.0), None),
-        spans((11.5, 13.5), (12.0, 15.0)),
-        spans((15.0, 16.0), (16.0, 19.0)),
-        spans(None, None),
+    for draft, target in (
+        ((10.0, 11.0), None),
+        ((11.5, 13.5), (12.0, 15.0)),
+        ((15.0, 16.0), (16.0, 19.0)),
+        (None, None),
     ):
-        stats.clock(reports)
+        stats.clock(spans(draft, target))
     told = stats.summary()
-    assert (stats.draft_busy, stats.target_busy, told["both_busy_seconds"], told["rounds_overlapped"]) == (
-        4.0,
-        6.0,
-        1.5,
-        2,
-    )
+    assert (stats.draft_busy, stats.target_busy) == (4.0, 6.0)
+    assert told["both_busy_seconds"] == 1.5 and told["rounds_overlapped"] == 2
     assert told["host_seconds"] == 1.5 and told["draft_idle_seconds"] == 6.0 and told["target_idle_seconds"] == 4.0

@@ -108,9 +108,7 @@ def test_a_node_whose_continuation_is_known_is_less_in_need_of_reading() -> None
 
 
 @given(TREES, st.booleans())
-def test_what_may_be_read_next_is_in_the_order_of_its_thirst(
-    shape: list[tuple[int, float, bool]], beside: bool
-) -> None:
+def test_what_may_be_read_next_is_in_the_order_of_its_gain(shape: list[tuple[int, float, bool]], beside: bool) -> None:
     growing = GrowingTree(made(shape))
     growth = replace(GROWTH, rows=4, free_time=9.0 if beside else 0.0)
     found = growing.readable(growth)

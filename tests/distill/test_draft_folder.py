@@ -6,13 +6,13 @@ import errno
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from specbranch.distill import draft_folder
+from specbranch.distill.disk import write_durably
 from specbranch.distill.draft_folder import (
     DraftInfo,
     DraftWeights,
@@ -21,7 +21,6 @@ from specbranch.distill.draft_folder import (
     fingerprint_of,
     read_draft,
     save_draft,
-    write_whole,
 )
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.files.architecture import Architecture
@@ -167,15 +166,15 @@ def test_the_card_names_a_known_target_as_the_hub_does(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_sentence_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
-    write_whole(file, b"old")
+    write_durably(file, b"old")
 
-    def full(handle: IO[bytes], data: bytes) -> None:
-        handle.write(data[:1])
+    def full(path: Path, data: bytes) -> None:
+        path.write_text("n")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(draft_folder, "_write_through", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(BadParameter, match="The disk is full"):
-        write_whole(file, b"new")
+        write_durably(file, b"new")
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
 
 
@@ -185,7 +184,7 @@ def test_a_folder_has_its_config_only_when_it_is_whole(tmp_path: Path, monkeypat
     def killed(path: Path, data: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draft_folder, "write_whole", killed)
+    monkeypatch.setattr(draft_folder, "write_durably", killed)
     with pytest.raises(KeyboardInterrupt):
         saved_draft(folder, tmp_path / "target")
     assert not (folder / "config.json").exists()

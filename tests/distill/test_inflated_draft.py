@@ -25,6 +25,7 @@ from specbranch.models.rows import scored
 from tiers import tiered
 from tiny_models import GREEDY
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WRITING = ["--device", "cpu", "--writing-rows", "8", "--writing-length", "96", "--tokens", "3000"]
 TRAINING = ["--layers", "1", "--rows", "4", "--length", "128", "--steps", "30"]
 GROWN = [
@@ -43,11 +44,6 @@ GROWN = [
 ]
 PROMPT = "A branch is a guess"
 KEPT = 150  # tokens of a reduced head
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +136,7 @@ def test_stored_weights_and_other_families_cannot_be_shared_with_transformers(pl
         refuse_other_families(replace(small.decoder.arch, heads=6))
 
 
-def test_a_draft_overlapped_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:
+def test_a_draft_beside_an_inflated_target_keeps_its_size(places: dict[str, str]) -> None:
     target = load_native(places["large target"], context_length=64)
     draft = load_draft(places["whole"], places["large target"], target_runner=target, context_length=64)
     assert draft.decoder.embedding.shape[1] == draft.architecture.hidden == 32

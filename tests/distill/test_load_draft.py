@@ -18,13 +18,14 @@ from specbranch.config import WeightsName
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.distill.draft_folder import read_draft
-from specbranch.distill.load import _Builder, _own_storage, load_draft
+from specbranch.distill.load import _own_storage, load_draft
 from specbranch.errors import ModelError
 from specbranch.exec.messages import Hello
 from specbranch.exec.wire import from_bytes, to_bytes
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.weights import read_layers
 from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.native import load_native
 from specbranch.models.rows import collate
@@ -32,6 +33,7 @@ from tiers import tiered
 from tiny_models import GREEDY
 from tiny_pair import make_pair
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = [
     "--device",
     "cpu",
@@ -48,11 +50,6 @@ OPTIONS = [
 ]
 PROMPT = "A branch is a guess"
 needs_kernel = pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +116,7 @@ def test_the_draft_takes_embedding_and_head_from_the_target_beside_it(
     drafts: dict[str, str], pair: tuple[str, str]
 ) -> None:
     target = load_native(pair[0], context_length=64)
-    draft = load_draft(drafts["whole"], pair[0], fitted_to_target=target, context_length=64)
+    draft = load_draft(drafts["whole"], pair[0], target_runner=target, context_length=64)
     assert draft.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
     assert draft.decoder.head_matrix is not None and target.decoder.head_matrix is not None
     assert draft.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
@@ -182,19 +179,19 @@ def test_an_int8_draft_is_written_out_on_a_cpu_without_a_kernel_for_its_precisio
 @needs_kernel
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 @pytest.mark.parametrize("name", ["reduced", "whole"])
-def test_a_draft_overlapped_a_target_in_int8_takes_the_head_that_it_has(
+def test_a_draft_beside_a_target_in_int8_takes_the_head_that_it_has(
     name: str, weights: WeightsName, drafts: dict[str, str], pair: tuple[str, str]
 ) -> None:
     target = load_native(pair[0], context_length=64, weights="int8")
-    fitted_to_target = load_draft(drafts[name], pair[0], fitted_to_target=target, context_length=64, weights=weights)
+    beside = load_draft(drafts[name], pair[0], target_runner=target, context_length=64, weights=weights)
     alone = load_draft(drafts[name], pair[0], context_length=64, weights=weights)
-    assert fitted_to_target.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
-    assert fitted_to_target.weights == alone.weights == weights
+    assert beside.decoder.embedding.data_ptr() == target.decoder.embedding.data_ptr()
+    assert beside.weights == alone.weights == weights
     if name == "whole":
-        assert fitted_to_target.decoder.head_matrix is not None and target.decoder.head_matrix is not None
-        assert fitted_to_target.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
+        assert beside.decoder.head_matrix is not None and target.decoder.head_matrix is not None
+        assert beside.decoder.head_matrix.weight.data_ptr() == target.decoder.head_matrix.weight.data_ptr()
     kept = slice(None) if alone.decoder.columns is None else alone.decoder.columns.ids
-    found, expected = (rows(runner, (5, 6, 7))[:, kept] for runner in (fitted_to_target, alone))
+    found, expected = (rows(runner, (5, 6, 7))[:, kept] for runner in (beside, alone))
     assert (found - expected).abs().max() < (1e-4 if weights == "int8" else 0.05) * expected.abs().max()
 
 
@@ -214,9 +211,9 @@ def test_off_the_cpu_an_int8_draft_stays_so_unless_told(drafts: dict[str, str], 
     draft = read_draft(drafts["int8"])
     for dtype in (torch.bfloat16, torch.float32):
         assert _own_storage(draft, torch.device("cuda"), dtype) == "int8"  # is only named here
-        built = (
-            _Builder(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")._layer(0).down
-        )
+        built = read_layers(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")[0][
+            0
+        ].down
         stored = draft.tensor("model.layers.0.mlp.down_proj.weight")
         torch.testing.assert_close(built.widened(torch.float32), stored, rtol=1e-6, atol=0)
     assert _own_storage(read_draft(drafts["whole"]), torch.device("cuda"), torch.bfloat16) is None

@@ -36,7 +36,7 @@ def material() -> Material:
 def test_what_was_remembered_is_what_is_said_now_however_it_is_packed(tmp_path: Path) -> None:
     target, text = stack(tmp_path), material()
     remembering, heard = Teacher(target), list[tuple[int, int]]()
-    remembering.remember(text, 32, 2, lambda done, of: heard.append((done, of)))
+    remembering.remember(text, 32, 2, lambda what, done, of, note: heard.append((done, of)))
     assert heard[-1] == (80, 80)
     for batch in text.batches(32, 3, seed=7, epoch=2):
         here, filled = moved(batch, target), batch.segments != PADDING

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,10 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.native import open_model
+from specbranch.progress import Nobody
 from tiny_models import SHAPE, saved, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = TrainSettings(
     layers=(0, 2),
     steps=14,
@@ -54,11 +55,6 @@ Target = tuple[Architecture, Weights]
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     arch, source = open_model(locate(str(saved(tiny("qwen2"), tmp_path_factory.mktemp("target")))))
     return arch, read_weights(arch, source, torch.device("cpu"), torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def conversations(count: int, seed: int) -> Material:
@@ -89,13 +85,23 @@ class Killed(BaseException):
     """What a kill looks like from inside."""
 
 
-def killed_after(step: int, target: Target, folder: Path, settings: TrainSettings = SETTINGS, **more: Any) -> None:
-    def report(record: Mapping[str, Any]) -> None:
-        if record["step"] >= step:
-            raise Killed
+class Watcher(Nobody):
+    """Sees how many steps there are, and kills the training after some."""
 
+    def __init__(self, kill_after: float = math.inf) -> None:
+        self.totals: list[float | None] = []
+        self._kill_after = kill_after
+
+    def __call__(self, what: str, done: float, of: float | None, note: str = "") -> None:
+        if what == "Training":
+            self.totals.append(of)
+            if done >= self._kill_after:
+                raise Killed
+
+
+def killed_after(step: int, target: Target, folder: Path, settings: TrainSettings = SETTINGS, **more: Any) -> None:
     with pytest.raises(Killed):
-        trained(target, folder, settings, report=report, **more)
+        trained(target, folder, settings, watch=Watcher(step), **more)
 
 
 def test_training_brings_the_draft_nearer_to_its_target(target: Target, tmp_path: Path) -> None:
@@ -120,9 +126,8 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     torch.manual_seed(123)  # another process would have another state
     again = trained(target, tmp_path / "killed", resume=True)
     assert same_weights(whole, again) and again.tokens == whole.tokens
-    assert not same_weights(
-        whole, trained(target, tmp_path / "other", replace(SETTINGS, seed=6))
-    )  # the comparison can fail
+    # the comparison can fail
+    assert not same_weights(whole, trained(target, tmp_path / "other", replace(SETTINGS, seed=6)))
     mine, theirs = ([r["step"] for r in records(tmp_path / name)] for name in ("killed", "whole"))
     assert mine == theirs
 
@@ -151,25 +156,25 @@ def test_a_finished_run_resumed_changes_nothing(target: Target, tmp_path: Path) 
 
 def test_a_time_budget_becomes_steps_that_a_resumed_run_keeps(target: Target, tmp_path: Path) -> None:
     settings = replace(SETTINGS, steps=None, seconds=0.6)
-    seen: list[Any] = []
+    watcher = Watcher()
     killed_after(training.CALIBRATION, target, tmp_path, settings)
-    done = trained(target, tmp_path, settings, resume=True, report=lambda record: seen.append(record["of"]))
-    assert done.steps >= training.CALIBRATION and set(seen) == {done.steps}
+    done = trained(target, tmp_path, settings, resume=True, watch=watcher)
+    assert done.steps >= training.CALIBRATION and set(watcher.totals) == {done.steps}
 
 
 def test_out_of_memory_halves_the_rows_at_a_time_and_says_so(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = trained(target, tmp_path / "whole", replace(SETTINGS, steps=3))
-    part = training._Run._part
+    part = training._Training._part
 
-    def short_of_memory(run: training._Run, batch: Batch, total: float) -> torch.Tensor:
+    def short_of_memory(run: training._Training, batch: Batch, total: float) -> torch.Tensor:
         loss = part(run, batch, total)  # fails late: gradients that were added already must not count twice
         if batch.tokens.shape[0] > 1:
             raise torch.OutOfMemoryError
         return loss
 
-    monkeypatch.setattr(training._Run, "_part", short_of_memory)
+    monkeypatch.setattr(training._Training, "_part", short_of_memory)
     small = trained(target, tmp_path / "small", replace(SETTINGS, steps=3))
     assert "going on with 2 rows" in caplog.text and "going on with 1 rows" in caplog.text
     for name, tensor in small.student.state_dict().items():
@@ -177,10 +182,10 @@ def test_out_of_memory_halves_the_rows_at_a_time_and_says_so(
 
 
 def test_no_memory_for_one_row_is_a_sentence(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(run: training._Run, batch: Batch, total: float) -> torch.Tensor:
+    def never(run: training._Training, batch: Batch, total: float) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(training._Run, "_part", never)
+    monkeypatch.setattr(training._Training, "_part", never)
     with pytest.raises(BadParameter, match="does not fit into memory"):
         trained(target, tmp_path)
 

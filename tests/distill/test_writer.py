@@ -3,6 +3,7 @@ time."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from specbranch.core.slots import ROOT
 from specbranch.distill import openings, writer
 from specbranch.distill.material import Material
 from specbranch.distill.openings import LEAST_TEXT, Script
-from specbranch.distill.writer import Desk, WritingTarget, Written, write
+from specbranch.distill.writer import Desk, WritingTarget, write
 from specbranch.distill.writer_settings import LEAST_QUESTION, WriterSettings
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.decoder import Decoder
@@ -23,6 +24,7 @@ from specbranch.models.files.locate import Located
 from specbranch.models.files.weights import read_weights
 from specbranch.models.native import NativeRunner, open_model
 from specbranch.models.texts import Texts
+from specbranch.progress import Nobody
 from specbranch.text.tokenizer import Tokenizer
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
@@ -235,20 +237,34 @@ def test_too_little_written_for_any_answer_is_no_material(target: WritingTarget,
     assert len(write(target, tokenizer, settings(tokens=8, steps=1))) == 0
 
 
+class Watcher(Nobody):
+    """Keeps what it is told: how far the writing is, and the numbers of each note."""
+
+    def __init__(self) -> None:
+        self.done: list[float] = []
+        self.totals: set[float | None] = set()
+        self.notes: list[list[str]] = []
+
+    def __call__(self, what: str, done: float, of: float | None, note: str = "") -> None:
+        self.done.append(done)
+        self.totals.add(of)
+        self.notes.append(re.findall(r"\d+", note.replace(",", "")))
+
+
 def test_writing_stops_at_the_tokens_asked_for_and_reports_on_the_way(
     target: WritingTarget, tokenizer: Tokenizer
 ) -> None:
-    reports: list[Written] = []
-    write(target, tokenizer, settings(tokens=1000), reports.append)
-    assert [report.tokens for report in reports] == [256, 512, 768, 1024]
-    assert reports[-1].conversations >= reports[0].conversations
-    assert 0 < reports[0].seconds < reports[-1].seconds
+    watcher = Watcher()
+    write(target, tokenizer, settings(tokens=1000), watcher)
+    assert watcher.done == [256, 512, 768, 1024] and watcher.totals == {1000}
+    finished = [int(conversations) for _, conversations, _ in watcher.notes]
+    assert finished == sorted(finished) and all(int(speed) > 0 for _, _, speed in watcher.notes)
 
 
 def test_writing_stops_when_the_time_is_over(target: WritingTarget, tokenizer: Tokenizer) -> None:
-    reports: list[Written] = []
-    write(target, tokenizer, settings(tokens=None, seconds=0.3, steps=4), reports.append)
-    assert reports[-1].seconds >= 0.3 and all(report.seconds < 0.3 for report in reports[:-1])
+    watcher = Watcher()
+    write(target, tokenizer, settings(tokens=None, seconds=0.3, steps=4), watcher)
+    assert watcher.done[-1] >= 0.3 and all(0 < seconds < 0.3 for seconds in watcher.done[:-1])
 
 
 def test_rows_that_do_not_fit_are_halved_and_told(
@@ -391,3 +407,11 @@ def test_a_captured_step_writes_what_an_eager_one_does(
     ]
     written = [(captured.sequence(at), int(captured.answers[at])) for at in range(len(captured))]
     assert eager and all(line in written for line in eager)
+
+
+def test_long_writing_is_kept_in_pieces_of_equal_size() -> None:
+    pieces = WriterSettings(seconds=300.0, seed=2).slices()
+    assert [piece.seconds for piece in pieces] == [100.0] * 3
+    assert [piece.seed for piece in pieces] == [2000, 2001, 2002]
+    assert [len(WriterSettings(tokens=tokens).slices()) for tokens in (1000, 50_000_000)] == [1, 3]
+    assert len(WriterSettings(seconds=1e12).slices()) == 1000  # the seed after the last is the next run's first

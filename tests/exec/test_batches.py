@@ -93,9 +93,8 @@ def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeCo
     for seed in range(count):
         method, rule = NAMES[seed % len(NAMES)], rng.choice(rules)
         if method in METHODS and METHODS[method].policy == "planner":
-            rule = (
-                "match"  # it goes by the times it sees, and under ratio another plan says other tokens of the same law
-            )
+            # it goes by the times it sees, and under ratio another plan says other tokens of the same law
+            rule = "match"
         prompt = tuple(rng.randrange(6) for _ in range(rng.choice((1, 4, 30))))
         case = Case(prompt, rng.choice((0.0, 0.7, 1.3)), seed, rng.choice(ENDINGS), rule)
         out.append((case, config_of(method, rule)))

@@ -55,10 +55,8 @@ from toybench import (
 TEMPERATURES = (0.0, 0.7, 1.3)
 DRIFTS = (0.08, 0.3, 0.8)
 SEEDS = 24
-BY_NGRAMS = {
-    "lookup": 2,
-    "lookahead": 3,
-}  # without a draft: the vocabulary of texts in which n-grams recur, and do not end too soon
+# without a draft: the vocabulary of texts in which n-grams recur, and do not end too soon
+BY_NGRAMS = {"lookup": 2, "lookahead": 3}
 KINDS = ("serial", "process", "process until target", "streams", "streams until target", "clock", "clock until target")
 FORKING = ("pearl", "confidence")  # the methods that can draft until the target is done
 ENOUGH = 100

@@ -24,9 +24,8 @@ TARGET = ToyLaw(vocabulary=4, seed=4, sharpness=1.3)
 PAIR = Pair(TARGET, TARGET)
 CONFIG = SpeculativeConfig(method="autoregressive")
 SEEDS = range(4000)
-FLAT = Pair(
-    ToyLaw(vocabulary=4, sharpness=0.0), ToyLaw(vocabulary=4, sharpness=0.0)
-)  # its tokens show the noise and nothing else
+# its tokens show the noise and nothing else
+FLAT = Pair(ToyLaw(vocabulary=4, sharpness=0.0), ToyLaw(vocabulary=4, sharpness=0.0))
 
 
 def start(session: Session) -> MethodRounds:

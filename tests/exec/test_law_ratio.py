@@ -132,14 +132,8 @@ CASES = {
 }
 
 
-QUICK = (
-    "speculative-confidence",
-    "adaptive",
-    "lookup",
-    "lookahead",
-    "pearl-sampled",
-    "pearl-top",
-)  # of trees: tests/core/test_verify.py
+# of trees: tests/core/test_verify.py
+QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled", "pearl-top")
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))

@@ -142,9 +142,8 @@ def timeless(report: Reports) -> Reports:
     return replace(report, drafting=None, verifying=None, tree=tree)
 
 
-@pytest.mark.parametrize(
-    "method", [name for name in METHODS_TRIED if name != "specbranch"]
-)  # it has more time where less is to be read
+# it has more time where less is to be read
+@pytest.mark.parametrize("method", [name for name in METHODS_TRIED if name != "specbranch"])
 def test_an_order_that_is_repeated_is_answered_alike(method: str) -> None:
     for seed in range(10):
         loop = Loop(Twice(make_verifier(), make_drafter(DRIFT)))

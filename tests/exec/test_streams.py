@@ -91,8 +91,9 @@ def pair(polls: int, rule: Rule = "match") -> tuple[Streams, list[str]]:
     return executor, notes
 
 
-def grow(free: float = 1e9) -> Grow:
-    return Grow(ON, NO_TREE, Growth((0.0,), Timeless(PROFILE).insight.chances(), free=free, most=LENGTH, worth=1.0))
+def grow() -> Grow:
+    chances = Timeless(PROFILE).insight.chances()
+    return Grow(ON, NO_TREE, Growth((0.0,), chances, free_time=1e9, most=LENGTH, worth=1.0))
 
 
 def lanes(rule: Rule = "match") -> Draft:
@@ -275,6 +276,50 @@ def test_a_target_that_fails_is_not_taken_for_a_draft(kind: type[Serial]) -> Non
     executor.open(0, request())
     with pytest.raises(RuntimeError, match="device-side assert"):
         executor.run({0: Orders(grow(), Verify(ON))})
+
+
+class FailsAtJudging(Deferred):
+    """A target that reads what it is given and fails when it is to judge."""
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        if not work:
+            raise RuntimeError("device-side assert triggered")
+        return super().verify(work, trials)
+
+
+class FailsWhenAsked(Deferred):
+    """A target that fails when it is asked whether its verdicts are there, and when they are waited for."""
+
+    def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
+        super().verify(work, trials)
+
+        def fail() -> Any:
+            raise RuntimeError("device-side assert triggered")
+
+        return Verdicts(fail, fail)
+
+
+@pytest.mark.parametrize(
+    ("target", "order", "rule"),
+    [
+        (FailsAtJudging, lanes("ratio"), "ratio"),
+        (FailsWhenAsked, lanes(), "match"),
+        (FailsWhenAsked, lanes("ratio"), "ratio"),
+        (FailsWhenAsked, grow(), "match"),
+    ],
+    ids=["judging", "lanes", "lanes by ratio", "tree"],
+)
+def test_a_target_that_fails_while_the_draft_works_is_not_taken_for_the_draft(
+    target: type[Deferred], order: Draft | Grow, rule: Rule, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes: list[str] = []
+    executor = Streams(Verifier(target(law(), lambda: 2)), Drafter(OddDraft(notes)))
+    executor.open(0, request(rule))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        executor.run({0: Orders(order, Verify(ON))})
+    assert not caplog.records, "the draft is not blamed"
+    assert len(notes) == 1, "nor does it go on for a target that has failed"
+    assert not executor._without
 
 
 # --- an interrupt ---

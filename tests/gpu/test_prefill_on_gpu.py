@@ -91,9 +91,8 @@ def test_chunks_are_long_where_flash_runs_and_short_elsewhere(runner: NativeRunn
     assert runner.chunk == LONG_CHUNK and runner.decoder.attend_chunk is attend_by_flash
     wide = load_native(folder, context_length=3000, device="cuda", dtype=torch.float32, cache_tokens=4000)
     assert wide.chunk == CHUNK and wide.decoder.attend_chunk is attend_masked
-    assert (
-        choose_attend_chunk(DEVICE, torch.bfloat16, 4, 2, 512) is attend_masked
-    )  # the kernel takes heads of at most 256
+    # the kernel takes heads of at most 256
+    assert choose_attend_chunk(DEVICE, torch.bfloat16, 4, 2, 512) is attend_masked
 
 
 def test_a_prompt_that_is_read_again_has_the_same_bits(runner: NativeRunner) -> None:

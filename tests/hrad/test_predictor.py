@@ -257,4 +257,4 @@ def test_transformers_targets_foretell_too(tmp_path: Path) -> None:
     with LLM(target, target, speculative=config, device="cpu", predictor=str(folder)) as llm:
         found = llm.generate("A branch", {"max_tokens": 20})
         assert found.token_ids == llm.using("autoregressive").generate("A branch", {"max_tokens": 20}).token_ids
-        assert llm._forecaster is not None
+        assert llm._wants_forecast

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.orders import ALL, NONE, SOME
+from specbranch.core.forecast import ALL, NONE, SOME
 from specbranch.core.trace import Trace
 from specbranch.hrad.rounds import UNKNOWN, LabelledRounds, outcomes, walk
 from toybench import Case, Ending, decode, law, serial

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specbranch.core.orders import Signal
+from specbranch.core.forecast import Signal
 from specbranch.errors import BadParameter
 from specbranch.hrad.network import Network
 from specbranch.hrad.report import across_tasks, figures, rivalry

@@ -164,9 +164,8 @@ def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executo
             prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
             answer, expected = llm.generate([prompt], params)[0], plain.generate([prompt], params)[0]
             assert answer.token_ids == expected.token_ids
-            assert answer.stats["drafted"] > 0 or METHODS[method].plans(
-                llm.config
-            )  # this draft is dear: a planner may leave it
+            # this draft is dear: a planner may leave it
+            assert answer.stats["drafted"] > 0 or METHODS[method].plans(llm.config)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])

@@ -72,7 +72,7 @@ def some_growth(rng: random.Random) -> Growth:
         children=rng.choice([1, 4, 8]),
         least=rng.choice([0.01, 0.0005]),
         rows=rng.choice([7, 15]),
-        row=rng.choice([0.0, 0.001]),
+        row_price=rng.choice([0.0, 0.001]),
         most=rng.choice([5, 40, 96]),
         deepest=rng.choice([3, 12, 32]),
     )

@@ -58,10 +58,8 @@ def test_fused_rows_equal_plain_ones_up_to_rounding(kind: str, threads: int, fol
     assert fused._fused is not None
     results = []
     for runner in (fused, plain(fused)):
-        for seq, length in (
-            (0, 300),
-            (1, 5),
-        ):  # more than a block of tokens; a prompt that is stored by the fused step itself
+        # more than a block of tokens; a prompt that is stored by the fused step itself
+        for seq, length in ((0, 300), (1, 5)):
             runner.open(seq, GREEDY)
             runner.extend(seq, some_tokens(length))
         feeds = [Feed(0, (1, 2, 3, 4, 5), (ROOT, 0, 0, 2, 1)), Feed(1, (9, 8), (ROOT, ROOT))]

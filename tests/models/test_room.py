@@ -63,12 +63,8 @@ def test_weights_are_counted_as_they_are_loaded(folder: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stored", WEIGHTS)
 def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied: bool, tmp_path: Path) -> None:
-    sizes = {
-        **SHAPE,
-        "hidden_size": 128,
-        "intermediate_size": 200,
-        "num_attention_heads": 4,
-    }  # not all of them fit int4
+    # not all of them fit int4
+    sizes = {**SHAPE, "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
     arch, source = open_model(locate(str(saved(model, tmp_path))))
     # In float64, beside which every storage is another; a CPU may hold int8 otherwise than it is stored.

@@ -407,7 +407,7 @@ def test_unknown_names_are_refused_with_the_nearest(cache: Path) -> None:
         store.pull("smollm-135", find=never)
     with pytest.raises(BadParameter, match="Unknown model"):
         store.installed("nothing")
-    assert set(store.known_names()) == {"smollm2-135m", NAME}
+    assert set(store.KNOWN) == {"smollm2-135m", NAME}
 
 
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,9 +321,8 @@ def test_a_model_scores_as_what_it_stands_for_does_in_floats(
     assert runners[0].weights == kind
     if not reduced:
         lost = ((found[0] - dense).abs().mean() / dense.abs().mean()).item()
-        assert (
-            1e-4 < lost < (0.1 if kind == "int8" else 0.8)
-        )  # of a random model, which amplifies; unrelated logits: 1.4
+        # of a random model, which amplifies; unrelated logits: 1.4
+        assert 1e-4 < lost < (0.1 if kind == "int8" else 0.8)
 
 
 @needs_kernel

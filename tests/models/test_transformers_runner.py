@@ -25,9 +25,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from specbranch.assembly import ModelChoice, load_runner
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.errors import BadParameter, CacheFull, ModelError
+from specbranch.engine import LLM
+from specbranch.errors import BadParameter, CacheFull, MissingPackage, ModelError
 from specbranch.models import transformers_runner
 from specbranch.models.rows import TensorRow
 from specbranch.models.transformers_runner import TransformersRunner, load_transformers
@@ -341,3 +343,93 @@ def test_what_cannot_be_loaded_is_named_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ModelError, match=f"cannot load {tmp_path}"):
         load_transformers(tmp_path)
+
+
+# --- over several GPUs: how it is asked for, and when it is refused ---
+
+
+@pytest.fixture
+def several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(type(transformers_runner.SPREADING), "is_installed", True)
+
+
+class Asked(Exception):
+    """Carries what a loader was asked."""
+
+
+def _ask(*asked: Any, **options: Any) -> Any:
+    raise Asked(asked, options)
+
+
+@pytest.mark.parametrize(("count", "found"), [(0, "no GPU"), (1, "one GPU")])
+def test_a_target_is_spread_over_no_fewer_than_two_gpus(
+    count: int, found: str, tmp_path: Path, several_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(BadParameter, match=f"torch sees {found} here"):
+        load_transformers(tmp_path, spread=True)
+
+
+def test_spreading_needs_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(transformers_runner.SPREADING), "is_installed", False)
+    with pytest.raises(MissingPackage, match="Spreading a model over several GPUs needs accelerate"):
+        load_transformers(tmp_path, spread=True)
+
+
+def test_a_spread_target_is_loaded_by_accelerates_map_and_left_where_it_lies(
+    tmp_path: Path, several_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _llama().save_pretrained(tmp_path)
+    model, asked = _llama(), {}
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+
+    def loaded(source: str, **options: Any) -> PreTrainedModel:
+        asked.update(options)
+        return model
+
+    def moved(*_: Any) -> None:
+        raise AssertionError("accelerate has put it where it belongs")
+
+    monkeypatch.setattr(transformers_runner.AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(model, "to", moved)
+    runner = load_transformers(tmp_path, spread=True)
+    assert asked["device_map"] == "auto" and asked["dtype"] == torch.bfloat16
+    assert runner.model is model
+    model.hf_device_map["model.layers.1"] = "disk"
+    with pytest.raises(ModelError, match="does not fit the 2 GPUs of this machine: part of it would lie on disk"):
+        load_transformers(tmp_path, spread=True)
+
+
+@pytest.mark.parametrize("runner", ["auto", "transformers"])
+def test_a_device_map_leads_to_the_transformers_runner(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_runner, "load_transformers", _ask)
+    for device_map in ("auto", None):
+        choice = ModelChoice(str(tmp_path), "transformers" if device_map is None else runner, device_map=device_map)
+        with pytest.raises(Asked) as seen:
+            load_runner(choice)
+        assert seen.value.args[1]["spread"] is (device_map == "auto")
+
+
+def test_a_device_map_is_the_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbranch.engine.assemble", _ask)
+    with pytest.raises(Asked) as seen:
+        LLM("some/target", "some/draft", device_map="auto", draft_device="cuda:1")
+    target, draft = seen.value.args[0][:2]
+    assert (target.device_map, draft.device_map, draft.device) == ("auto", None, "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device_map": "balanced"}, "Unknown device map 'balanced'"),
+        ({"runner": "native"}, "needs the transformers runner"),
+        ({"device": "cuda:1"}, "device 'cuda:1' was asked for"),
+        ({"device": "cpu"}, "device 'cpu' was asked for"),
+    ],
+)
+def test_a_device_map_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadParameter, match=said):
+        ModelChoice("some/target", **{"device_map": "auto", **options})

@@ -172,9 +172,8 @@ def test_any_bytes_are_unpacked_as_the_gguf_package_does(kind: str, blocks: int)
 @pytest.mark.parametrize("kind", HALVES)
 def test_blocks_are_unpacked_on_the_device_they_are_on(kind: str) -> None:
     encoding = gguf_encoding(gguf.GGMLQuantizationType[kind].value)
-    found = encoding.decode(
-        torch.empty(3 * encoding.size, dtype=torch.uint8, device="meta")
-    )  # nothing can be read from there
+    # nothing can be read from there
+    found = encoding.decode(torch.empty(3 * encoding.size, dtype=torch.uint8, device="meta"))
     assert (found.device.type, found.dtype, found.numel()) == ("meta", torch.float32, 3 * encoding.block)
 
 

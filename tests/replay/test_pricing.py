@@ -1,4 +1,4 @@
-"""A book charges what a play would have been charged, under any profile."""
+"""Noted rounds are priced as a replay under that profile would have been, whatever the profile."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.methods import default_setting
-from specbranch.bench.tuning import SPACES
+from specbranch.bench.methods import SPACES, default_setting
 from specbranch.config import SpeculativeConfig
 from specbranch.core.stats import Stats
-from specbranch.replay.decode import RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.replay.decode import RecordDecoder, ReplayedModel
 from specbranch.replay.pricing import NotingDecoder, ReplayedMethods, has_fixed_decisions
 from specbranch.replay.record import Record, Task
 from specbranch.replay.runners import ProposalStore
@@ -34,16 +33,16 @@ FAR = CostProfile(
 
 
 @pytest.fixture
-def draft(tmp_path: Path) -> Iterator[ReplayDraft]:
+def draft(tmp_path: Path) -> Iterator[ReplayedModel]:
     memory = ProposalStore(tmp_path / "memory.sqlite")
-    yield ReplayDraft("toy", memory, ToyRunner(law(0.3)))
+    yield ReplayedModel("toy", memory, ToyRunner(law(0.3)))
     memory.close()
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[ReplayTarget]:
+def target(tmp_path: Path) -> Iterator[ReplayedModel]:
     memory = ProposalStore(tmp_path / "target.sqlite")
-    yield ReplayTarget("toy", memory, ToyRunner(law()))
+    yield ReplayedModel("toy", memory, ToyRunner(law()))
     memory.close()
 
 
@@ -58,15 +57,15 @@ def setting(method: str, **values: object) -> SpeculativeConfig:
     return config
 
 
-BOOKED = [method for method in SPACES if has_fixed_decisions(setting(method))]
+NOTED = [method for method in SPACES if has_fixed_decisions(setting(method))]
 
 
-def test_what_plans_by_itself_and_nothing_else_has_no_book() -> None:
-    assert set(SPACES) - set(BOOKED) == {"tree", "specbranch"}
+def test_what_plans_by_itself_and_nothing_else_depends_on_the_profile() -> None:
+    assert set(SPACES) - set(NOTED) == {"tree", "specbranch"}
 
 
-@pytest.mark.parametrize("method", BOOKED)
-def test_a_book_charges_what_a_play_is_charged(method: str, draft: ReplayDraft, target: ReplayTarget) -> None:
+@pytest.mark.parametrize("method", NOTED)
+def test_rounds_are_priced_as_a_replay_is(method: str, draft: ReplayedModel, target: ReplayedModel) -> None:
     profiles = [PROFILE, TURNS, FAR, load_profile("c10"), load_profile("h200-1b-8b")]
     seen = set()
     for case in CASES:
@@ -74,17 +73,17 @@ def test_a_book_charges_what_a_play_is_charged(method: str, draft: ReplayDraft, 
             config = setting(
                 method, num_speculative_tokens=length, max_branches=3, stop_below=0.5, lookahead_window=length
             )
-            book = NotingDecoder(record_of(case), draft, target=target).book(config)
+            rounds = NotingDecoder(record_of(case), draft, target=target).noted(config)
             for profile in profiles:
-                stats = RecordDecoder(record_of(case), draft, target=target).play(config, profile)
-                assert told(book.charged(profile)) == pytest.approx(told(stats), rel=1e-6)
-                assert book.seconds(profile) == pytest.approx(stats.decode_seconds, rel=1e-6)
-            seen.add(book.seconds(PROFILE))
+                stats = RecordDecoder(record_of(case), draft, target=target).decode(config, profile)
+                assert told(rounds.priced(profile)) == pytest.approx(told(stats), rel=1e-6)
+                assert rounds.priced(profile).decode_seconds == pytest.approx(stats.decode_seconds, rel=1e-6)
+            seen.add(rounds.priced(PROFILE).decode_seconds)
     assert len(seen) > 1 or method == "autoregressive"
 
 
 def told(stats: Stats) -> dict[str, object]:
-    """All that is told of a play, the inner tables laid out."""
+    """All that is told of a replay, the inner tables laid out."""
     flat: dict[str, object] = {}
     for name, value in stats.summary().items():
         parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}
@@ -92,17 +91,17 @@ def told(stats: Stats) -> dict[str, object]:
     return flat
 
 
-def test_what_was_played_once_is_not_played_again(draft: ReplayDraft, monkeypatch: pytest.MonkeyPatch) -> None:
-    books, config = ReplayedMethods(draft), SpeculativeConfig(method="pearl")
-    first = books.of(record_of(CASES[0]), config)
-    assert books.of(record_of(CASES[1]), config) != first and books.played == [config, config]
-    monkeypatch.setattr(NotingDecoder, "book", None)
-    assert books.of(record_of(CASES[0]), config) is first
-    books.close()
+def test_what_was_decoded_once_is_not_decoded_again(draft: ReplayedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays, config = ReplayedMethods(draft), SpeculativeConfig(method="pearl")
+    first = replays.rounds(record_of(CASES[0]), config)
+    assert replays.rounds(record_of(CASES[1]), config) != first and replays.decoded == [config, config]
+    monkeypatch.setattr(NotingDecoder, "noted", None)
+    assert replays.rounds(record_of(CASES[0]), config) is first
+    replays.close()
 
 
-def test_what_goes_on_until_the_target_is_done_or_plans_by_itself_is_refused(draft: ReplayDraft) -> None:
+def test_what_goes_on_until_the_target_is_done_or_plans_by_itself_is_refused(draft: ReplayedModel) -> None:
     for config in (setting("specbranch:confidence", until_target=True), *map(setting, ("tree", "specbranch", "auto"))):
         assert not has_fixed_decisions(config)
         with pytest.raises(ValueError, match="depends on the profile"):
-            NotingDecoder(record_of(CASES[0]), draft).book(config)
+            NotingDecoder(record_of(CASES[0]), draft).noted(config)

@@ -17,7 +17,7 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
-from specbranch.replay.decode import Diverged, RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.replay.decode import Diverged, RecordDecoder, ReplayedModel
 from specbranch.replay.reader import ROWS, Reader
 from specbranch.replay.record import Record, Task
 from specbranch.replay.runners import NONE, WIDTH, KnownProposal, ProposalStore, RecordedRunner
@@ -77,16 +77,16 @@ def record_of(case: Case) -> Record:
 
 
 @pytest.fixture
-def draft(tmp_path: Path) -> Iterator[ReplayDraft]:
+def draft(tmp_path: Path) -> Iterator[ReplayedModel]:
     memory = ProposalStore(tmp_path / "memory.sqlite")
-    yield ReplayDraft("toy", memory, CountingRunner(law(DRIFT)))
+    yield ReplayedModel("toy", memory, CountingRunner(law(DRIFT)))
     memory.close()
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[ReplayTarget]:
+def target(tmp_path: Path) -> Iterator[ReplayedModel]:
     memory = ProposalStore(tmp_path / "target.sqlite")
-    yield ReplayTarget("toy", memory, CountingRunner(law()))
+    yield ReplayedModel("toy", memory, CountingRunner(law()))
     memory.close()
 
 
@@ -97,15 +97,15 @@ QUICK = [*CONFIGS[::4], FIXED[[config.method for config in FIXED].index("lookahe
     "config", tiered(CONFIGS, QUICK.__contains__), ids=lambda c: f"{c.method}-{c.policy}-{c.num_speculative_tokens}"
 )
 def test_a_replay_counts_and_charges_what_a_live_run_does(
-    config: SpeculativeConfig, draft: ReplayDraft, target: ReplayTarget
+    config: SpeculativeConfig, draft: ReplayedModel, target: ReplayedModel
 ) -> None:
     drafted = 0
     mine, theirs = Experience(PROFILE), Experience(PROFILE)  # each learns from its own runs
     for case in CASES:
         live = decode(virtual_clock(DRIFT), case, config, experience=mine).stats
-        player = RecordDecoder(record_of(case), draft, Heard(), target)
-        replayed = player.play(config, PROFILE, experience=theirs)
-        player.close()
+        decoder = RecordDecoder(record_of(case), draft, Heard(), target)
+        replayed = decoder.decode(config, PROFILE, experience=theirs)
+        decoder.close()
         assert asdict(replayed) == asdict(live)
         drafted += live.rejected
     assert drafted > 50 or config.method == "autoregressive", "nothing was ever rejected"
@@ -113,59 +113,59 @@ def test_a_replay_counts_and_charges_what_a_live_run_does(
 
 @pytest.mark.parametrize("config", [FIXED[-1], *PLANNED], ids=lambda c: f"{c.method}-{c.policy}")
 def test_what_was_drafted_once_is_never_drafted_again(
-    config: SpeculativeConfig, draft: ReplayDraft, tmp_path: Path
+    config: SpeculativeConfig, draft: ReplayedModel, tmp_path: Path
 ) -> None:
-    player = RecordDecoder(record_of(CASES[0]), draft)
-    first = player.play(config, PROFILE)
+    decoder = RecordDecoder(record_of(CASES[0]), draft)
+    first = decoder.decode(config, PROFILE)
     runner = draft.runner
     assert isinstance(runner, CountingRunner)
     fed, misses = runner.fed, draft.memory.misses
     assert fed > 0
-    assert asdict(player.play(config, PROFILE)) == asdict(first)
+    assert asdict(decoder.decode(config, PROFILE)) == asdict(first)
     assert (runner.fed, draft.memory.misses) == (fed, misses)
     again = ProposalStore(tmp_path / "memory.sqlite")  # and from the file alone
-    other = RecordDecoder(player.record, replace(draft, memory=again))
-    assert asdict(other.play(config, PROFILE)) == asdict(first)
+    other = RecordDecoder(decoder.record, replace(draft, memory=again))
+    assert asdict(other.decode(config, PROFILE)) == asdict(first)
     assert runner.fed == fed and again.misses == 0
 
 
-def test_what_a_target_guessed_off_its_record_is_asked_once(target: ReplayTarget, tmp_path: Path) -> None:
+def test_what_a_target_guessed_off_its_record_is_asked_once(target: ReplayedModel, tmp_path: Path) -> None:
     config, runner = SpeculativeConfig(method="lookahead", lookahead_window=4), target.runner
     assert isinstance(runner, CountingRunner)
-    player = RecordDecoder(record_of(CASES[0]), None, target=target)
-    first = player.play(config, PROFILE)
+    decoder = RecordDecoder(record_of(CASES[0]), None, target=target)
+    first = decoder.decode(config, PROFILE)
     fed, misses = runner.fed, target.memory.misses
     assert fed > 0 < misses and first.accepted > 0
-    assert asdict(player.play(config, PROFILE)) == asdict(first)
+    assert asdict(decoder.decode(config, PROFILE)) == asdict(first)
     again = ProposalStore(tmp_path / "target.sqlite")  # and from the file alone
     assert asdict(
-        RecordDecoder(player.record, None, target=replace(target, memory=again)).play(config, PROFILE)
+        RecordDecoder(decoder.record, None, target=replace(target, memory=again)).decode(config, PROFILE)
     ) == asdict(first)
     assert (runner.fed, target.memory.misses, again.misses) == (fed, misses, 0)
-    player.close()
-    other = RecordDecoder(player.record, None, target=replace(target, identity="another"))
-    other.play(config, PROFILE)
+    decoder.close()
+    other = RecordDecoder(decoder.record, None, target=replace(target, identity="another"))
+    other.decode(config, PROFILE)
     other.close()
     assert target.memory.misses == 2 * misses
 
 
-def test_a_method_that_has_the_target_guess_needs_the_target(draft: ReplayDraft) -> None:
+def test_a_method_that_has_the_target_guess_needs_the_target(draft: ReplayedModel) -> None:
     with pytest.raises(BadParameter, match="'lookahead' asks what it would say to guesses of its own"):
-        RecordDecoder(record_of(CASES[0]), draft).play(SpeculativeConfig(method="lookahead"), PROFILE)
+        RecordDecoder(record_of(CASES[0]), draft).decode(SpeculativeConfig(method="lookahead"), PROFILE)
 
 
-def test_another_draft_seed_or_temperature_remembers_apart(draft: ReplayDraft) -> None:
+def test_another_draft_seed_or_temperature_remembers_apart(draft: ReplayedModel) -> None:
     warm = next(case for case in CASES if case.temperature)
     others = [Case(warm.prompt, 0.5, warm.seed, warm.ending), Case(warm.prompt, warm.temperature, 77, warm.ending)]
     config = SpeculativeConfig(method="speculative")
-    RecordDecoder(record_of(warm), draft).play(config, PROFILE)
+    RecordDecoder(record_of(warm), draft).decode(config, PROFILE)
     for case in others:
         before = draft.memory.misses
         live = decode(virtual_clock(DRIFT), case, config).stats
-        assert asdict(RecordDecoder(record_of(case), draft).play(config, PROFILE)) == asdict(live)
+        assert asdict(RecordDecoder(record_of(case), draft).decode(config, PROFILE)) == asdict(live)
         assert draft.memory.misses > before
     before = draft.memory.misses
-    RecordDecoder(record_of(warm), replace(draft, identity="another")).play(config, PROFILE)
+    RecordDecoder(record_of(warm), replace(draft, identity="another")).decode(config, PROFILE)
     assert draft.memory.misses > before
 
 
@@ -246,61 +246,61 @@ def fresh(tokens: list[int], case: Case) -> KnownProposal:
     return KnownProposal(top.tokens, top.confidence, bound.confidence, top.odds)
 
 
-def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(draft: ReplayDraft) -> None:
+def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(draft: ReplayedModel) -> None:
     runner = draft.runner
     assert isinstance(runner, CountingRunner)
     strayed = 0
     for case in CASES:
-        player = RecordDecoder(record_of(case), draft)
-        player.read_ahead()
+        decoder = RecordDecoder(record_of(case), draft)
+        decoder.read_ahead()
         fed = runner.fed
         for config in CONFIGS:
             if config.method in ("speculative", "adaptive"):  # one lane, no longer than what is read ahead
                 live = decode(virtual_clock(DRIFT), case, config).stats
-                assert asdict(player.play(config, PROFILE)) == asdict(live)
+                assert asdict(decoder.decode(config, PROFILE)) == asdict(live)
                 strayed += live.rejected
         assert runner.fed <= fed + 6  # but for what lies beyond the end of the record
-        player.close()
+        decoder.close()
     assert strayed > 200
     assert runner.forwards < runner.fed / 3 and runner.widest <= ROWS
 
 
-def test_a_record_is_read_ahead_once(draft: ReplayDraft) -> None:
+def test_a_record_is_read_ahead_once(draft: ReplayedModel) -> None:
     runner = draft.runner
     assert isinstance(runner, CountingRunner)
     for case, more in ((CASES[0], True), (CASES[0], False), (CASES[2], True)):
         fed = runner.fed
-        player = RecordDecoder(record_of(case), draft)
-        player.read_ahead()
-        player.close()
+        decoder = RecordDecoder(record_of(case), draft)
+        decoder.read_ahead()
+        decoder.close()
         assert (runner.fed > fed) == more
 
 
-def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: ReplayDraft) -> None:
+def test_a_record_that_is_not_what_the_target_says_is_noticed(draft: ReplayedModel) -> None:
     record = record_of(CASES[0])
-    player = RecordDecoder(replace(record, tokens=record.tokens[:-3]), draft)
+    decoder = RecordDecoder(replace(record, tokens=record.tokens[:-3]), draft)
     with pytest.raises((Diverged, AssertionError, IndexError)):
-        player.play(CONFIGS[0], PROFILE)
+        decoder.decode(CONFIGS[0], PROFILE)
 
 
-def test_more_branches_than_are_remembered_is_a_sentence(draft: ReplayDraft) -> None:
+def test_more_branches_than_are_remembered_is_a_sentence(draft: ReplayedModel) -> None:
     with pytest.raises(BadParameter, match="a replay remembers 12"):
-        RecordDecoder(record_of(CASES[0]), draft).play(
+        RecordDecoder(record_of(CASES[0]), draft).decode(
             SpeculativeConfig(method="specbranch", policy="confidence", max_branches=13), PROFILE
         )
 
 
-def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: ReplayDraft) -> None:
+def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: ReplayedModel) -> None:
     rejected, seconds = {"oracle": 0, "confidence": 0}, {"oracle": 0.0, "confidence": 0.0}
     for case in CASES:
-        player = RecordDecoder(record_of(case), draft)
+        decoder = RecordDecoder(record_of(case), draft)
         for policy in rejected:
             config = SpeculativeConfig(
                 method="specbranch", policy=policy, num_speculative_tokens=4, max_branches=4, stop_below=0.3
             )
-            stats = player.play(config, PROFILE)
+            stats = decoder.decode(config, PROFILE)
             rejected[policy] += stats.rounds_rejected_inside
             seconds[policy] += stats.decode_seconds
-        player.close()
+        decoder.close()
     assert rejected["oracle"] == 0 < rejected["confidence"]
     assert seconds["oracle"] < seconds["confidence"]

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbranch.bench import hub
 from specbranch.errors import BadParameter
+from specbranch.suites import hub
 from specbranch.suites.suite import (
     DATA_VARIABLE,
     PUBLIC,

@@ -51,9 +51,8 @@ def byte_fallback(size: int = 500) -> Tokenizer:
     words = [sentence.replace(" ", "▁") for sentence in SENTENCES if sentence.isascii()]
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     made.train_from_iterator(words, trainers.BpeTrainer(vocab_size=size, special_tokens=tokens))
-    plain = json.loads(
-        made.to_str()
-    )  # the byte tokens are ordinary ones: the trainer knows no other way to reserve them
+    # the byte tokens are ordinary ones: the trainer knows no other way to reserve them
+    plain = json.loads(made.to_str())
     plain["added_tokens"] = [token for token in plain["added_tokens"] if token["content"] in SPECIAL]
     made = Tokenizer.from_str(json.dumps(plain))
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

@@ -38,9 +38,8 @@ def test_texts_come_out_whole(tokenizer: Tokenizer, text: str) -> None:
 def test_random_tokens_give_the_text_of_the_whole_list(tokenizer: Tokenizer, skip_special: bool) -> None:
     draw = random.Random(7)
     for _ in range(400):
-        ids = [
-            draw.randrange(tokenizer.vocabulary_size + 3) for _ in range(draw.randrange(1, 40))
-        ]  # some ids have no token
+        # some ids have no token
+        ids = [draw.randrange(tokenizer.vocabulary_size + 3) for _ in range(draw.randrange(1, 40))]
         assert "".join(pieces(tokenizer, ids, skip_special)) == tokenizer.decode(ids, skip_special), ids
 
 

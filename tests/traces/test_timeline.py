@@ -10,12 +10,14 @@ import pytest
 
 from specbranch.bench.methods import default_setting
 from specbranch.core.experience import Experience
+from specbranch.core.fates import Fates, summed
 from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
 from specbranch.sim.profile import CostProfile
-from specbranch.traces.rounds import Fate, TracedRound, read_rounds, times, usual_seconds
+from specbranch.traces.rounds import TracedRound, read_rounds, times, usual_seconds
+from specbranch.traces.spans import LOOKS
 from specbranch.traces.timeline import Style, draw_text
-from specbranch.traces.timeline_svg import COLOURS, WIDTH, draw_comparison, draw_svg
+from specbranch.traces.timeline_svg import WIDTH, draw_comparison, draw_svg
 from tiers import tiered
 from toybench import Case, Ending, decode, serial, virtual_clock
 
@@ -24,9 +26,8 @@ METHODS = (
     *("lookup", "lookahead"),
 )
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
-TURNS = CostProfile(
-    target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False
-)  # often only the text is looked up
+# a draft so slow that often only the text is looked up
+TURNS = CostProfile(target=((1, 8.0), (16, 14.0)), draft=((1, 5.0), (4, 5.5)), overlap=False)
 ENDINGS = (Ending("long", max_tokens=60), Ending("stopped", max_tokens=80, stop_token_ids=(3,)))
 
 
@@ -45,6 +46,10 @@ def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostPr
     return Run(session, read_rounds(trace.events, session.stats.emitted, session.origins))
 
 
+def rects(picture: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect"))
+
+
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
 @pytest.mark.parametrize(
     "method",
@@ -53,13 +58,9 @@ def run(method: str, seed: int = 1, ending: Ending = ENDINGS[0], profile: CostPr
 def test_what_became_of_drafted_tokens_is_what_the_statistics_count(method: str, ending: Ending) -> None:
     for seed, profile in itertools.product(range(12), (PROFILE, TURNS)):
         made = run(method, seed, ending, profile)
-        stats, fate = made.session.stats, sum((one.fate for one in made.rounds), Fate())
-        assert (fate.used, fate.rolled_back, fate.beside, fate.lost) == (
-            stats.accepted,
-            stats.rejected,
-            stats.siblings,
-            stats.losing,
-        )
+        stats, fate = made.session.stats, summed(one.fate for one in made.rounds)
+        for name in ("accepted", "rejected", "siblings", "losing"):
+            assert getattr(fate, name) == getattr(stats, name), name
         assert fate.dropped + fate.unused == stats.dropped + stats.unused
         assert fate.total == stats.drafted
 
@@ -112,12 +113,12 @@ def test_a_terminal_narrower_than_forty_is_drawn_for_as_if_it_had_forty() -> Non
 def test_kept_lost_and_rolled_back_are_told_apart_without_colours() -> None:
     rounds = [
         TracedRound(0, None, Event(0, 0, "target", 0.0, 1.0, 3, 0, accepted=0, tokens=(9,)), (), 1),
-        TracedRound(1, Event(0, 1, "draft", 1.0, 1.5, 4, 0, branches=(3,)), None, (Fate(used=2, rolled_back=1),)),
+        TracedRound(1, Event(0, 1, "draft", 1.0, 1.5, 4, 0, branches=(3,)), None, (Fates(accepted=2, rejected=1),)),
         TracedRound(
             2,
             Event(0, 2, "draft", 2.0, 3.0, 8, 3, branches=(4, 4), kept=1),
             Event(0, 2, "target", 2.0, 4.0, 4, 3, accepted=2, tokens=(1, 2, 5), refused=(7,)),
-            (Fate(lost=4), Fate(used=1, dropped=2, unused=1)),
+            (Fates(losing=4), Fates(accepted=1, dropped=2, unused=1)),
             3,
         ),
     ]
@@ -134,10 +135,8 @@ def test_kept_lost_and_rolled_back_are_told_apart_without_colours() -> None:
 
 def test_colours_change_nothing_but_colours() -> None:
     made = run("specbranch")
-    plain = draw_text(made.rounds, made.session.stats.summary(), Style(80))
-    painted = draw_text(
-        made.rounds, made.session.stats.summary(), Style(80, paint=lambda words, kind: f"\x1b[1m{words}\x1b[0m")
-    )
+    styles = Style(80), Style(80, paint=lambda words, kind: f"\x1b[1m{words}\x1b[0m")
+    plain, painted = (draw_text(made.rounds, made.session.stats.summary(), style) for style in styles)
     assert painted != plain and painted.replace("\x1b[1m", "").replace("\x1b[0m", "") == plain
 
 
@@ -161,9 +160,9 @@ def test_the_text_of_a_modelled_clock_says_so() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_request(method: str) -> None:
     made = run(method, ending=Ending("very long", max_tokens=300))
-    picture = ElementTree.fromstring(draw_svg(made.rounds, "a <title> & more", "below"))
-    frame = [float(number) for number in picture.attrib["viewBox"].split()]
-    bars = [rect for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.attrib.get("class") != "sheet"]
+    drawn = draw_svg(made.rounds, "a <title> & more", "below")
+    frame = [float(number) for number in ElementTree.fromstring(drawn).attrib["viewBox"].split()]
+    bars = [bar for bar in rects(drawn) if bar.get("class") != "sheet"]
     assert len(bars) >= len(made.rounds) and frame[2] == WIDTH
     for bar in bars:
         assert float(bar.attrib["x"]) >= 0 and float(bar.attrib["x"]) + float(bar.attrib["width"]) <= frame[2] + 0.5
@@ -173,25 +172,16 @@ def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_reques
 
 def test_the_picture_has_a_cell_for_each_fate_in_its_colour() -> None:
     made = run("specbranch")
-    picture = ElementTree.fromstring(draw_svg(made.rounds, "t"))
-    tips = [
-        (rect.attrib["class"], title.text or "")
-        for rect in picture.iter("{http://www.w3.org/2000/svg}rect")
-        for title in rect
-    ]
-    lost = [tip for shade, tip in tips if shade == f"f{COLOURS['lost']}"]
-    used = [tip for shade, tip in tips if shade == f"f{COLOURS['used']}"]
-    assert len(lost) == sum(bool(fate.lost) for one in made.rounds for fate in one.fates) > 0
-    assert len(used) == sum(bool(fate.used) for one in made.rounds for fate in one.fates) > 0
+    shades = [bar.get("class") for bar in rects(draw_svg(made.rounds, "t")) if len(bar)]  # those with a tip
+    fates = [fate for one in made.rounds for fate in one.fates]
+    assert shades.count(f"f{LOOKS['losing'].hue}") == sum(fate.losing > 0 for fate in fates) > 0
+    assert shades.count(f"f{LOOKS['accepted'].hue}") == sum(fate.accepted > 0 for fate in fates) > 0
 
 
 def test_several_methods_are_drawn_at_one_scale() -> None:
     runs = {method: run(method).rounds for method in ("autoregressive", "pearl")}
-    picture = ElementTree.fromstring(draw_comparison(runs, "two ways", "units"))
-    shade = f"f{COLOURS['target']}"
-    bars = [
-        rect.attrib for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.attrib.get("class") == shade
-    ]
+    shade = f"f{LOOKS['target'].hue}"
+    bars = [bar.attrib for bar in rects(draw_comparison(runs, "two ways", "units")) if bar.get("class") == shade]
     ends: dict[str, float] = {}
     for bar in bars[1:]:  # the first is the legend's
         ends[bar["y"]] = max(ends.get(bar["y"], 0.0), float(bar["x"]) + float(bar["width"]))

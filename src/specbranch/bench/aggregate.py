@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 from specbranch.bench.prompt_runs import PromptRun
 from specbranch.bench.results import WALL, ResultRow
 from specbranch.core.stats import Stats
 from specbranch.suites.suite import prompt_set
 
-DRAWS, SEED = 1000, 20260301  # of the bootstrap: fixed, so that equal runs give equal intervals
+DRAWS, SEED = 1000, 20260301  # the bootstrap's seed is fixed: equal runs give equal intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ class Timing:
 
 
 Slot = tuple[str, int]  # prompt, repeat
-COUNTED = (  # counters of a request that add up under the names they are told by
+T = TypeVar("T")
+K = TypeVar("K")
+COUNTED = (  # counters that a summary holds under their own names
     *("target_forwards", "drafted", "accepted", "unused", "rejections", "rounds_overlapped", "rounds_begun"),
     *("branch_points", "branch_points_reached", "branch_hits"),
 )
@@ -43,13 +45,13 @@ COUNTED = (  # counters of a request that add up under the names they are told b
 def rows_of(measurements: Iterable[PromptRun]) -> tuple[ResultRow, ...]:
     """Return a row for each method and setting on each suite, pair, temperature and clock, in the order they first
     appear."""
-    cells: dict[tuple[Any, ...], list[PromptRun]] = defaultdict(list)
+    runs = list(measurements)
     baselines: dict[tuple[Any, ...], dict[Slot, PromptRun]] = defaultdict(dict)
-    for one in measurements:
-        cells[one.key[:6]].append(one)
+    for one in runs:
         if one.is_baseline:
             baselines[_scene(one)].setdefault((one.prompt, one.repeat), one)
-    return tuple(_row(runs, baselines[_scene(runs[0])]) for runs in cells.values())
+    cells = _grouped(runs, lambda one: one.key[:6])
+    return tuple(_row(cell, baselines[_scene(cell[0])]) for cell in cells.values())
 
 
 def pooled(turns: Iterable[Mapping[str, Any]]) -> Stats:
@@ -105,7 +107,7 @@ def _scene(one: PromptRun) -> tuple[Any, ...]:
 
 
 def _row(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> ResultRow:
-    first = runs[0]
+    first, of_prompt = runs[0], _grouped(runs, lambda run: run.prompt)
     return ResultRow(
         pair=first.pair,
         suite=first.suite,
@@ -114,9 +116,9 @@ def _row(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> ResultRow:
         clock=first.clock,
         setting=first.setting,
         rule=first.rule,
-        prompts=len({run.prompt for run in runs}),
-        repeats=max(map(len, _by_prompt(runs).values())),
-        tokens=round(sum(median(map(_tokens, same)) for same in _by_prompt(runs).values())),
+        prompts=len(of_prompt),
+        repeats=max(map(len, of_prompt.values())),
+        tokens=round(sum(median(map(_tokens, same)) for same in of_prompt.values())),
         prompt_set=prompt_set({(run.prompt, run.digest) for run in runs}),
         peak_memory=max((run.peak_memory for run in runs if run.peak_memory is not None), default=None),
         **_counted(runs),
@@ -132,16 +134,12 @@ def _counted(runs: list[PromptRun]) -> dict[str, Any]:
     stats, emitted = pooled(turns), sum(turn["tokens"] for turn in turns)
     told = stats.summary()
     drafted = stats.drafted > 0
-    clocked = all(
-        "both_busy_seconds" in turn for turn in turns
-    )  # not told from outside, nor by runs of earlier versions
+    clocked = all("both_busy_seconds" in turn for turn in turns)  # methods from outside and old files lack it
     return {
         "tokens_per_forward": told["tokens_per_forward"],
         "rollback_rate": told["rollback_rate"] if drafted else None,
         "run_between_rejections": told["run_between_rejections"],
-        "rollback": {reason: count / emitted for reason, count in told["rollback"].items()}
-        if drafted and emitted
-        else {},
+        "rollback": {reason: count / emitted for reason, count in told["rollback"].items() if drafted and emitted},
         "accepted_lengths": accepted_lengths(stats),
         "acceptance_by_position": tuple(told["acceptance_by_position"]),
         "tested_by_position": tuple(stats.tested_at),
@@ -192,9 +190,8 @@ def _checked(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, An
     pairs = [(run, base[run.prompt, run.repeat]) for run in runs if (run.prompt, run.repeat) in base]
     if runs[0].rule != "match" or not pairs:
         return {"lossless": None}
-    texts = {
-        other.prompt: other.output for other in reversed(base.values())
-    }  # of the first repeat: the baseline must agree with itself
+    # The first repeat decides: the baseline must agree with itself.
+    texts = {other.prompt: other.output for other in reversed(base.values())}
     differing = sum(run.output != other.output or run.output != texts[run.prompt] for run, other in pairs)
     return {"lossless": differing == 0, "differing": differing}
 
@@ -214,13 +211,13 @@ def _add(total: Stats, turn: Mapping[str, Any]) -> None:
         idle = turn.get(f"{name}_idle_seconds")
         setattr(total, f"{name}_busy", getattr(total, f"{name}_busy") + (decode - idle if idle is not None else 0.0))
     total.both_busy += turn.get("both_busy_seconds", 0.0)
-    tested = turn.get("tested_by_position", ())
-    good = [
-        round((rate or 0.0) * count)
-        for rate, count in zip(turn.get("acceptance_by_position", ()), tested, strict=False)
-    ]
-    total.tested_at = [a + b for a, b in zip_longest(total.tested_at, tested, fillvalue=0)]
-    total.accepted_at = [a + b for a, b in zip_longest(total.accepted_at, good, fillvalue=0)]
+    if "accepted_by_position" in turn:  # methods from outside and old files lack it
+        total.tested_at = _added(total.tested_at, turn["tested_by_position"])
+        total.accepted_at = _added(total.accepted_at, turn["accepted_by_position"])
+
+
+def _added(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 def _tokens(run: PromptRun) -> int:
@@ -232,30 +229,27 @@ def _timing(run: PromptRun) -> Timing:
     return Timing(stats.emitted - 1, stats.decode_seconds)
 
 
-def _by_prompt(runs: list[PromptRun]) -> dict[str, list[PromptRun]]:
-    found: dict[str, list[PromptRun]] = defaultdict(list)
-    for run in runs:
-        found[run.prompt].append(run)
+def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by what they have in common, in the order they first appear."""
+    found: dict[K, list[T]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
     return found
 
 
 def _typical(slots: Mapping[Slot, Timing]) -> dict[str, Timing]:
     """Return each prompt's median over repeats."""
-    found: dict[str, list[Timing]] = defaultdict(list)
-    for (prompt, _), timing in slots.items():
-        found[prompt].append(timing)
+    of_prompt = _grouped(slots.items(), lambda one: one[0][0])
     return {
-        prompt: Timing(median(t.decoded for t in same), median(t.seconds for t in same))
-        for prompt, same in found.items()
+        prompt: Timing(median(t.decoded for _, t in same), median(t.seconds for _, t in same))
+        for prompt, same in of_prompt.items()
     }
 
 
 def _by_repeat(slots: Mapping[Slot, Timing], value: Callable[[list[Slot]], float | None]) -> list[float]:
     """Return a figure for each repeat that has all prompts: one that was broken off has others, which is no noise."""
     prompts = {prompt for prompt, _ in slots}
-    repeats: dict[int, list[Slot]] = defaultdict(list)
-    for slot in slots:
-        repeats[slot[1]].append(slot)
+    repeats = _grouped(slots, lambda slot: slot[1])
     found = [value(chosen) for chosen in repeats.values() if len(chosen) == len(prompts)]
     return [one for one in found if one]
 

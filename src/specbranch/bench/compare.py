@@ -13,15 +13,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
-from specbranch.bench.results import BASELINE, ResultRow, Results, setting_text
+from specbranch.bench.results import BASELINE, ResultRow, Results, figure_text, setting_text
 
 ChangeKind = Literal["faster", "slower", "same", "unclear", "not comparable"]
-EXACT = 1e-9  # relative: below this, two figures of a modelled clock are the same sum in another order
-# Repeats to factor: what 95 % of all pairs of runs of the same thing stay below, found by simulating repeats with
-# independent normal noise.
+EXACT = 1e-9  # a smaller relative change is the same sum added up in another order
+# By repeats: the factor that 95 % of all pairs of equal runs stay below, found by simulating normal noise.
 FACTORS = {2: 9.2, 3: 4.0, 4: 2.8, 5: 2.8, 6: 2.1, 7: 1.9, 8: 1.7, 10: 1.4, 12: 1.2, 15: 1.1, 20: 0.9, 30: 0.75}
 
 
@@ -42,14 +41,14 @@ class Change:
 
     before: ResultRow
     after: ResultRow
-    verdict: ChangeKind  # on the speedup; for autoregressive decoding, whose speedup is always 1, on tokens per second
+    verdict: ChangeKind  # about the speedup; about tokens per second for plain decoding, whose speedup is 1
     speedup: Delta
     tokens_per_second: Delta
     remarks: tuple[str, ...] = ()  # why it cannot be compared, or what else changed
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        figures = {name: _delta_dict(getattr(self, name)) for name in ("speedup", "tokens_per_second")}
+        figures = {"speedup": asdict(self.speedup), "tokens_per_second": asdict(self.tokens_per_second)}
         return {**_names(self.after), "verdict": self.verdict, **figures, "remarks": list(self.remarks)}
 
 
@@ -78,13 +77,9 @@ class Comparison:
         told += [f"only in the first: {row_name(row)}" for row in self.only_before]
         told += [f"only in the second: {row_name(row)}" for row in self.only_after]
         counts = Counter(change.verdict for change in self.changes)
-        total = ", ".join(
-            f"{counts[verdict]} {verdict}" for verdict in ("faster", "slower", "same", "unclear", "not comparable")
-        )
-        return [
-            *told,
-            f"{len(self.changes)} rows in both: {total}." if self.changes else "The two have no row in common.",
-        ]
+        total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(ChangeKind))
+        told.append(f"{len(self.changes)} rows in both: {total}." if self.changes else "The two have no row in common.")
+        return told
 
 
 def compare(before: Results, after: Results) -> Comparison:
@@ -108,29 +103,22 @@ def row_name(row: ResultRow) -> str:
     return f"{row.pair} · {row.suite} · {row.method} · temperature {row.temperature:g} · {row.clock}"
 
 
-Pairs = list[tuple[ResultRow, ResultRow]]
-
-
 def _matched(
     before: tuple[ResultRow, ...], after: tuple[ResultRow, ...]
-) -> tuple[Pairs, tuple[ResultRow, ...], tuple[ResultRow, ...]]:
+) -> tuple[list[tuple[ResultRow, ResultRow]], tuple[ResultRow, ...], tuple[ResultRow, ...]]:
     """Match rows of equal settings first; what is left over, where a method came in one setting on either side,
     across settings."""
     exact = {row.key: row for row in after}
     pairs = [(row, exact[row.key]) for row in before if row.key in exact]
     taken = {row.key for row, _ in pairs}
     old, new = ([row for row in rows if row.key not in taken] for rows in (before, after))
-    loose = {key: (mine[0], theirs[0]) for key, mine, theirs in _alone(old, new)}
+    loose = {}
+    for key in {row.key[:5]: None for row in old}:
+        mine, theirs = ([row for row in rows if row.key[:5] == key] for rows in (old, new))
+        if len(mine) == len(theirs) == 1:
+            loose[key] = mine[0], theirs[0]
     pairs += loose.values()
     return pairs, tuple(r for r in old if r.key[:5] not in loose), tuple(r for r in new if r.key[:5] not in loose)
-
-
-def _alone(old: list[ResultRow], new: list[ResultRow]) -> list[tuple[Any, list[ResultRow], list[ResultRow]]]:
-    groups = [
-        (key, [r for r in old if r.key[:5] == key], [r for r in new if r.key[:5] == key])
-        for key in {r.key[:5]: None for r in old}
-    ]
-    return [group for group in groups if len(group[1]) == len(group[2]) == 1]
 
 
 def _obstacles(old: ResultRow, new: ResultRow, before: Results, after: Results) -> tuple[str, ...]:
@@ -142,10 +130,8 @@ def _obstacles(old: ResultRow, new: ResultRow, before: Results, after: Results) 
     if mine is not None and theirs is not None and mine != theirs:
         found.append(f"{old.pair} stands for different models ({_differences(mine, theirs)})")
     if before.provenance.workload != after.provenance.workload:
-        found.append(
-            "answers were asked for differently "
-            f"({_differences(before.provenance.workload, after.provenance.workload)})"
-        )
+        asked = _differences(before.provenance.workload, after.provenance.workload)
+        found.append(f"answers were asked for differently ({asked})")
     if old.rule != new.rule:
         found.append(f"accepted by different rules ({old.rule} and {new.rule})")
     return tuple(found)
@@ -166,15 +152,10 @@ def _delta(old: float | None, new: float | None, noise: float | None, apart: boo
     if not old or not new:
         return Delta(old, new, None, None, "unclear")
     change = new / old - 1
-    if noise is not None:
-        return Delta(old, new, change, noise, _direction(change) if abs(change) > noise else "same")
-    if apart is None:
+    real = apart if noise is None else abs(change) > noise
+    if real is None:
         return Delta(old, new, change, None, "unclear")
-    return Delta(old, new, change, None, _direction(change) if apart else "same")
-
-
-def _direction(change: float) -> ChangeKind:
-    return "faster" if change > 0 else "slower"
+    return Delta(old, new, change, noise, "same" if not real else "faster" if change > 0 else "slower")
 
 
 def _apart(first: tuple[float | None, float | None], second: tuple[float | None, float | None]) -> bool | None:
@@ -198,17 +179,11 @@ def _remarks(old: ResultRow, new: ResultRow) -> tuple[str, ...]:
 def _warnings(before: Results, after: Results) -> tuple[str, ...]:
     """Name what differs as a whole, for it may be what changed the rows."""
     found = []
-    for name, what in (
-        ("hardware", "hardware"),
-        ("versions", "versions"),
-        ("settings", "settings"),
-        ("commit", "commit"),
-        ("python", "Python"),
-    ):
-        mine, theirs = getattr(before.provenance, name), getattr(after.provenance, name)
+    for what in ("hardware", "versions", "settings", "commit", "Python"):
+        mine, theirs = (getattr(results.provenance, what.lower()) for results in (before, after))
         if mine != theirs:
             told = _differences(mine, theirs) if isinstance(mine, Mapping) else f"{mine} → {theirs}"
-            found.append(f"{what} differ: {told}" if what.endswith("s") else f"{what} differs: {told}")
+            found.append(f"{what} {'differ' if what.endswith('s') else 'differs'}: {told}")
     return tuple(found)
 
 
@@ -220,7 +195,7 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 def _sentence(change: Change) -> str:
     shown = change.tokens_per_second if change.after.method == BASELINE else change.speedup
     unit = " tok/s" if change.after.method == BASELINE else "×"
-    figures = f"{_figure(shown.before)}{unit} → {_figure(shown.after)}{unit}"
+    figures = " → ".join(figure_text(value, ".3g") + unit for value in (shown.before, shown.after))
     by = f" ({shown.change:+.1%}{_noise(shown)})" if shown.change is not None else ""
     return "; ".join([f"{change.verdict}: {row_name(change.after)}: {figures}{by}", *change.remarks])
 
@@ -231,13 +206,5 @@ def _noise(delta: Delta) -> str:
     return ", exact" if delta.noise <= EXACT else f", noise ±{delta.noise:.1%}"
 
 
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
-
-
 def _names(row: ResultRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in ("pair", "suite", "method", "temperature", "clock", "setting")}
-
-
-def _delta_dict(delta: Delta) -> dict[str, Any]:
-    return {name: getattr(delta, name) for name in ("before", "after", "change", "noise", "verdict")}

@@ -8,8 +8,7 @@ decoding: where a conversation goes on, the answers before are the target's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -25,12 +24,13 @@ from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
 from specbranch.models.files.store import cache_folder
 from specbranch.pairs import chosen_models, predictor_folder
-from specbranch.replay.decode import RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.progress import StepsDone
+from specbranch.replay.decode import ReplayedModel
 from specbranch.replay.pricing import ReplayedMethods
 from specbranch.replay.record import Record, Records, Task
 from specbranch.replay.runners import ProposalStore
 from specbranch.replay.signals import RecordedSignals
-from specbranch.suites.suite import Prompt
+from specbranch.suites.suite import Prompt, conversation
 
 log = logging.getLogger("specbranch")
 
@@ -50,11 +50,6 @@ class Workload:
     def seed_of(self, prompt: Prompt, turn: int) -> int:
         """Return a seed of the prompt's own, the same every time."""
         return int.from_bytes(sha256(f"{self.seed} {prompt.digest} {turn}".encode()).digest()[:7], "little")
-
-
-def default_folder() -> Path:
-    """Return where records and memories are kept unless told otherwise."""
-    return cache_folder() / "lab"
 
 
 class Lab:
@@ -94,17 +89,13 @@ class Lab:
         if draft is not None:
             self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
         self._running = running.told()
-        place = folder or default_folder()
+        place = folder or cache_folder() / "lab"
         self._records = Records(place / "records", self.identity["target_identity"])
         self.draft = self._remembering(draft, place)
         self.forecasts = self._foretelling(predictor, draft, place)
         known = self.identity["target_identity"]
-        self.target = ReplayTarget(known, ProposalStore(place / "targets" / f"{known}.sqlite"), self.llm.target_runner)
-        self.books = ReplayedMethods(self.draft, self.forecasts, self.target)
-
-    @property
-    def _memories(self) -> list[ProposalStore]:
-        return [model.memory for model in (self.draft, self.target) if model is not None]
+        self.target = ReplayedModel(known, ProposalStore(place / "targets" / f"{known}.sqlite"), self.llm.target_runner)
+        self.replays = ReplayedMethods(self.draft, self.forecasts, self.target)
 
     @property
     def digest(self) -> str:
@@ -123,34 +114,26 @@ class Lab:
             messages.append({"role": "assistant", "content": self.llm.tokenizer.decode(self._said(found[-1]))})
         return found
 
-    def is_recorded(self, prompt: Prompt, workload: Workload) -> bool:
-        """Whether the first turn was recorded already."""
-        task = self._task([{"role": "user", "content": prompt.turns[0]}], workload, workload.seed_of(prompt, 0))
-        return self._records.find(task) is not None
+    def record(self, asked: Sequence[tuple[Prompt, Workload]], progress: StepsDone) -> list[Record]:
+        """Return what the target says to each of some prompts, telling how far it has come."""
+        found: list[Record] = []
+        for done, (prompt, workload) in enumerate(asked):
+            progress("Recording the target", done, len(asked))
+            found += self.records(prompt, workload)
+        progress("Recording the target", len(asked), len(asked))
+        return found
 
     def has_room_for(self, prompt: Prompt, workload: Workload) -> bool:
         """Whether prompt and answers fit the target's context."""
-        turns = ([{"role": "user", "content": words}, {"role": "assistant", "content": ""}] for words in prompt.turns)
-        asked = [message for turn in turns for message in turn][:-1]
-        return len(self.llm.tokenizer.chat(asked)) + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
-
-    @contextmanager
-    def player(self, record: Record) -> Iterator[RecordDecoder]:
-        """Play one record; the models' caches are freed at the end."""
-        player = RecordDecoder(record, self.draft, self.forecasts, self.target)
-        try:
-            player.read_ahead()
-            yield player
-        finally:
-            player.close()
-            for memory in self._memories:
-                memory.forget()
+        asked = len(self.llm.tokenizer.chat(conversation(prompt.turns)))
+        return asked + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
 
     def close(self) -> None:
         """Let go of models and files."""
-        self.books.close()
-        for memory in self._memories:
-            memory.close()
+        self.replays.close()
+        for model in (self.draft, self.target):
+            if model is not None:
+                model.memory.close()
         self.llm.close()
 
     def __enter__(self) -> Self:
@@ -161,13 +144,13 @@ class Lab:
     ) -> None:
         self.close()
 
-    def _remembering(self, name: str | None, place: Path) -> ReplayDraft | None:
+    def _remembering(self, name: str | None, place: Path) -> ReplayedModel | None:
         worker = self.llm.drafter
         if name is None or worker is None:
             return None
         known = self.identity["draft_identity"]
         memory = ProposalStore(place / "drafts" / f"{known}.sqlite")
-        return ReplayDraft(f"{known} {self.identity['target_identity']}", memory, worker.runner)
+        return ReplayedModel(f"{known} {self.identity['target_identity']}", memory, worker.runner)
 
     def _foretelling(self, given: str | None, draft: str | None, place: Path) -> RecordedSignals | None:
         """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as

@@ -6,13 +6,13 @@ Owns their names and what settings a name stands for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
-from specbranch.core.methods import METHODS
+from specbranch.core.methods import METHODS, Method
 from specbranch.errors import BadParameter, unknown
 
 OUTSIDE = {
@@ -20,18 +20,32 @@ OUTSIDE = {
     "hf-assisted": "transformers' assisted generation with the same draft",
     "hf-lookup": "transformers' prompt lookup",
 }
-SHOWN = {  # what of a configuration is told beside a row, by method
-    "autoregressive": (),
-    "speculative": ("num_speculative_tokens", "policy", "stop_below"),
-    "adaptive": ("num_speculative_tokens",),
-    "pearl": ("num_speculative_tokens",),
-    "specbranch:fixed": ("num_speculative_tokens",),
-    "tree": ("without",),
-    "specbranch": ("without",),
-    "auto": ("without",),
-    "lookup": ("num_speculative_tokens", "ngram_max", "ngram_min"),
-    "lookahead": ("lookahead_window", "lookahead_ngram", "lookahead_candidates"),
+Knobs = Mapping[str, Sequence[int | float]]
+TWO_STAGE: Knobs = {
+    "num_speculative_tokens": range(1, 17),
+    "stop_below": tuple(n / 20 for n in range(20)),
+    "max_branches": range(1, 7),
 }
+SPACES: dict[str, Knobs] = {  # what can be set of a method, and which values a search tries
+    BASELINE: {},
+    "speculative": {"num_speculative_tokens": range(1, 13)},
+    "adaptive": {"num_speculative_tokens": range(1, 13)},
+    "pearl": {"num_speculative_tokens": range(1, 17)},
+    "specbranch:confidence": TWO_STAGE,
+    "specbranch:paper": TWO_STAGE,
+    "specbranch:last": TWO_STAGE,
+    "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
+    "specbranch:oracle": {"num_speculative_tokens": range(1, 17), "max_branches": range(1, 7)},
+    "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
+    "lookahead": {
+        "lookahead_window": (1, 2, 3, 4, 5, 6, 7, 10, 15, 20),
+        "lookahead_ngram": range(3, 8),
+        "lookahead_candidates": (1, 2, 3, 4, 5, 7, 10, 15),
+    },
+    "tree": {},  # these plan by themselves
+    "specbranch": {},
+}
+MORE = {"speculative": ("policy", "stop_below")}  # settings that rows tell and no search sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +60,34 @@ class Setting:
         """What tells it from the same method set otherwise."""
         if self.config is None:
             return {}
-        values = asdict(self.config)
-        name = Name.of(self.method)
-        names = (
-            *SHOWN.get(name.like, ("num_speculative_tokens", "stop_below", "max_branches", "without")),
-            *name.values,
-        )
+        values, name = asdict(self.config), Name.of(self.method)
+        names = (*name.knobs, *MORE.get(name.like, ()), "without", *name.values)
         return {name: values[name] for name in names if values[name] not in (None, ()) and _matters(name, self.config)}
 
     @property
     def drafts(self) -> bool:
         """Whether a draft model is at work, if there is one."""
-        return self.needs_draft or _base(self.method) == "auto"
+        return self.needs_draft or self._kind is METHODS["auto"]
 
     @property
     def needs_draft(self) -> bool:
         """Whether it cannot run without a draft model."""
-        return self.method == "hf-assisted" or (
-            _base(self.method) in METHODS and METHODS[_base(self.method)].needs_draft
-        )
+        return self.method == "hf-assisted" or (self._kind is not None and self._kind.needs_draft)
+
+    @property
+    def plans(self) -> bool:
+        """Whether it decides by experience."""
+        return self._kind is not None and self.config is not None and self._kind.plans(self.config)
+
+    @property
+    def heeds_signals(self) -> bool:
+        """Whether it goes by what a predictor says."""
+        return self._kind is not None and self.config is not None and self._kind.heeds_signals(self.config)
+
+    @property
+    def _kind(self) -> Method | None:
+        """The engine's method behind the name; nothing for one from outside."""
+        return None if self.method in OUTSIDE else METHODS[Name.of(self.method).method]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +114,12 @@ class Name:
     def like(self) -> str:
         """The method it is a variant of."""
         return f"{self.method}:{self.policy}" if self.policy else self.method
+
+    @property
+    def knobs(self) -> Knobs:
+        """What can be set of it: of a policy that no search knows what a two-stage one has, of a planner nothing."""
+        plans = self.policy is None and METHODS[self.method].policy == "planner"
+        return SPACES.get(self.like, {} if plans else TWO_STAGE)
 
     def applied(self, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the settings of the method it is a variant of, changed as the name says."""
@@ -131,6 +160,11 @@ def given_setting(values: Mapping[str, Any]) -> Setting:
     return default_setting(f"{method}:{policy}" if planned and policy not in (None, "planner") else method, values)
 
 
+def listed(names: str) -> list[str]:
+    """Take names with commas between them apart."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 def chosen_methods(names: Iterable[str], has_draft: bool) -> tuple[str, ...]:
     """Return the methods asked for, each once, plain decoding first: without it there is nothing to hold the others
     against."""
@@ -142,11 +176,6 @@ def chosen_methods(names: Iterable[str], has_draft: bool) -> tuple[str, ...]:
                 f"Method {name!r} needs a draft model, and none was given. Name a --pair, or leave it out of --methods."
             )
     return asked
-
-
-def _base(method: str) -> str:
-    """The method of a name that may tell a policy and more, too."""
-    return method if method in OUTSIDE else Name.of(method).method
 
 
 def _matters(name: str, config: SpeculativeConfig) -> bool:

@@ -102,8 +102,7 @@ class Transformers:
         if sizes[0] != sizes[1]:
             raise BadParameter(
                 f"transformers' assisted generation wants one vocabulary, but the target has {sizes[0]} tokens and "
-                f"the draft {sizes[1]}. "
-                "Leave 'hf-assisted' out of --methods."
+                f"the draft {sizes[1]}. Leave 'hf-assisted' out of --methods."
             )
         return found
 
@@ -122,11 +121,7 @@ class Transformers:
         params = record.task.params
         eos = [] if params.ignore_eos else [*record.task.eos_ids, *params.stop_token_ids]
         room = self._llm.context_length - len(record.task.prompt)
-        drawing = (
-            {"temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p}
-            if params.temperature
-            else {}
-        )
+        drawing = {"temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p}
         return GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=min(params.max_tokens, room),
             min_new_tokens=params.min_tokens or None,
@@ -134,7 +129,7 @@ class Transformers:
             eos_token_id=eos or None,
             pad_token_id=eos[0] if eos else 0,  # one prompt is never padded, but without it transformers warns
             prompt_lookup_num_tokens=looked_up,
-            **drawing,
+            **(drawing if params.temperature else {}),
         )
 
     def _load(self, name: str) -> PreTrainedModel:
@@ -193,14 +188,10 @@ def assistant_of(target: PreTrainedModel, draft: DraftFile) -> PreTrainedModel:
     family: Any = type(target)
     model = family(config).to(device=target.device, dtype=target.dtype)
     own = {name: draft.tensor(name) for name in model.state_dict() if name in draft}
-    missing = set(model.load_state_dict(own, strict=False).missing_keys) - {
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-    }
-    if missing:
-        raise BadParameter(
-            f"The draft in {draft.folder} lacks {', '.join(sorted(missing))}, so transformers cannot run it."
-        )
+    missing = set(model.load_state_dict(own, strict=False).missing_keys)
+    lacking = ", ".join(sorted(missing - {"model.embed_tokens.weight", "lm_head.weight"}))
+    if lacking:
+        raise BadParameter(f"The draft in {draft.folder} lacks {lacking}, so transformers cannot run it.")
     model.set_input_embeddings(target.get_input_embeddings())
     model.set_output_embeddings(_head(target, draft))
     return model.eval()  # type: ignore[no-any-return]
@@ -223,9 +214,8 @@ def _head(target: PreTrainedModel, draft: DraftFile) -> torch.nn.Module:
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return columns.spread(super().forward(hidden))
 
-    reduced = Reduced(
-        head.in_features, len(columns.ids), bias=False, device=head.weight.device, dtype=head.weight.dtype
-    )
+    weight = head.weight
+    reduced = Reduced(head.in_features, len(columns.ids), bias=False, device=weight.device, dtype=weight.dtype)
     reduced.weight.data.copy_(head.weight.data[columns.ids])
     return reduced
 

@@ -17,7 +17,7 @@ from specbranch.replay.record import Record
 from specbranch.traces.rounds import Times, read_rounds, times
 from specbranch.traces.timeline_svg import draw_svg, subtitle
 
-TOKENS = 48  # of the answer that are drawn
+TOKENS = 48  # so much of an answer is drawn
 STEM = "timeline-"
 
 

@@ -5,24 +5,20 @@ Owns the choice of methods, prompts, clocks and shapes, nothing of how they are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from specbranch.config import PARTS
 from specbranch.core.methods import METHODS
 from specbranch.pairs import PAIRS
 from specbranch.sim.shipped import shipped_profiles
-from specbranch.suites.suite import ALL_SHIPPED
+from specbranch.suites.suite import ALL_SHIPPED, PUBLIC
 
-SUITES = ("humaneval", "gsm8k", "mt_bench", "cnn_dm")
-QUICKLY = tuple(
-    name for name, method in METHODS.items() if not method.guesses
-)  # replayed; lookahead has the target decode anew
-MODELLED = (
-    *(name for name in QUICKLY if name != "specbranch"),
-    "specbranch:confidence",
-    "specbranch:paper",
-    "specbranch",
-)
+SUITES = tuple(PUBLIC)
+# What is replayed quickly; lookahead has the target decode anew.
+QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)
+VARIANTS = ("specbranch:confidence", "specbranch:paper", "specbranch")
+MODELLED = (*(name for name in QUICKLY if name != "specbranch"), *VARIANTS)
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "methods": "autoregressive,speculative,specbranch",
@@ -63,23 +59,14 @@ PRESETS["ablation"] = {
     "clock": ("c10",),
 }
 
-# By the wall clock of one GPU: a method takes some 10 seconds for eight prompts a suite behind 7B or 8B, and for two
-# behind 33B.
-OF_PAIR: dict[str, dict[str, Any]] = {  # whose costs a pair has there
+# On one GPU a method takes some 10 seconds for eight prompts a suite at 7B or 8B, and for two at 33B.
+OF_PAIR: dict[str, dict[str, Any]] = {  # the shapes that a pair runs in there
     "smollm2-weak": {"draft_shape": "68m", "target_shape": "7b"},
     "smollm2-default": {"draft_shape": "1b", "target_shape": "8b"},
     "smollm2-strong": {"draft_shape": "1.3b", "target_shape": "33b", "limit": 2, "outside_limit": 1},
 }
-GPU_BASELINES = (
-    "autoregressive",
-    "speculative",
-    "adaptive",
-    "pearl",
-    "tree",
-    "lookup",
-    "lookahead",
-    "specbranch:confidence",
-)
+GPU_SERIAL = ("autoregressive", "speculative", "adaptive")
+GPU_BASELINES = (*GPU_SERIAL, "pearl", "tree", "lookup", "lookahead", "specbranch:confidence")
 GPU_OURS = ("specbranch", "specbranch-overlap", "specbranch-trees", "specbranch-lookup", "auto")
 GPU_BRIEF = ("autoregressive", "speculative", "pearl", "tree", "specbranch", "specbranch-overlap")
 GPU_OUTSIDE = ("hf-generate", "hf-assisted")
@@ -115,21 +102,13 @@ PRESETS |= {
     },
     "gpu-real": {**GPU, "methods": ",".join((*GPU_BASELINES, "specbranch:paper", *GPU_OURS, *GPU_OUTSIDE))},
 }
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {  # the other defaults are those of `BenchOrder`
     "methods": "autoregressive,speculative,adaptive,pearl,specbranch,lookup",
-    "pair": (),
-    "suites": (),
-    "limit": None,
     "of_pair": {},  # what differs from pair to pair
-    "context": (),
-    "max_tokens": 128,
-    "repeats": 1,
-    "clock": (),
     "tune": True,
     "executor": "serial",
-    "timeline": False,
 }
-TOLD = [  # in the help
+TOLD = [  # what the help says of each preset
     ("quick", "three methods, untuned, on two of our own prompts of each kind: a minute or two"),
     (
         "wall",
@@ -144,8 +123,8 @@ TOLD = [  # in the help
     (
         "gpu-core",
         "one GPU's clock: the pair in the shapes of 68m & 7b (smollm2-weak), 1b & 8b (smollm2-default) or 1.3b & 33b "
-        "(smollm2-strong), all "
-        "methods and transformers' on 8 prompts of each public suite (33b: 2) behind text up to 1,024 tokens",
+        "(smollm2-strong), all methods and transformers' on 8 prompts of each public suite (33b: 2) behind text up to "
+        "1,024 tokens",
     ),
     ("gpu-temperature", "the same at temperature 1, without transformers"),
     ("gpu-context", "fewer methods in contexts of 8,192 and, where the target was made for it, 32,768 tokens"),
@@ -153,3 +132,14 @@ TOLD = [  # in the help
     ("gpu-cpu-draft", "the pair's draft as it is on the CPU, in a process of its own, beside the target on the GPU"),
     ("gpu-real", "models as they are: a --pair, or --target and --draft"),
 ]
+
+
+def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what was not given: from the preset, then from the defaults."""
+    filled = {**DEFAULTS, **PRESETS.get(given["preset"] or "", {})}
+    found = {name: given[name] if given.get(name) not in (None, ()) else value for name, value in filled.items()}
+    of_pair = {
+        pair: {name: given[name] or value for name, value in values.items()}
+        for pair, values in filled["of_pair"].items()
+    }
+    return {**given, **found, "of_pair": of_pair}

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
 from specbranch.bench.results import BASELINE, WALL, setting_text
-from specbranch.core.stats import Stats
 from specbranch.errors import BadParameter
 
 FORMAT, VERSION = "specbranch-bench-runs", 1
 
+T = TypeVar("T")
 RunKey = tuple[str, str, str, str, float, str, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRun:
-    """A prompt-run. `turns` holds what `told` says of each turn; a method from outside gives at least tokens, ttft_
-    and decode_seconds."""
+    """A prompt-run. `turns` holds what `Stats.summary` says of each turn; a method from outside gives at least tokens,
+    ttft_ and decode_seconds."""
 
     pair: str
     suite: str
@@ -43,9 +43,9 @@ class PromptRun:
     rule: str = "match"
     setting: Mapping[str, Any] = field(default_factory=dict)
     peak_memory: int | None = None
-    devices: int = 1  # that the method takes
-    models: str = ""  # a digest of what tells target and draft from others
-    charges: str = ""  # a digest of what the clock charges
+    devices: int = 1  # how many the method takes
+    models: str = ""  # a digest of target and draft
+    charges: str = ""  # a digest of the clock's profile
 
     @property
     def key(self) -> RunKey:
@@ -65,12 +65,6 @@ class PromptRun:
         if not values.keys() <= names:
             raise ValueError(f"unknown {', '.join(sorted(values.keys() - names))}")
         return cls(**{**values, "turns": tuple(values["turns"])})
-
-
-def told(stats: Stats) -> dict[str, Any]:
-    """Return what a request did, for `turns`: its summary, and how often each position was tested, to add rates up
-    by."""
-    return {**stats.summary(), "tested_by_position": list(stats.tested_at)}
 
 
 def output_digest(turns: Iterable[Sequence[int]]) -> str:
@@ -109,15 +103,12 @@ class RunStore:
         """Raise if runs of the same pair or clock are held that were made with other models, or charged otherwise."""
         for held in self.measurements:
             if held.pair == like.pair and held.models != like.models:
-                raise BadParameter(
-                    f"{self.path.parent} holds runs of other models under the name {like.pair}. Name a new folder "
-                    "with --out."
-                )
+                raise self._refused(f"of other models under the name {like.pair}")
             if held.clock == like.clock and held.charges != like.charges:
-                raise BadParameter(
-                    f"{self.path.parent} holds runs by another cost profile named {like.clock}. Name a new folder "
-                    "with --out, or rename it."
-                )
+                raise self._refused(f"by another cost profile named {like.clock}", ", or rename it")
+
+    def _refused(self, runs: str, otherwise: str = "") -> BadParameter:
+        return BadParameter(f"{self.path.parent} holds runs {runs}. Name a new folder with --out{otherwise}.")
 
     def append(self, measurement: PromptRun) -> None:
         """Keep a finished run, at once."""
@@ -137,7 +128,7 @@ class RunStore:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()  # the system holds it then, so that a killed process loses nothing
+        self._file.flush()  # a killed process loses nothing that was flushed
 
     def _open(self) -> IO[str]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,9 +145,9 @@ class RunStore:
         whole = _without_torn_end(self.path)
         if not whole:
             return
-        _check_header(_object(whole[0], 1, self.path), self.plan, self.path)
+        _check_header(_read(whole[0], 1, self.path, dict), self.plan, self.path)
         for number, line in enumerate(whole[1:], 2):
-            self.measurements.append(_measurement(line, number, self.path))
+            self.measurements.append(_read(line, number, self.path, PromptRun.from_dict))
         self._refuse_other_prompts()
 
     def _refuse_other_prompts(self) -> None:
@@ -164,14 +155,9 @@ class RunStore:
         held: dict[str, dict[str, None]] = {}  # the digests of each suite, in the order they were run
         for one in self.measurements:
             held.setdefault(one.suite, {})[one.digest] = None
-        other = [
-            name for name, digests in held.items() if not _goes_on({name: list(digests)}, self.plan.get("suites", {}))
-        ]
-        if other:
-            raise BadParameter(
-                f"{self.path.parent} holds runs of other prompts under the name {other[0]}. Name a new folder with "
-                "--out."
-            )
+        for name, digests in held.items():
+            if not _goes_on({name: list(digests)}, self.plan.get("suites", {})):
+                raise self._refused(f"of other prompts under the name {name}")
 
 
 def _without_torn_end(path: Path) -> list[bytes]:
@@ -182,19 +168,6 @@ def _without_torn_end(path: Path) -> list[bytes]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     return whole.split(b"\n")[:-1]
-
-
-def _object(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-        if isinstance(value, dict):
-            return value
-        problem = "no object"
-    except ValueError as error:
-        problem = str(error)
-    raise BadParameter(
-        f"{path}, line {number} is damaged ({problem}). Remove that line, or begin afresh in another folder."
-    )
 
 
 def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
@@ -232,10 +205,14 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
-def _measurement(line: bytes, number: int, path: Path) -> PromptRun:
+def _read(line: bytes, number: int, path: Path, kind: Callable[[dict[str, Any]], T]) -> T:
+    """Read one line of JSON as what it is to be, naming it if it is not."""
     try:
-        return PromptRun.from_dict(_object(line, number, path))
+        value = json.loads(line)
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+        return kind(value)
     except (KeyError, TypeError, ValueError) as error:
         raise BadParameter(
-            f"{path}, line {number} is no run ({error}). Remove that line, or begin afresh in another folder."
+            f"{path}, line {number} is damaged ({error}). Remove that line, or begin afresh in another folder."
         ) from None

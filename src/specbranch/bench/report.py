@@ -7,25 +7,30 @@ shows, and each figure is labelled as measured or modelled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.results import BASELINE, ResultRow, Results, clock_label, setting_text
-from specbranch.bench.table import losslessness, rate_text
+from specbranch.bench.results import (
+    BASELINE,
+    COLUMNS,
+    REASONS,
+    Column,
+    ResultRow,
+    Results,
+    clock_label,
+    filled_columns,
+    setting_text,
+)
+from specbranch.bench.table import losslessness
 from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.files import write_whole
 
 Scene = tuple[str, str, float]  # pair, clock, temperature: what can stand in one chart
-IDLE = {"draft idle": "draft_idle", "target idle": "target_idle"}
-SPLIT = {
-    "rejected": "rejected by the target",
-    "tree_siblings": "alternatives verified beside",
-    "losing_branches": "on losing branches",
-    "dropped_by_length": "dropped by the length rule",
-}
+ByMethod = Mapping[str, list[ResultRow]]  # rows of one scene
+LEFT = ' class="name"'
 
 
 def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None = None) -> None:
@@ -44,7 +49,8 @@ def report_html(results: Results, title: str = "SpecBranch bench", pictures: Map
         _provenance_section(results),
         _glossary(),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title>'
     page = f"<head>{head}<style>{STYLE}</style></head>\n<body>\n<main>\n{''.join(body)}</main>\n</body>"
     return f'<!DOCTYPE html>\n<html lang="en">\n{page}\n</html>\n'
 
@@ -77,31 +83,26 @@ def _header(results: Results, title: str) -> str:
 def _scene_section(scene: Scene, rows: list[ResultRow]) -> str:
     pair, clock, temperature = scene
     kind = "measured" if rows[0].measured else "modelled"
-    names = _labels(rows)
-    charts = [
-        _figure(
-            _by_suite("Speedup by task and method", rows, names, _speedup, f"times AR, {kind}"), _best(rows, names)
-        ),
-        _figure(
-            _by_suite("Tokens per second", rows, names, _rate, f"tokens/s, {kind}"),
-            "Decoding only; the first token is apart.",
-        ),
-        _figure(
-            _rollback(rows, names),
-            "Drafted tokens thrown away for each token of the answer, by reason, over all suites.",
-        ),
-        _figure(
-            _lengths(rows, names),
+    methods = _by_method(rows)
+    speedups = _by_suite("Speedup by task and method", methods, "speedup", "speedup_spread", f"times AR, {kind}")
+    rates = _by_suite("Tokens per second", methods, "tokens_per_second", "spread", f"tokens/s, {kind}")
+    charts = (
+        (speedups, _best(methods)),
+        (rates, "Decoding only; the first token is apart."),
+        (_rollback(methods), "Drafted tokens thrown away for each token of the answer, by reason, over all suites."),
+        (
+            _lengths(methods),
             "How many tokens of a drafted chain the target accepted at once, as shares of all chains checked.",
         ),
-        _figure(
-            _positions(rows, names),
+        (
+            _positions(methods),
             "The chance that a drafted token is accepted, given that those before it in its chain were.",
         ),
-        _figure(_idle(rows, names), "The share of decode time in which a model had nothing to do, over all suites."),
-    ]
+        (_idle(methods), "The share of decode time in which a model had nothing to do, over all suites."),
+    )
+    figures = "".join(_figure(chart, caption) for chart, caption in charts)
     heading = f"{pair}, temperature {temperature:g}: {clock_label(clock)}"
-    return f'<section><h2>{escape(heading)}</h2>\n<div class="charts">{"".join(charts)}</div></section>\n'
+    return f'<section><h2>{escape(heading)}</h2>\n<div class="charts">{figures}</div></section>\n'
 
 
 def _timelines(pictures: Mapping[str, str]) -> str:
@@ -114,68 +115,63 @@ def _figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>\n"
 
 
-def _labels(rows: list[ResultRow]) -> dict[tuple[str, str], str]:
-    """Name each (method, setting): by its method, unless that came in several settings."""
-    kinds = list(dict.fromkeys(_kind(row) for row in rows))
+def _by_method(rows: list[ResultRow]) -> ByMethod:
+    """Return rows under the name of their method, with its setting where it came in several."""
+    kinds = {(row.method, setting_text(row.setting)): "" for row in rows}
     methods = [method for method, _ in kinds]
-    return {kind: kind[0] if methods.count(kind[0]) == 1 or not kind[1] else f"{kind[0]} ({kind[1]})" for kind in kinds}
+    for method, setting in kinds:
+        alone = methods.count(method) == 1 or not setting
+        kinds[method, setting] = method if alone else f"{method} ({setting})"
+    found: dict[str, list[ResultRow]] = {name: [] for name in kinds.values()}
+    for row in rows:
+        found[kinds[row.method, setting_text(row.setting)]].append(row)
+    return found
 
 
-def _kind(row: ResultRow) -> tuple[str, str]:
-    return (row.method, setting_text(row.setting))
+def _suites(methods: ByMethod) -> list[str]:
+    return list(dict.fromkeys(row.suite for rows in methods.values() for row in rows))
 
 
-Figure = tuple[float | None, float | None]  # a value and the half-width drawn around it
-
-
-def _speedup(row: ResultRow) -> Figure:
-    return row.speedup, _times(row.speedup, row.speedup_spread)
-
-
-def _rate(row: ResultRow) -> Figure:
-    return row.tokens_per_second, _times(row.tokens_per_second, row.spread)
+def _by_suite(title: str, methods: ByMethod, figure: str, spread: str, label: str) -> str:
+    """Draw a group of bars for each suite, a bar for each method, and its spread as a whisker."""
+    suites, bars = _suites(methods), []
+    for name, rows in methods.items():
+        values = {row.suite: getattr(row, figure) for row in rows}
+        spreads = {row.suite: _times(getattr(row, figure), getattr(row, spread)) for row in rows}
+        bars.append(BarSeries(name, [values.get(suite) for suite in suites], [spreads.get(suite) for suite in suites]))
+    return bar_chart(title, suites, bars, "", label)
 
 
 def _times(value: float | None, share: float | None) -> float | None:
     return value * share if value is not None and share is not None else None
 
 
-def _by_suite(
-    title: str,
-    rows: list[ResultRow],
-    names: Mapping[tuple[str, str], str],
-    figure: Callable[[ResultRow], Figure],
-    label: str,
-) -> str:
-    """Draw a group of bars for each suite, a bar for each method."""
-    suites = list(dict.fromkeys(row.suite for row in rows))
-    bars = []
-    for kind, name in names.items():
-        found = {row.suite: figure(row) for row in rows if _kind(row) == kind}
-        values, spreads = zip(*(found.get(suite, (None, None)) for suite in suites), strict=True)
-        bars.append(BarSeries(name, values, spreads))
-    return bar_chart(title, suites, bars, "", label)
-
-
-def _rollback(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
-    shown = {
-        name: [row for row in rows if _kind(row) == kind and row.rollback and row.tokens]
-        for kind, name in names.items()
-    }
-    shown = {name: found for name, found in shown.items() if found}
-    bars = [BarSeries(words, [_mean(found, reason) for found in shown.values()]) for reason, words in SPLIT.items()]
+def _rollback(methods: ByMethod) -> str:
+    shown = {name: rows for name, rows in methods.items() if any(row.rollback and row.tokens for row in rows)}
+    bars = [
+        BarSeries(words, [_mean((row.rollback.get(reason), row.tokens) for row in rows) for rows in shown.values()])
+        for reason, words in REASONS.items()
+    ]
     return bar_chart("Where drafted tokens were lost", list(shown), bars, "", "per emitted token", stacked=True)
 
 
-def _mean(rows: list[ResultRow], reason: str) -> float:
-    """Average over suites, each weighing as much as its tokens."""
-    return sum(row.rollback.get(reason, 0.0) * row.tokens for row in rows) / sum(row.tokens for row in rows)
+def _idle(methods: ByMethod) -> str:
+    draft = [_mean((row.draft_idle, row.tokens) for row in rows) for rows in methods.values()]
+    target = [_mean((row.target_idle, row.tokens) for row in rows) for rows in methods.values()]
+    bars = [BarSeries("draft idle", draft), BarSeries("target idle", target)]
+    return bar_chart("Waiting", list(methods), bars, "", "share of decode time")
 
 
-def _lengths(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
-    counts = {name: _added(row.accepted_lengths for row in rows if _kind(row) == kind) for kind, name in names.items()}
+def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
+    """Average figures over suites, each weighing as much as its tokens; None where nobody has one."""
+    found = [(value, tokens) for value, tokens in figures if value is not None and tokens]
+    return sum(value * tokens for value, tokens in found) / sum(tokens for _, tokens in found) if found else None
+
+
+def _lengths(methods: ByMethod) -> str:
+    counts = {name: _added(row.accepted_lengths for row in rows) for name, rows in methods.items()}
     longest = max(map(len, counts.values()), default=0)
-    # a method without chains keeps its place but not its name, so that every method has the same colour in every chart
+    # A method without chains keeps its place but not its name, so that every method has its colour in every chart.
     bars = [BarSeries(name if sum(found) else "", _shares(found, longest)) for name, found in counts.items()]
     while bars and not bars[-1].name:
         bars.pop()
@@ -187,96 +183,55 @@ def _shares(counts: Sequence[float], length: int) -> list[float | None]:
     return [count / sum(counts) if sum(counts) else None for count in counts] + [None] * (length - len(counts))
 
 
-def _positions(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
+def _positions(methods: ByMethod) -> str:
     lines = []
-    for hue, (kind, name) in enumerate(names.items()):
-        mine = [row for row in rows if _kind(row) == kind]
-        tested = _added(row.tested_by_position for row in mine)
-        good = _added([(rate or 0.0) * count for rate, count in _rates(row)] for row in mine)
+    for hue, (name, rows) in enumerate(methods.items()):
+        tested = _added(row.tested_by_position for row in rows)
+        lengths = _added(row.accepted_lengths for row in rows)  # longer chains passed the position
         if tested:
-            points = [(at, a / t if t else None) for at, (a, t) in enumerate(zip(good, tested, strict=True), 1)]
+            points = [(at, sum(lengths[at:]) / count if count else None) for at, count in enumerate(tested, 1)]
             lines.append(ChartLine(name, points, marks=True, colour=hue))
     return line_chart("Acceptance by position", lines, "position in the chain", "accepted", y_from_zero=True)
-
-
-def _idle(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
-    shown = {name: [row for row in rows if _kind(row) == kind] for kind, name in names.items()}
-    bars = [BarSeries(what, [_weighted(found, field) for found in shown.values()]) for what, field in IDLE.items()]
-    return bar_chart("Waiting", list(shown), bars, "", "share of decode time")
-
-
-def _weighted(rows: list[ResultRow], field: str) -> float | None:
-    """Average a figure over suites, each weighing as much as its tokens; None where nobody has it."""
-    found = [(getattr(row, field), row.tokens) for row in rows if getattr(row, field) is not None and row.tokens]
-    return sum(value * weight for value, weight in found) / sum(weight for _, weight in found) if found else None
-
-
-def _rates(row: ResultRow) -> zip[tuple[float | None, int]]:
-    return zip(row.acceptance_by_position, row.tested_by_position, strict=True)
 
 
 def _added(columns: Any) -> list[float]:
     return [sum(values) for values in zip_longest(*columns, fillvalue=0)]
 
 
-def _best(rows: list[ResultRow], names: Mapping[tuple[str, str], str]) -> str:
+def _best(methods: ByMethod) -> str:
     """Say in words what the chart of speedups shows."""
+    others = {name: rows for name, rows in methods.items() if rows[0].method != BASELINE}
     told = []
-    for suite in dict.fromkeys(row.suite for row in rows):
-        found = [row for row in rows if row.suite == suite and row.speedup is not None and row.method != BASELINE]
+    for suite in _suites(methods):
+        found = {
+            name: row.speedup for name, rows in others.items() for row in rows if row.suite == suite and row.speedup
+        }
         if found:
-            best = max(found, key=lambda row: row.speedup or 0.0)
-            told.append(f"{suite}: {names[_kind(best)]} {best.speedup:.2f}×")
-    noise = "Whiskers: the spread of repeats. " if any(row.speedup_spread for row in rows) else ""
-    return f"Over autoregressive decoding (AR) on the same prompts in the same run. {noise}" + (
-        f"Fastest on {'; '.join(told)}." if told else ""
-    )
-
-
-COLUMNS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
-    ("pair", lambda row: row.pair),
-    ("suite", lambda row: row.suite),
-    ("method", lambda row: row.method),
-    ("setting", lambda row: setting_text(row.setting)),
-    ("temperature", lambda row: f"{row.temperature:g}"),
-    ("clock", lambda row: "measured" if row.measured else f"modelled: {row.clock}"),
-    ("tokens/s", lambda row: rate_text(row.tokens_per_second)),
-    ("spread", lambda row: _number(row.spread, ".1%")),
-    ("speedup", lambda row: _number(row.speedup, ".2f", "×")),
-    ("95 % interval", lambda row: _interval(row)),
-    ("tokens/forward", lambda row: _number(row.tokens_per_forward, ".2f")),
-    ("rollback rate", lambda row: _number(row.rollback_rate, ".1%")),
-    ("branch hits", lambda row: _number(row.branch_hit_rate, ".0%")),
-    ("draft idle", lambda row: _number(row.draft_idle, ".0%")),
-    ("target idle", lambda row: _number(row.target_idle, ".0%")),
-    ("beside", lambda row: _number(row.draft_overlapped, ".0%")),
-    ("host", lambda row: _number(row.host_share, ".1%")),
-    ("begun", lambda row: _number(row.begun_with_tree, ".0%")),
-    ("begun of beside", lambda row: _number(row.begun_of_overlapped, ".0%")),
-    ("first token", lambda row: _number(row.ttft_seconds, ".3f", " s")),
-    ("end-to-end tokens/s", lambda row: rate_text(row.end_to_end_tokens_per_second)),
-    ("peak memory", lambda row: _number(None if row.peak_memory is None else row.peak_memory / 2**20, ".0f", " MiB")),
-    ("prompts", lambda row: f"{row.prompts} × {row.repeats}"),
-    ("tokens", lambda row: f"{row.tokens}"),
-    ("lossless", lambda row: {True: "yes", False: f"NO ({row.differing} runs differ)", None: "–"}[row.lossless]),
-)
-NAMES, LEFT = ("pair", "suite", "method", "setting", "clock"), ' class="name"'
+            best = max(found, key=found.__getitem__)
+            told.append(f"{suite}: {best} {found[best]:.2f}×")
+    spread = any(row.speedup_spread for rows in methods.values() for row in rows)
+    noise = "Whiskers: the spread of repeats. " if spread else ""
+    fastest = f"Fastest on {'; '.join(told)}." if told else ""
+    return f"Over autoregressive decoding (AR) on the same prompts in the same run. {noise}{fastest}"
 
 
 def _table_section(rows: Sequence[ResultRow]) -> str:
-    columns = [(head, cell) for head, cell in COLUMNS if any(cell(row) not in ("", "–") for row in rows)]
-    head = "".join(f'<th scope="col"{LEFT if name in NAMES else ""}>{escape(name)}</th>' for name, _ in columns)
-    lines = "".join(f"<tr>{''.join(_cell(name, cell(row), row) for name, cell in columns)}</tr>\n" for row in rows)
+    columns = filled_columns(rows)
+    head = "".join(f'<th scope="col"{LEFT if one.left else ""}>{escape(one.name)}</th>' for one in columns)
+    lines = "".join(f"<tr>{''.join(_cell(column, row) for column in columns)}</tr>\n" for row in rows)
     caption = "Every row. A dash: not measured, or it does not apply."
     table = f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table>"
-    return f'<section><h2>All figures</h2><div class="wide" role="region" aria-label="All figures" tabindex="0">{table}</div></section>\n'
+    region = '<div class="wide" role="region" aria-label="All figures" tabindex="0">'
+    return f"<section><h2>All figures</h2>{region}{table}</div></section>\n"
 
 
-def _cell(name: str, words: str, row: ResultRow) -> str:
-    if name == "method":
-        return f'<th scope="row">{escape(words)}</th>'
-    kind = "name" if name in NAMES else "bad" if name == "lossless" and row.lossless is False else ""
-    return f'<td class="{kind}">{escape(words)}</td>' if kind else f"<td>{escape(words)}</td>"
+def _cell(column: Column, row: ResultRow) -> str:
+    words = escape(column.on_page(row))
+    if column.name == "method":
+        return f'<th scope="row">{words}</th>'
+    if column.name == "lossless" and row.lossless is False:
+        return f'<td class="bad">{words}</td>'
+    return f"<td{LEFT if column.left else ''}>{words}</td>"
 
 
 def _provenance_section(results: Results) -> str:
@@ -294,8 +249,7 @@ def _provenance_section(results: Results) -> str:
         "Clocks": "; ".join(clock_label(clock) for clock in dict.fromkeys(row.clock for row in results.rows)),
         "Command": told.command or "",
     }
-    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items() if words)
-    return f'<section><h2>Where this came from</h2><dl class="facts">{entries}</dl></section>\n'
+    return _facts("Where this came from", facts)
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -308,58 +262,39 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-GLOSSARY = {
-    "tokens/s": "decoded tokens over decode time, summed over prompts, each time the median over repeats; first tokens "
-    "are left out.",
-    "speedup": "tokens/s over that of autoregressive decoding (AR): same engine, run, prompts. Its interval: drawing "
-    "prompts anew.",
-    "spread": "half of the width of the middle 50 % over repeats, relative to the median.",
-    "tokens/forward": "tokens emitted for each forward of the target, the prefill left out.",
-    "rollback rate": "drafted tokens thrown away over drafted tokens, on the "
-    "surviving line: losing branches are counted apart.",
-    "branch hits": "the share of branch points that the target reached at which "
-    "one of the branches went on as the target did.",
-    "idle": "the share of decode time in which a model had nothing to do.",
-    "beside": "the share of the draft's working time that lies inside the target's.",
-    "host": "the share of decode time in which neither model worked.",
-    "begun": "the share of rounds that began with something the draft had read while the target worked; of beside: of "
-    "rounds with both.",
-    "lossless": "every run gave the same tokens as AR. A dash where the ratio rule keeps the distribution instead of the "
-    "text.",
-    "modelled": "tokens and decisions are real, the time is charged by a cost profile instead of being measured.",
-}
-
-
 def _glossary() -> str:
-    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in GLOSSARY.items())
-    return f'<section><h2>What the figures mean</h2><dl class="facts">{entries}</dl></section>\n'
+    return _facts("What the figures mean", {column.name: column.meaning for column in COLUMNS})
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
-
-
-def _interval(row: ResultRow) -> str:
-    if row.speedup_low is None or row.speedup_high is None or row.method == BASELINE:
-        return "–"
-    return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"
+def _facts(title: str, facts: Mapping[str, str]) -> str:
+    """List what there is something to say of."""
+    entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items() if words)
+    return f'<section><h2>{escape(title)}</h2><dl class="facts">{entries}</dl></section>\n'
 
 
 STYLE = """
 :root { color-scheme: light dark; }
-:root { --ink: #1d2430; --soft: #5b6675; --page: #f6f7f9; --sheet: #fff; --rule: #d8dee4; --good: #1b7a35; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ee; --soft: #9aa6b5; --page: #151b23; --sheet: #0d1117; --rule: #30363d; --good: #74cf86; --bad: #ff8a80; }
+:root {
+  --ink: #1d2430; --soft: #5b6675; --page: #f6f7f9; --sheet: #fff; --rule: #d8dee4; --good: #1b7a35; --bad: #b3261e;
 }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ink: #e4e8ee; --soft: #9aa6b5; --page: #151b23; --sheet: #0d1117; --rule: #30363d; --good: #74cf86;
+    --bad: #ff8a80;
+  }
+}
+body { margin: 0; background: var(--page); color: var(--ink); }
+body { font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 main { max-width: 1440px; margin: 0 auto; padding: 24px 20px 60px; }
-h1 { margin: 0 0 4px; font-size: 26px; } h2 { margin: 34px 0 12px; font-size: 18px; } header p { margin: 2px 0; color: var(--soft); }
+h1 { margin: 0 0 4px; font-size: 26px; } h2 { margin: 34px 0 12px; font-size: 18px; }
+header p { margin: 2px 0; color: var(--soft); }
 header .clock { color: var(--ink); font-weight: 600; }
 header .verdict { display: inline-block; margin-top: 10px; padding: 4px 12px; border: 1px solid; border-radius: 6px; }
 header .good { color: var(--good); } header .bad, td.bad { color: var(--bad); font-weight: 700; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 16px; }
 figure { margin: 0; padding: 12px; background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px; }
-figure svg { display: block; width: 100%; height: auto; } figcaption { margin-top: 6px; color: var(--soft); font-size: 13px; }
+figure svg { display: block; width: 100%; height: auto; }
+figcaption { margin-top: 6px; color: var(--soft); font-size: 13px; }
 .wide { overflow-x: auto; background: var(--sheet); border: 1px solid var(--rule); border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
 caption { padding: 8px 10px; text-align: left; color: var(--soft); }

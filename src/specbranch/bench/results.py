@@ -1,34 +1,9 @@
-"""Rows of results, their files (JSON of a stated version, CSV), and what each figure in a row means.
+"""Rows of results, their files (JSON of a stated version, CSV), and the columns in which rows are shown.
 
-Owns the shape of a result; how figures come about is for `aggregate`, where they came from for `provenance`. Invariant:
-what `Results.save` writes, `Results.load` reads back equal, and a file of another version is refused rather than
-misread.
-
-tokens_per_second   decoding only, end of sequence respected: decoded tokens over decode seconds, both summed over
-                    prompts, each prompt's seconds being their median over repeats. The first token and both prefills
-                    are apart, in ttft_seconds.
-speedup             tokens_per_second over that of autoregressive decoding, over the prompts and repeats that both
-                    finished in this run: where the texts are the same this is the ratio of total times. The one speedup
-                    reported; long answers weigh more, as they do in the time somebody waits. speedup_low and
-                    speedup_high: its 95 % interval, drawing prompts anew.
-spread              half of the width of the middle 50 % over repeats, divided by the median: of tokens_per_second;
-                    speedup_spread: of speedup. None after a single repeat by the wall clock; 0 on a modelled clock,
-                    which gives the same figure every time.
-rollback            drafted tokens thrown away per emitted token, by reason; rollback_rate is core.stats' own, as are
-                    all rates here.
-run_between_rejections   decoded tokens over the rounds in which a token of the main line was rejected (the paper's M).
-devices             that the method takes: two where draft and target are on different ones;
-                    tokens_per_second_per_device is its share.
-accepted_lengths    how many verifications of a chain accepted 0, 1, 2 … of its tokens.
-lossless            whether every run gave the same tokens as autoregressive decoding; None under the ratio rule, or
-                    without such a run.
-draft_idle, target_idle   the share of decode time in which the model had nothing to do: how long it waits.
-draft_overlapped        the share of the draft's working time that lies inside the target's: what overlap hides. 0 where
-                        they take turns.
-host_share          the share of decode time in which neither model worked: the host's between and inside rounds.
-begun_with_tree     the share of rounds (target forwards) that began with something the draft had read before, while the
-                    target worked; None where nothing is drafted beside it. begun_of_overlapped: the same as a share of
-                    the rounds in which a draft worked beside.
+Owns the shape of a result, and `COLUMNS`: what each figure is called, what it means and how it is written, for the
+terminal, the page and its glossary alike. How figures come about is for `aggregate`, where they came from for
+`provenance`. Invariant: what `Results.save` writes, `Results.load` reads back equal, and a file of another version is
+refused rather than misread.
 """
 
 from __future__ import annotations
@@ -36,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -50,12 +25,19 @@ BASELINE = "autoregressive"
 WALL = "wall"
 LISTS = ("accepted_lengths", "acceptance_by_position", "tested_by_position")
 
+REASONS = {  # why drafted tokens are thrown away
+    "rejected": "rejected by the target",
+    "tree_siblings": "alternatives verified beside",
+    "losing_branches": "on losing branches",
+    "dropped_by_length": "dropped by the length rule",
+}
+
 RowKey = tuple[str, str, str, str, float, str]  # pair, suite, clock, method, temperature, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """What one method did on one suite with one pair at one temperature by one clock."""
+    """What one method did on one suite with one pair at one temperature by one clock; see COLUMNS for its figures."""
 
     pair: str
     suite: str
@@ -71,19 +53,17 @@ class ResultRow:
     rule: str = "match"
     prompts: int = 0
     repeats: int = 1
-    tokens: int = 0  # emitted over the prompts, each once
+    tokens: int = 0  # emitted, each prompt counted once
     differing: int = 0  # runs that gave other tokens than autoregressive decoding
     prompt_set: str = ""  # names the prompts behind the row: suites.prompt_set
-    spread: float | None = None
-    speedup_spread: float | None = None
+    spread: float | None = None  # unknown after a single repeat by the wall clock; 0 on a modelled one
+    speedup_spread: float | None = None  # the same of speedup
     speedup_low: float | None = None
     speedup_high: float | None = None
-    end_to_end_tokens_per_second: float | None = None  # prefill included
+    end_to_end_tokens_per_second: float | None = None
     ttft_seconds: float | None = None
-    rollback: Mapping[str, float] = field(
-        default_factory=dict
-    )  # rejected, tree_siblings, losing_branches, dropped_by_length
-    accepted_lengths: tuple[int, ...] = ()
+    rollback: Mapping[str, float] = field(default_factory=dict)  # by reason: tokens thrown away per emitted token
+    accepted_lengths: tuple[int, ...] = ()  # how many verifications of a chain accepted 0, 1, 2 … of its tokens
     acceptance_by_position: tuple[float | None, ...] = ()
     tested_by_position: tuple[int, ...] = ()  # how often each was put to the test
     branch_hit_rate: float | None = None
@@ -94,8 +74,8 @@ class ResultRow:
     begun_with_tree: float | None = None
     begun_of_overlapped: float | None = None
     peak_memory: int | None = None  # bytes
-    run_between_rejections: float | None = None
-    devices: int = 1
+    run_between_rejections: float | None = None  # decoded tokens per round with a rejected token (the paper's M)
+    devices: int = 1  # two where draft and target are on different ones
     tokens_per_second_per_device: float | None = None
 
     @property
@@ -166,10 +146,8 @@ class Results:
 def rows_csv(rows: Sequence[ResultRow]) -> str:
     """Return rows as CSV with a header; empty cells where there is no figure."""
     flat = [_flat(row) for row in rows]
-    out = io.StringIO()
-    writer = csv.DictWriter(
-        out, fieldnames=list(dict.fromkeys(name for one in flat for name in one)), lineterminator="\n"
-    )
+    out, names = io.StringIO(), dict.fromkeys(name for one in flat for name in one)
+    writer = csv.DictWriter(out, fieldnames=list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return out.getvalue()
@@ -180,13 +158,21 @@ def setting_text(setting: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={_plain(value)}" for name, value in sorted(setting.items()))
 
 
+def figure_text(value: float | None, form: str, unit: str = "") -> str:
+    """Write a figure; a dash where there is none."""
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def rate_text(value: float | None) -> str:
+    """Write tokens a second: one decimal, or three digits where that would say little."""
+    return figure_text(value, ".1f" if value is not None and value >= 10 else ".3g")
+
+
 def clock_label(clock: str) -> str:
     """Say whether a clock's seconds were measured or modelled."""
-    return (
-        "measured (wall clock)"
-        if clock == WALL
-        else f"modelled (cost profile {clock}): real tokens, time charged by the profile"
-    )
+    if clock == WALL:
+        return "measured (wall clock)"
+    return f"modelled (cost profile {clock}): real tokens, time charged by the profile"
 
 
 def _plain(value: Any) -> str:
@@ -195,10 +181,7 @@ def _plain(value: Any) -> str:
 
 def _flat(row: ResultRow) -> dict[str, Any]:
     values = row.to_dict()
-    split = {
-        f"rollback_{name}": values["rollback"].get(name)
-        for name in ("rejected", "tree_siblings", "losing_branches", "dropped_by_length")
-    }
+    split = {f"rollback_{name}": values["rollback"].get(name) for name in REASONS}
     lists = {name: json.dumps(values[name]) for name in LISTS}
     values.pop("rollback")
     return {**values, **lists, "setting": setting_text(row.setting), **split}
@@ -216,7 +199,159 @@ def _read(path: Path) -> dict[str, Any]:
     if values.get("version") != VERSION:
         raise BadParameter(
             f"{path} has version {values.get('version')!r} of the results format; this specbranch reads version "
-            f"{VERSION}. "
-            "Run the bench again, or read it with the specbranch that wrote it."
+            f"{VERSION}. Run the bench again, or read it with the specbranch that wrote it."
         )
     return values
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of a row as people read it."""
+
+    name: str
+    cell: Callable[[ResultRow], str]
+    meaning: str = ""
+    rank: int | None = None  # the higher, the sooner a narrow terminal leaves it out; None: no terminal shows it
+    short: str = ""  # its head on a terminal, if not its name
+    left: bool = False  # aligned to the left
+    page_cell: Callable[[ResultRow], str] | None = None  # the page has room for more
+
+    @property
+    def head(self) -> str:
+        """What a terminal calls it."""
+        return self.short or self.name
+
+    def on_page(self, row: ResultRow) -> str:
+        """Write it for the page."""
+        return (self.page_cell or self.cell)(row)
+
+
+def _figure(field: str, form: str, unit: str = "") -> Callable[[ResultRow], str]:
+    return lambda row: figure_text(getattr(row, field), form, unit)
+
+
+def _interval(row: ResultRow) -> str:
+    if row.speedup_low is None or row.speedup_high is None or row.method == BASELINE:
+        return "–"
+    return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"
+
+
+def _memory(row: ResultRow) -> str:
+    return figure_text(None if row.peak_memory is None else row.peak_memory / 2**20, ".0f", " MiB")
+
+
+def _lossless(row: ResultRow) -> str:
+    return {True: "yes", False: "NO", None: "–"}[row.lossless]
+
+
+def _lossless_at_length(row: ResultRow) -> str:
+    return f"NO ({row.differing} runs differ)" if row.lossless is False else _lossless(row)
+
+
+COLUMNS = (
+    Column("pair", _figure("pair", ""), left=True),
+    Column("suite", _figure("suite", ""), left=True),
+    Column("method", _figure("method", ""), rank=0, left=True),
+    Column("temperature", _figure("temperature", "g")),
+    Column(
+        "clock",
+        lambda row: "measured" if row.measured else f"modelled: {row.clock}",
+        "modelled: tokens and decisions are real, the time is charged by a cost profile instead of being measured.",
+        left=True,
+    ),
+    Column(
+        "tokens/s",
+        lambda row: rate_text(row.tokens_per_second),
+        "decoded tokens over decode time, summed over prompts, each time the median over repeats; first tokens are "
+        "left out.",
+        rank=1,
+        short="tok/s",
+    ),
+    Column(
+        "spread",
+        _figure("spread", ".1%"),
+        "half of the width of the middle 50 % over repeats, relative to the median.",
+        rank=6,
+        short="±",
+    ),
+    Column(
+        "speedup",
+        _figure("speedup", ".2f", "×"),
+        "tokens/s over that of autoregressive decoding (AR): same engine, run, prompts, repeats. Long answers weigh "
+        "more, as they do in the time somebody waits.",
+        rank=0,
+    ),
+    Column("95 % interval", _interval, "of the speedup: drawing prompts anew.", rank=8, short="95 %"),
+    Column(
+        "tokens/forward",
+        _figure("tokens_per_forward", ".2f"),
+        "tokens emitted for each forward of the target, the prefill left out.",
+        rank=3,
+        short="tok/fwd",
+    ),
+    Column(
+        "rollback rate",
+        _figure("rollback_rate", ".0%"),
+        "drafted tokens thrown away over drafted tokens, on the surviving line: losing branches are counted apart.",
+        rank=4,
+        short="rollback",
+        page_cell=_figure("rollback_rate", ".1%"),
+    ),
+    Column(
+        "branch hits",
+        _figure("branch_hit_rate", ".0%"),
+        "the share of branch points that the target reached at which one of the branches went on as the target did.",
+        rank=7,
+        short="hits",
+    ),
+    Column(
+        "begun",
+        _figure("begun_with_tree", ".0%"),
+        "the share of rounds that began with something the draft had read while the target worked.",
+        rank=11,
+    ),
+    Column("begun of beside", _figure("begun_of_overlapped", ".0%"), "the same, of rounds in which both worked."),
+    Column(
+        "beside",
+        _figure("draft_overlapped", ".0%"),
+        "the share of the draft's working time that lies inside the target's: what overlap hides.",
+        rank=12,
+    ),
+    Column(
+        "target idle",
+        _figure("target_idle", ".0%"),
+        "the share of decode time in which the target had nothing to do.",
+        rank=13,
+    ),
+    Column("draft idle", _figure("draft_idle", ".0%"), "the same of the draft.", rank=14),
+    Column("host", _figure("host_share", ".1%"), "the share of decode time in which neither model worked.", rank=15),
+    Column(
+        "first token",
+        _figure("ttft_seconds", ".2f", " s"),
+        "the time to the first token, which both prefills take.",
+        rank=9,
+        short="first tok",
+        page_cell=_figure("ttft_seconds", ".3f", " s"),
+    ),
+    Column(
+        "end-to-end tokens/s",
+        lambda row: rate_text(row.end_to_end_tokens_per_second),
+        "all tokens over all time, the prefills included.",
+    ),
+    Column("peak memory", _memory),
+    Column("prompts", lambda row: f"{row.prompts} × {row.repeats}"),
+    Column("tokens", _figure("tokens", "")),
+    Column(
+        "lossless",
+        _lossless,
+        "every run gave the same tokens as AR. A dash where the ratio rule keeps the distribution instead of the text.",
+        rank=2,
+        page_cell=_lossless_at_length,
+    ),
+    Column("setting", lambda row: setting_text(row.setting), rank=10, left=True),
+)
+
+
+def filled_columns(rows: Sequence[ResultRow]) -> list[Column]:
+    """Return the columns in which at least one row has something to show."""
+    return [column for column in COLUMNS if any(column.cell(row) not in ("", "–") for row in rows)]

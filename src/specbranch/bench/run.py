@@ -9,33 +9,30 @@ it all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import cycle, islice
+from typing import Any, NamedTuple, Protocol
 
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import Setting
-from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest, told
-from specbranch.bench.results import BASELINE, WALL
+from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.methods import METHODS
-from specbranch.core.stats import Stats
+from specbranch.progress import StepsDone
 from specbranch.replay.pricing import has_fixed_decisions
 from specbranch.replay.record import Record
-from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import Prompt, Suite
 
-Known = Mapping[SpeculativeConfig | None, Experience]  # what each way to decode has learned
-StepsDone = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
+class AskedPrompt(NamedTuple):
+    """A prompt of a suite, and how it is to be answered."""
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """By what time is told: a profile under its name, or nothing for the wall clock."""
-
-    name: str = WALL
-    profile: CostProfile | None = None
+    workload: Workload
+    suite: Suite
+    at: int  # its place in the suite
+    prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,17 @@ class PairRuns:
     workloads: tuple[Workload, ...]
     settings: tuple[Setting, ...]
     repeats: int = 1
-    outside: int | None = None  # prompts of each suite that methods from outside, which are slow, answer; nothing: all
+    outside: int | None = None  # methods from outside are slow: they get so many prompts of each suite; None: all
+
+    @property
+    def asked(self) -> list[AskedPrompt]:
+        """All prompts, in the order in which they are run."""
+        return [
+            AskedPrompt(workload, suite, at, prompt)
+            for workload in self.workloads
+            for suite in self.suites
+            for at, prompt in enumerate(suite.prompts)
+        ]
 
 
 class Outside(Protocol):
@@ -57,102 +64,71 @@ class Outside(Protocol):
         ...
 
 
-def record_all(lab: Lab, job: PairRuns, progress: StepsDone) -> None:
+def record_all(lab: Lab, runs: PairRuns, progress: StepsDone) -> None:
     """Have the target answer whatever it has not answered before."""
-    asked = [(prompt, workload) for workload in job.workloads for suite in job.suites for prompt in suite.prompts]
-    for done, (prompt, workload) in enumerate(asked):
-        progress("Recording the target", done, len(asked))
-        lab.records(prompt, workload)
-    progress("Recording the target", len(asked), len(asked))
+    lab.record([(asked.prompt, asked.workload) for asked in runs.asked], progress)
 
 
-def replay(lab: Lab, job: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
+def replay(lab: Lab, runs: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
     """Run every setting from the records, charged by a profile.
 
     A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that
-    are done are played again, to learn from, which is quick: the draft's words are remembered.
+    are done are replayed again, to learn from, which is quick: the draft's words are remembered.
     """
-    asked = [
-        (workload, suite, prompt) for workload in job.workloads for suite in job.suites for prompt in suite.prompts
-    ]
-    store.refuse_another(_blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], clock))
+    store.refuse_another(_blank(lab, runs.asked[0], runs.settings[0], clock))
     done = store.done
-    known = {
-        setting.config: Experience(clock.profile, lab.draft is not None) for setting in job.settings
-    }  # for all prompts, as in an LLM
-    runs = [
-        [(_blank(lab, suite, prompt, w, setting, clock), setting) for setting in job.settings]
-        for w, suite, prompt in asked
-    ]
-    learning = {setting for line in runs for blank, setting in line if blank.key not in done and _plans(setting)}
-    for number, ((workload, _, prompt), line) in enumerate(zip(asked, runs, strict=True)):
-        progress(f"Replaying {lab.pair} by {clock.name}", number, len(asked))
+    # One experience of each setting for all prompts, as in an LLM.
+    known = {setting.config: Experience(clock.profile, lab.draft is not None) for setting in runs.settings}
+    blanks = [[(_blank(lab, asked, setting, clock), setting) for setting in runs.settings] for asked in runs.asked]
+    learning = {setting for line in blanks for blank, setting in line if blank.key not in done and setting.plans}
+    for number, (asked, line) in enumerate(zip(runs.asked, blanks, strict=True)):
+        progress(f"Replaying {lab.pair} by {clock.name}", number, len(blanks))
         wanted = [(blank, setting) for blank, setting in line if blank.key not in done or setting in learning]
         if wanted:
-            for measurement in _replayed(lab, lab.records(prompt, workload), wanted, clock, known):
+            for measurement in _replayed(lab, lab.records(asked.prompt, asked.workload), wanted, clock, known):
                 if measurement.key not in done:
                     store.append(measurement)
 
 
-def _plans(setting: Setting) -> bool:
-    """Whether it decides by experience."""
-    return setting.config is not None and METHODS[setting.config.method or BASELINE].plans(setting.config)
-
-
 def _replayed(
-    lab: Lab, records: Sequence[Record], wanted: list[tuple[PromptRun, Setting]], clock: Clock, known: Known
+    lab: Lab,
+    records: Sequence[Record],
+    wanted: list[tuple[PromptRun, Setting]],
+    clock: Clock,
+    known: Mapping[SpeculativeConfig | None, Experience],
 ) -> Iterator[PromptRun]:
     turns: list[list[dict[str, Any]]] = [[] for _ in wanted]
     for record in records:
         for lines, (_, setting) in zip(turns, wanted, strict=True):
             assert setting.config is not None and clock.profile is not None
-            lines.append(told(_replay(lab, record, setting.config, clock.profile, known[setting.config])))
-    text = output_digest(record.tokens for record in records)  # what a play gave is checked against it
+            stats = lab.replays.stats(record, setting.config, clock.profile, known[setting.config])
+            lines.append(stats.summary())
+    text = output_digest(record.tokens for record in records)  # replays are checked against it
     for lines, (blank, _) in zip(turns, wanted, strict=True):
         yield replace(blank, turns=tuple(lines), output=text)
 
 
-def _replay(lab: Lab, record: Record, config: SpeculativeConfig, profile: CostProfile, known: Experience) -> Stats:
-    """Play a record, or charge what was played of it for another clock."""
-    if has_fixed_decisions(config):
-        return lab.books.of(record, config).charged(profile)
-    with lab.player(record) as player:
-        return player.play(config, profile, experience=known)
-
-
-def measure(lab: Lab, job: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
+def measure(lab: Lab, runs: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
     """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to
     prompt."""
-    asked = [
-        (w, suite, at, prompt) for w in job.workloads for suite in job.suites for at, prompt in enumerate(suite.prompts)
-    ]
-    rounds = [(repeat, *one) for repeat in range(job.repeats) for one in asked]
-    store.refuse_another(
-        _blank(lab, job.suites[0], job.suites[0].prompts[0], job.workloads[0], job.settings[0], Clock())
-    )
+    rounds = [(repeat, asked) for repeat in range(runs.repeats) for asked in runs.asked]
+    store.refuse_another(_blank(lab, runs.asked[0], runs.settings[0], Clock()))
     done, warm = store.done, set[str]()
-    for number, (repeat, workload, suite, at, prompt) in enumerate(rounds):
+    for number, (repeat, asked) in enumerate(rounds):
         progress(f"Measuring {lab.pair}", number, len(rounds))
-        records = lab.records(prompt, workload)
-        turned = number % len(job.settings)
-        for setting in (*job.settings[turned:], *job.settings[:turned]):
-            blank = replace(_blank(lab, suite, prompt, workload, setting, Clock()), repeat=repeat)
-            beyond = setting.config is None and job.outside is not None and at >= job.outside
+        records = lab.records(asked.prompt, asked.workload)
+        turned = number % len(runs.settings)
+        for setting in (*runs.settings[turned:], *runs.settings[:turned]):
+            blank = replace(_blank(lab, asked, setting, Clock()), repeat=repeat)
+            beyond = setting.config is None and runs.outside is not None and asked.at >= runs.outside
             if blank.key in done or beyond:
                 continue
             if setting.method not in warm:
-                _answered(lab, setting, records[:1], outside)
+                _answer(lab, setting, records[0], outside)
                 warm.add(setting.method)
-            outputs, lines = _answered(lab, setting, records, outside)
-            store.append(replace(blank, turns=tuple(lines), output=output_digest(outputs)))
-
-
-def _answered(
-    lab: Lab, setting: Setting, records: Sequence[Record], outside: Outside | None
-) -> tuple[list[tuple[int, ...]], list[dict[str, Any]]]:
-    """Answer the prompt of each record anew."""
-    answers = [_answer(lab, setting, record, outside) for record in records]
-    return [tokens for tokens, _ in answers], [line for _, line in answers]
+            answers = [_answer(lab, setting, record, outside) for record in records]
+            output = output_digest(tokens for tokens, _ in answers)
+            store.append(replace(blank, turns=tuple(line for _, line in answers), output=output))
 
 
 def _answer(
@@ -168,26 +144,23 @@ def _answer(
     return tuple(output.token_ids), output.stats
 
 
-def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: Setting, clock: Clock) -> PromptRun:
+def _blank(lab: Lab, asked: AskedPrompt, setting: Setting, clock: Clock) -> PromptRun:
     """A run that was not made yet."""
     rule = "match" if setting.config is None else setting.config.rule
-    rounds_otherwise = lab.llm.dtype not in (
-        "float32",
-        "float64",
-    )  # transformers in half precision: near-ties fall otherwise
-    outside_the_rule = setting.config is None and (workload.temperature > 0 or rounds_otherwise)
+    # In half precision transformers rounds otherwise than we do, and near-ties fall otherwise.
+    exact = asked.workload.temperature == 0 and lab.llm.dtype in ("float32", "float64")
     return PromptRun(
         pair=lab.pair,
-        suite=suite.name,
+        suite=asked.suite.name,
         method=setting.method,
-        temperature=workload.temperature,
-        prompt=prompt.id,
-        digest=prompt.digest,
+        temperature=asked.workload.temperature,
+        prompt=asked.prompt.id,
+        digest=asked.prompt.digest,
         repeat=0,
         turns=(),
         output="",
         clock=clock.name,
-        rule="other" if outside_the_rule else rule,
+        rule=rule if setting.config is not None or exact else "other",
         setting=setting.shown | _predictor(lab, setting),
         models=lab.digest,
         charges=clock.profile.digest if clock.profile is not None else "",
@@ -197,8 +170,7 @@ def _blank(lab: Lab, suite: Suite, prompt: Prompt, workload: Workload, setting: 
 
 def _predictor(lab: Lab, setting: Setting) -> dict[str, Any]:
     """Which predictor a setting goes by, if it goes by one."""
-    config = setting.config
-    if config is None or not METHODS[config.method or BASELINE].heeds_signals(config):
+    if not setting.heeds_signals:
         return {}
     return {"predictor": lab.forecasts.predictor.digest[:8] if lab.forecasts is not None else "none"}
 
@@ -209,32 +181,27 @@ class ReplayCheck:
 
     runs: int
     same_text: int
-    # runs whose counts can be the same: what the planner decides depends on the clock, and these are not run by it
-    counted: int
-    same_counts: int  # of them: drafted, accepted and target forwards alike
+    counted: int  # runs without a planner, whose decisions depend on the clock
+    same_counts: int  # counted runs that drafted, accepted and verified exactly as much
 
 
-def check_replay(lab: Lab, job: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
+def check_replay(lab: Lab, runs: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
     """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two
     drafts nearly tie."""
-    import itertools
-
-    workload = job.workloads[0]
-    possible = [setting for setting in job.settings if setting.config is not None and setting.config.policy != "oracle"]
+    possible = [
+        setting for setting in runs.settings if setting.config is not None and setting.config.policy != "oracle"
+    ]
     settings = [setting for setting in possible if setting.needs_draft] or possible[:1]
-    prompts = [suite.prompts[0] for suite in job.suites]
-    text = counted = counts = runs = 0
-    for prompt, setting in itertools.islice(
-        zip(itertools.cycle(prompts), itertools.cycle(settings), strict=False), most
-    ):
-        record = lab.records(prompt, workload)[0]
+    prompts = [suite.prompts[0] for suite in runs.suites]
+    same_text = counted = same_counts = tried = 0
+    for prompt, setting in islice(zip(cycle(prompts), cycle(settings), strict=False), most):
+        record = lab.records(prompt, runs.workloads[0])[0]
         assert setting.config is not None and clock.profile is not None
-        with lab.player(record) as player:
-            replayed = told(player.play(setting.config, clock.profile))
+        replayed = lab.replays.stats(record, setting.config, clock.profile).summary()
         tokens, live = _answer(lab, setting, record, None)
-        runs += 1
-        text += tokens == record.tokens
+        tried += 1
+        same_text += tokens == record.tokens
         if has_fixed_decisions(setting.config):
             counted += 1
-            counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
-    return ReplayCheck(runs, text, counted, counts)
+            same_counts += all(live[name] == replayed[name] for name in ("drafted", "accepted", "target_forwards"))
+    return ReplayCheck(tried, same_text, counted, same_counts)

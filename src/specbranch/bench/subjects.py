@@ -1,26 +1,59 @@
-"""The pairs a bench runs: which models, in whose shapes, where and how they run, and what results call them.
+"""The pairs a bench runs: which models, in whose shapes, where and how they run, what results call them, and on which
+prompts.
 
-Owns the way from what was asked for to a pair that can be loaded; shapes become recipes in a folder beside the results.
-Invariant: pairs that run otherwise have another title, so that their rows stand beside each other in one folder.
+Owns the way from what was asked of a pair to one that can be loaded; shapes become recipes in a folder beside the
+results. Invariants: pairs that run otherwise have another title, so that their rows stand beside each other in one
+folder; what cannot be run is refused here, before a model is loaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specbranch.assembly import ModelChoice, fetched
+from specbranch.assembly import ModelChoice, fetched, load_tokenizer
 from specbranch.config import ExecutorName, WeightsName
 from specbranch.distill.draft_name import is_draft_folder
 from specbranch.errors import BadParameter
 from specbranch.models.files.inflation import is_inflation, read_inflation, write_inflation
 from specbranch.models.shapes import ShapeChoice
 from specbranch.pairs import chosen_models, draft_path
+from specbranch.suites.filler import behind
+from specbranch.suites.suite import Suite, conversation
 
 OWN = "own"  # the shape of a model as it is
+USUAL_CONTEXT = 8192  # tokens that a model has room for unless more is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOrder:
+    """What is asked of one pair: its name or its models, their shapes, and how many prompts of each suite it gets."""
+
+    pair: str | None = None
+    target: str | None = None
+    draft: str | None = None
+    target_shape: str | None = None  # None or OWN: as it is
+    draft_shape: str | None = None
+    limit: int | None = None
+    outside_limit: int | None = None  # prompts that methods from outside get
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there will be a draft."""
+        return self.pair is not None or self.draft is not None
+
+    @property
+    def models(self) -> tuple[str, str | None]:
+        """Target and draft by their names."""
+        return chosen_models(self.pair, self.target, self.draft)
+
+    @property
+    def title(self) -> str:
+        """What results call it: its name, or those of its models."""
+        return pair_title(self.pair, *self.models)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +85,7 @@ class Subject:
     title: str
     target: str
     draft: str | None
-    source: tuple[str, str | None]  # target and draft as they are, where these are inflated
+    source: tuple[str, str | None]  # target and draft before they were inflated
     running: Running = Running()
 
     @property
@@ -61,34 +94,25 @@ class Subject:
         return (self.target, self.draft) == self.source and not self.running.suffix
 
 
-def make_subject(
-    pair: str | None,
-    target: str | None,
-    draft: str | None,
-    shapes: Mapping[str, str | None],
-    running: Running,
-    folder: Path,
-) -> Subject:
-    """Say what is run; `shapes` of target and draft, if they are to have another, become recipes in the folder."""
-    big, small = chosen_models(pair, target, draft)
-    plain = pair_title(pair, big, small)
-    wanted = {role: ShapeChoice.parse(text) for role, text in shapes.items() if text not in (None, OWN)}
-    if "draft" in wanted and small is None:
+def make_subject(order: PairOrder, running: Running, folder: Path) -> Subject:
+    """Say what is run; target and draft that are to have another shape become recipes in the folder."""
+    target, draft = order.models
+    given = {"target": order.target_shape, "draft": order.draft_shape}
+    shapes = {role: ShapeChoice.parse(text) for role, text in given.items() if text not in (None, OWN)}
+    if "draft" in shapes and draft is None:
         raise BadParameter(
-            f"--draft-shape is {shapes['draft']}, but {big} was given without a draft. Give one with --draft, or a "
-            "--pair."
+            f"--draft-shape is {order.draft_shape}, but {target} was given without a draft. Give one with --draft, or "
+            "a --pair."
         )
-    title = "-".join(
-        (plain, *(wanted[role].short if role in wanted else OWN for role in ("draft", "target") if wanted))
+    shorts = [shapes[role].short if role in shapes else OWN for role in ("draft", "target") if shapes]
+    title = "-".join((order.title, *shorts)) + running.suffix
+    names = {"target": target, "draft": draft}
+    for role, shape in shapes.items():
+        asked = f"--{role}-shape {given[role]}"
+        names[role] = _inflated(str(names[role]), target, shape, folder / f"{title}-{role}", asked)
+    return Subject(
+        title=title, target=str(names["target"]), draft=names["draft"], source=(target, draft), running=running
     )
-    title += running.suffix
-    names = {"target": big, "draft": small}
-    for role, shape in wanted.items():
-        names[role] = _inflated(
-            str(names[role]), big, shape, folder / f"{title}-{role}", f"--{role}-shape {shapes[role]}"
-        )
-    assert names["target"] is not None
-    return Subject(title=title, target=names["target"], draft=names["draft"], source=(big, small), running=running)
 
 
 def pair_title(pair: str | None, target: str, draft: str | None) -> str:
@@ -114,7 +138,7 @@ def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: 
     beside = fetched(ModelChoice(target)) if is_draft_folder(source) else None
     try:
         found = sized(model, source, shape, beside)
-    except BadParameter as error:  # which names the options of `inflate`
+    except BadParameter as error:  # its words name the options of `inflate`
         told = re.sub(
             r"--([a-z-]+)(?: (\d+))?",
             lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""),
@@ -123,3 +147,55 @@ def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: 
         raise BadParameter(f"{asked}: {told}") from None
     write_inflation(folder, found.recipe)
     return str(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Prompts that are run with the same settings, and those that methods are tuned on."""
+
+    suites: tuple[Suite, ...]
+    tuning: tuple[Suite, ...]
+
+    def behind(self, context: int, target: str, answer: int) -> Group:
+        """Return the group with text before its prompts, so that prompt and answer have about `context` tokens."""
+        counts = _counts(target)
+        suites, tuning = (
+            tuple(behind(suite, context, answer, *counts) for suite in part) for part in (self.suites, self.tuning)
+        )
+        return Group(suites, tuning)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPair:
+    """A pair and what it is run on."""
+
+    subject: Subject
+    groups: tuple[Group, ...]
+    outside: int | None = None  # prompts of each suite that methods from outside get; None: all
+    context_length: int | None = None  # None: the usual one
+
+    @property
+    def suites(self) -> tuple[Suite, ...]:
+        """All prompts."""
+        return tuple(suite for group in self.groups for suite in group.suites)
+
+
+def trained_context(target: str) -> int:
+    """Return how long the texts are that a target was made for, in tokens."""
+    from specbranch.models.files.locate import locate
+    from specbranch.models.native import open_model
+
+    return open_model(locate(fetched(ModelChoice(target))))[0].context_length
+
+
+def _counts(target: str) -> tuple[Callable[[str], int], Callable[[Sequence[str]], int]]:
+    """Return how a target's tokenizer counts a text, and a conversation without its answers."""
+    tokenizer = load_tokenizer(ModelChoice(target))
+
+    def count(words: str) -> int:
+        return len(tokenizer.encode(words))
+
+    def count_turns(turns: Sequence[str]) -> int:
+        return len(tokenizer.chat(conversation(turns)))
+
+    return count, count_turns

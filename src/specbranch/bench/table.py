@@ -1,13 +1,13 @@
 """Results as a table on a terminal: one block a suite, one line a method, as many columns as there is room for.
 
-Owns the words and columns of the table. Invariant: no line is wider than the width given, at 40 columns too; where
-nobody looks (no terminal) it is plain text with all columns and no colours.
+Owns the lines of the table and which columns fit; `results` has the columns themselves. Invariant: no line is wider
+than the width given, at 40 columns too; where nobody looks (no terminal) it is plain text with all columns and no
+colours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from typing import IO
 
@@ -15,40 +15,10 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from specbranch.bench.results import BASELINE, ResultRow, Results, clock_label, setting_text
+from specbranch.bench.results import BASELINE, Column, ResultRow, Results, clock_label, filled_columns
 
 GAP = 2
 NARROWEST = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column and how badly it is wanted: the higher, the sooner it is left out."""
-
-    head: str
-    cell: Callable[[ResultRow], str]
-    rank: int
-    left: bool = False
-
-
-COLUMNS = (
-    Column("method", lambda row: row.method, 0, left=True),
-    Column("tok/s", lambda row: rate_text(row.tokens_per_second), 1),
-    Column("±", lambda row: _number(row.spread, ".1%"), 6),
-    Column("speedup", lambda row: _number(row.speedup, ".2f", "×"), 0),
-    Column("95 %", lambda row: _interval(row), 8),
-    Column("tok/fwd", lambda row: _number(row.tokens_per_forward, ".2f"), 3),
-    Column("rollback", lambda row: _number(row.rollback_rate, ".0%"), 4),
-    Column("hits", lambda row: _number(row.branch_hit_rate, ".0%"), 7),
-    Column("begun", lambda row: _number(row.begun_with_tree, ".0%"), 11),
-    Column("beside", lambda row: _number(row.draft_overlapped, ".0%"), 12),
-    Column("target idle", lambda row: _number(row.target_idle, ".0%"), 13),
-    Column("draft idle", lambda row: _number(row.draft_idle, ".0%"), 14),
-    Column("host", lambda row: _number(row.host_share, ".1%"), 15),
-    Column("first tok", lambda row: _number(row.ttft_seconds, ".2f", " s"), 9),
-    Column("lossless", lambda row: _same(row), 2),
-    Column("setting", lambda row: setting_text(row.setting), 10, left=True),
-)
 
 
 def show(
@@ -93,11 +63,6 @@ def losslessness(rows: Sequence[ResultRow]) -> str:
     )
 
 
-def rate_text(value: float | None) -> str:
-    """Write tokens a second: one decimal, or three digits where that would say little."""
-    return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
-
-
 TableBlock = tuple[str, str, float, str]
 
 
@@ -115,19 +80,18 @@ def _heading(key: TableBlock, room: int | None) -> list[Text]:
 def _block_lines(rows: list[ResultRow], room: int | None) -> list[Text]:
     columns = _fitting(rows, room)
     widths = {column.head: _width(column, rows) for column in columns}
-    if (
-        room is not None and sum(widths.values()) + GAP * (len(columns) - 1) > room
-    ):  # even the least is too much: the name gives way
-        widths[columns[0].head] -= sum(widths.values()) + GAP * (len(columns) - 1) - room
+    beyond = 0 if room is None else sum(widths.values()) + GAP * (len(columns) - 1) - room
+    if beyond > 0:  # even the least is too much: the name gives way
+        widths[columns[0].head] -= beyond
     head = Text((" " * GAP).join(_fit(column.head, column, widths) for column in columns).rstrip(), style="dim")
     return [head, *(_line(row, columns, widths) for row in rows)]
 
 
 def _fitting(rows: list[ResultRow], room: int | None) -> list[Column]:
     """Leave out empty columns, and then the least wanted ones until the rest fits."""
-    columns = [column for column in COLUMNS if any(column.cell(row) not in ("", "–") for row in rows)]
+    columns = [column for column in filled_columns(rows) if column.rank is not None]
     while room is not None and len(columns) > 2 and sum(_width(c, rows) + GAP for c in columns) - GAP > room:
-        columns.remove(max(columns, key=lambda column: column.rank))
+        columns.remove(max(columns, key=lambda column: column.rank or 0))
     return columns
 
 
@@ -153,30 +117,11 @@ def _style(column: Column, row: ResultRow) -> str:
     if column.head == "lossless":
         return {True: "green", False: "bold red", None: ""}[row.lossless]
     if column.head == "speedup" and row.speedup is not None and row.method != BASELINE:
-        return (
-            "green"
-            if row.speedup > 1.0 + (row.speedup_spread or 0.0)
-            else "red"
-            if row.speedup < 1.0 - (row.speedup_spread or 0.0)
-            else ""
-        )
+        change, noise = row.speedup - 1.0, row.speedup_spread or 0.0
+        return "green" if change > noise else "red" if change < -noise else ""
     return ""
 
 
 def _wrapped(words: str, room: int | None, style: str = "") -> list[Text]:
     text = Text(words, style=style)
     return [text] if room is None else list(text.wrap(Console(width=room), room))
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
-
-
-def _interval(row: ResultRow) -> str:
-    if row.speedup_low is None or row.speedup_high is None or row.method == BASELINE:
-        return "–"
-    return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"
-
-
-def _same(row: ResultRow) -> str:
-    return {True: "yes", False: "NO", None: "–"}[row.lossless]

@@ -1,10 +1,10 @@
 """The best setting of each method for a pair and a clock, found on prompts other than those a bench reports.
 
 Owns the search and what it found. The prompts are the last few of each shipped suite, so that a bench on the first few
-of those has others, too. Each setting is looked at on a part of the prompts, and played on all of them if it does about
-as well there as the best before it. A length alone is tried out value by value, until longer ones only get worse.
+of those has others, too. Each setting is looked at on a part of the prompts, and replayed on all of them if it does
+about as well there as the best before it. A length alone is tried out value by value, until longer ones only get worse.
 Several knobs are searched by optuna's TPE with a fixed seed, beginning with the method's usual setting and a number of
-settings drawn at random, the same for every clock, so that these are played once for all. What counts is the sum of
+settings drawn at random, the same for every clock, so that these are replayed once for all. What counts is the sum of
 charged decode seconds over all prompts. Invariants: the same question gives the same answer; a finished search is kept
 under everything it depends on, and an interrupted one leaves its trials in `Tuner.tried`.
 """
@@ -21,54 +21,28 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import __version__
+from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.methods import OUTSIDE, Name, Setting, default_setting, variant
+from specbranch.bench.methods import OUTSIDE, SPACES, Name, Setting, default_setting, variant
 from specbranch.bench.results import BASELINE
-from specbranch.bench.run import Clock, StepsDone
 from specbranch.config import MOST_NODES, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
 from specbranch.extras import OPTUNA
 from specbranch.files import write_whole
-from specbranch.replay.pricing import has_fixed_decisions
+from specbranch.progress import StepsDone, silent
 from specbranch.replay.record import Record
 from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import SHIPPED, Suite, load_suite
 
-VERSION = 3  # of the search: what was found by another is looked for again
+VERSION = 3  # a search by another version is made again
 PROMPTS = 4  # of each shipped suite
 TRIALS = 40
-PART = 5  # answers that every trial is looked at on
-CLOSE = 1.03  # times the best seconds on them: near enough to be played on all
-DRAWN = 24  # trials drawn at random before any is chosen by those before it
-WORSE, ENOUGH = 1.1, 3  # a length that takes so much longer than the best is bad; so many in a row end the search
+PART = 5  # every trial is looked at on so many answers
+CLOSE = 1.03  # a trial within so many times the best seconds there is tried on all answers
+DRAWN = 24  # the first trials are drawn at random
+WORSE, ENOUGH = 1.1, 3  # lengths that take 1.1 times the best are bad; three in a row end a search
 SEED = 20260301
-
-Knobs = Mapping[str, Sequence[int | float]]
-TWO_STAGE: Knobs = {
-    "num_speculative_tokens": range(1, 17),
-    "stop_below": tuple(n / 20 for n in range(20)),
-    "max_branches": range(1, 7),
-}
-SPACES: dict[str, Knobs] = {
-    BASELINE: {},
-    "speculative": {"num_speculative_tokens": range(1, 13)},
-    "adaptive": {"num_speculative_tokens": range(1, 13)},
-    "pearl": {"num_speculative_tokens": range(1, 17)},
-    "specbranch:confidence": TWO_STAGE,
-    "specbranch:paper": TWO_STAGE,
-    "specbranch:last": TWO_STAGE,
-    "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
-    "specbranch:oracle": {"num_speculative_tokens": range(1, 17), "max_branches": range(1, 7)},
-    "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
-    "lookahead": {
-        "lookahead_window": (1, 2, 3, 4, 5, 6, 7, 10, 15, 20),
-        "lookahead_ngram": range(3, 8),
-        "lookahead_candidates": (1, 2, 3, 4, 5, 7, 10, 15),
-    },
-    "tree": {},  # these plan by themselves
-    "specbranch": {},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +58,9 @@ class Search:
     """What was tried of one method."""
 
     method: str
-    trials: tuple[TunedSeconds, ...]  # those played on all prompts
+    trials: tuple[TunedSeconds, ...]  # those tried on all prompts
     decoded: int  # tokens, after the first of each answer
-    looked_at: int  # settings, on a part of the prompts or on all
+    looked_at: int  # how many settings, on a part of the prompts or on all
 
     @property
     def best(self) -> TunedSeconds:
@@ -119,27 +93,9 @@ class Goal:
         if self.clock.profile is None:
             raise BadParameter(
                 "Methods are tuned from records, by a profile, and none was given. Measure this machine with "
-                "`specbranch profile`, and "
-                "give the file with --profile."
+                "`specbranch profile`, and give the file with --profile."
             )
         return self.clock.profile
-
-
-def tuned(
-    lab: Lab,
-    method: str,
-    clock: Clock,
-    workload: Workload,
-    progress: StepsDone | None = None,
-    suites: tuple[Suite, ...] = (),
-    trials: int = TRIALS,
-) -> Setting:
-    """Return a method at its best for a pair, a clock and a temperature; one that has nothing to set, or sets
-    itself, as it is."""
-    if not can_be_tuned(method):
-        return default_setting(method)
-    goal = Goal(clock, workload, suites or tuning_suites(), trials)
-    return variant(method, Tuner(lab, goal, progress).search(Name.of(method).like).setting)
 
 
 def can_be_tuned(method: str) -> bool:
@@ -166,13 +122,19 @@ def candidates(has_draft: bool) -> tuple[str, ...]:
 class Tuner:
     """Searches with one pair for one goal."""
 
-    def __init__(self, lab: Lab, goal: Goal, progress: StepsDone | None = None) -> None:
+    def __init__(self, lab: Lab, goal: Goal, progress: StepsDone = silent) -> None:
         self.lab, self.goal = lab, goal
-        self.tried: dict[str, list[TunedSeconds]] = {}  # by method, as it goes
+        self.tried: dict[str, list[TunedSeconds]] = {}  # by method, while a search goes on
         self.looked_at: dict[str, int] = {}
         self.decoded = 0
-        self._progress = progress or (lambda what, done, of: None)
+        self._progress = progress
         self._records: list[Record] = []
+
+    def setting(self, method: str) -> Setting:
+        """Return a method at its best; one that has nothing to set, or sets itself, as it is."""
+        if not can_be_tuned(method):
+            return default_setting(method)
+        return variant(method, self.search(Name.of(method).like).setting)
 
     def search(self, method: str) -> Search:
         """Return what is known of a method, trying out what is not."""
@@ -195,7 +157,7 @@ class Tuner:
         return Search(method, tuple(trials), self.decoded, self.looked_at[method]) if trials else None
 
     def _ascending(self, method: str) -> Iterator[SpeculativeConfig]:
-        """Try one length after another; yields what is worth playing on all prompts."""
+        """Try one length after another; yields what is worth trying on all prompts."""
         name, values = next(iter(SPACES[method].items()), ("", ()))
         settings = [{name: value} for value in values] or [{}]
         best, bad = math.inf, 0
@@ -211,7 +173,7 @@ class Tuner:
                 return
 
     def _optimised(self, method: str) -> Iterator[SpeculativeConfig]:
-        """Let optuna choose, going by a part of the prompts; yields what is worth playing on all of them."""
+        """Let optuna choose, going by a part of the prompts; yields what is worth trying on all of them."""
         OPTUNA.require()
         import optuna
 
@@ -240,35 +202,24 @@ class Tuner:
         return self._records[:: max(len(self._records) // PART, 1)]
 
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        if has_fixed_decisions(config):
-            return sum(self.lab.books.of(record, config).seconds(self.goal.profile) for record in records)
-        return self._planned_seconds(config, records)
-
-    def _planned_seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        """Play by this clock what depends on it; one experience for all, as an LLM has it."""
-        known, seconds = Experience(self.goal.profile, self.lab.draft is not None), 0.0
-        for record in records:
-            with self.lab.player(record) as player:
-                seconds += player.play(config, self.goal.profile, experience=known).decode_seconds
-        return seconds
+        """Replay by this clock; one experience for all records, as an LLM has it."""
+        profile, replays = self.goal.profile, self.lab.replays
+        known = Experience(profile, self.lab.draft is not None)
+        return sum(replays.stats(record, config, profile, known).decode_seconds for record in records)
 
     def _recorded(self) -> None:
         if self._records:
             return
-        _ = self.goal.profile  # without one there is no need to record
+        _ = self.goal.profile  # without a profile there is nothing to record for
+        workload = self.goal.workload
         prompts = [prompt for suite in self.goal.suites for prompt in suite.prompts]
-        records: list[Record] = []
-        for done, prompt in enumerate(prompts):
-            self._progress("Recording the target", done, len(prompts))
-            if self.lab.has_room_for(prompt, self.goal.workload):
-                records += self.lab.records(prompt, self.goal.workload)
-        self._records = records
+        asked = [(prompt, workload) for prompt in prompts if self.lab.has_room_for(prompt, workload)]
+        self._records = self.lab.record(asked, self._progress)
         self.decoded = sum(len(record.tokens) - 1 for record in self._records)
         if self.decoded < 1:
             raise BadParameter(
                 "No tuning prompt fits the target's context and gets an answer of more than one token, so there is "
-                "nothing to tune on. "
-                "Give other prompts, or fewer --max-tokens."
+                "nothing to tune on. Give other prompts, or fewer --max-tokens."
             )
 
     @property
@@ -280,17 +231,8 @@ class Tuner:
         models = [value for name, value in sorted(self.lab.identity.items()) if name.endswith("identity")]
         prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
         space = {name: list(values) for name, values in SPACES[method].items()}
-        question = [
-            VERSION,
-            __version__,
-            models,
-            goal.profile.digest,
-            method,
-            space,
-            asdict(goal.workload),
-            prompts,
-            goal.trials,
-        ]
+        question = [VERSION, __version__, models, goal.profile.digest, method, space]
+        question += [asdict(goal.workload), prompts, goal.trials]
         if method == "specbranch:paper" and self.lab.forecasts is not None:
             question.append(self.lab.forecasts.predictor.digest)
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
@@ -306,18 +248,15 @@ class Tuner:
         return None
 
     def _keep(self, found: Search) -> None:
-        goal, lab = self.goal, self.lab
-        about = {
+        held = {
             "method": found.method,
-            "pair": lab.pair,
-            "clock": goal.clock.name,
-            "temperature": goal.workload.temperature,
+            "pair": self.lab.pair,
+            "clock": self.goal.clock.name,
+            "temperature": self.goal.workload.temperature,
+            "looked_at": found.looked_at,
+            "trials": [{"config": chosen(trial.config), "seconds": trial.seconds} for trial in found.trials],
         }
-        trials = [{"config": chosen(trial.config), "seconds": trial.seconds} for trial in found.trials]
-        write_whole(
-            self._file(found.method),
-            json.dumps({**about, "looked_at": found.looked_at, "trials": trials}, indent=1) + "\n",
-        )
+        write_whole(self._file(found.method), json.dumps(held, indent=1) + "\n")
 
 
 def chosen(config: SpeculativeConfig) -> dict[str, Any]:

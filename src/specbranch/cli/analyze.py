@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -45,22 +43,14 @@ def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: b
     with known agreement, timed by the virtual clock. The map tunes six strategies for each cost profile. Needs no
     model; about a minute.
     """
+    from specbranch.cli.progress import counted
     from specbranch.study.study import record, run_study, tables
 
-    study = run_study(profiles, _tracked, tokens)
+    with counted() as progress:
+        study = run_study(profiles, progress, tokens)
     if out is not None:
         _write(study, out)
     click.echo(json.dumps(record(study)) if as_json else tables(study))
-
-
-def _tracked(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """Show a bar where somebody looks; nothing else is printed meanwhile."""
-    if not sys.stderr.isatty():
-        return items
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(items, what, console=Console(stderr=True), transient=True)
 
 
 def _write(study: Study, folder: Path) -> None:
@@ -72,7 +62,6 @@ def _write(study: Study, folder: Path) -> None:
             (folder / f"{name}.svg").write_text(drawing, encoding="utf-8")
         (folder / "analysis.json").write_text(json.dumps(record(study), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise BadParameter(
-            f"Cannot write to {folder} ({error}). Name a folder that can be written with --out."
-        ) from error
+        said = f"Cannot write to {folder} ({error}). Name a folder that can be written with --out."
+        raise BadParameter(said) from error
     click.echo(f"Charts and analysis.json are in {folder}", err=True)

@@ -12,18 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import (
-    DRAFT,
-    PAIR,
-    SAMPLING,
-    SPECULATION,
-    TABLES,
-    TARGET,
-    load_llm,
-    sampling_params,
-    text,
-    with_options,
-)
+from specbranch.cli.asking import ANSWERING, from_standard_input
+from specbranch.cli.options import TABLES, load_llm, sampling_params, text, with_options
+from specbranch.cli.paint import answered, wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
@@ -60,7 +51,7 @@ class Conversation:
 @click.command(cls=SectionedCommand, tables=TABLES)
 @_option("--system", type=text, metavar="TEXT", help="What the model is told before the conversation.")
 @_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
-@with_options(PAIR, TARGET, DRAFT, SPECULATION, SAMPLING)
+@with_options(ANSWERING)
 def chat(system: str | None, colour: bool | None, **given: Any) -> None:
     """Talk with the model. An empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer.
 
@@ -70,7 +61,7 @@ def chat(system: str | None, colour: bool | None, **given: Any) -> None:
     with load_llm(given) as llm:
         while (question := _ask()) is not None:
             try:
-                _turn(llm, conversation, question, params, sys.stdout.isatty() if colour is None else colour)
+                _turn(llm, conversation, question, params, wants_colour(colour))
             except KeyboardInterrupt:
                 click.echo("\n(answer cut short)", err=True)
             except BadParameter as error:
@@ -78,16 +69,12 @@ def chat(system: str | None, colour: bool | None, **given: Any) -> None:
 
 
 def _turn(llm: LLM, conversation: Conversation, question: str, params: SamplingParams, colour: bool) -> None:
-    from specbranch.cli.paint import show, summary
-
     messages, left_out = conversation.asking(question, _fits(llm, params))
     chunks = llm.stream_chat(messages, params)
     if left_out:
         turns = "turn is" if left_out == 1 else f"{left_out} turns are"
         click.echo(f"(the context of {llm.context_length} tokens is full: the oldest {turns} left out)", err=True)
-    output = show(chunks, colour)
-    conversation.add(question, output.text, left_out)
-    click.echo(summary(output), err=True)
+    conversation.add(question, answered(chunks, colour).text, left_out)
 
 
 def _fits(llm: LLM, params: SamplingParams) -> Callable[[list[Turn]], bool]:
@@ -103,9 +90,7 @@ def _message(role: str, content: str) -> Turn:
 def _ask() -> str | None:
     """Read the next question; None at the end of the conversation."""
     try:
-        line = input("> " if sys.stdin.isatty() else "")
+        line = from_standard_input(lambda: input("> " if sys.stdin.isatty() else ""))
     except EOFError:
         return None
-    except UnicodeDecodeError as error:
-        raise BadParameter(f"Standard input is no text: {error}. Expected UTF-8.") from error
     return line if line.strip() else None

@@ -8,15 +8,17 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
 from specbranch.cli.sections import SectionedCommand
+from specbranch.config import ExecutorName
 
 if TYPE_CHECKING:
-    from specbranch.doctor.checks import DoctorReport, Finding, Prediction
+    from specbranch.doctor.finding import Finding
+    from specbranch.doctor.gains import Prediction
 
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -25,13 +27,13 @@ COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 @with_options(PAIR, TARGET, DRAFT)
 @click.option(
     "--executor",
-    type=click.Choice(["serial", "process"]),
+    type=click.Choice(get_args(ExecutorName)),
     default="serial",
-    help="How the models would be run: taking turns, or side by side in two processes [serial].",
+    help="How the models would be run: taking turns, side by side in two processes, or on streams [serial].",
 )
 @click.option("--colour/--no-colour", default=None, help="Colour the findings [on a terminal].")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: well, findings, predictions, best.")
-def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> None:
+def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: Any) -> None:
     """Check this installation and a pair in plain words, and predict the gain of each method.
 
     Looks at versions, processor, kernels, memory, disk and models; has the target answer three prompts, compares the
@@ -40,18 +42,19 @@ def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> N
     """
     from specbranch.cli.profile import pair_choices
     from specbranch.cli.progress import counted
-    from specbranch.doctor.checks import Patient, examine
-    from specbranch.measure.workers import pair_name
+    from specbranch.doctor.examine import Patient, examine
+    from specbranch.measure.loaded_pair import pair_name
 
     target, draft = pair_choices(given)
     name = pair_name(given["pair"], target.name, draft.name)
     shown = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if colour is None else colour
     with counted() as progress:
         tell = (lambda finding: None) if as_json else (lambda finding: _echo(finding, shown))
-        report = examine(Patient(target, draft, name, "process" if executor == "process" else "serial"), tell, progress)
-    click.echo(
-        json.dumps(_record(report, name), ensure_ascii=False) if as_json else "\n".join(_table(report.predictions))
-    )
+        report = examine(Patient(target, draft, name, executor), tell, progress)
+    if as_json:
+        click.echo(json.dumps({"pair": name, **report.to_dict()}, ensure_ascii=False))
+    else:
+        click.echo("\n".join(_table(report.predictions)))
     if not report.is_well:
         click.get_current_context().exit(1)
 
@@ -59,9 +62,8 @@ def doctor(executor: str, colour: bool | None, as_json: bool, **given: Any) -> N
 def _echo(finding: Finding, shown: bool) -> None:
     level = click.style(f"{finding.level:8}", fg=COLOURS[finding.level]) if shown else f"{finding.level:8}"
     words = " ".join(part for part in (f"{finding.about}: {finding.said}", finding.advice) if part)
-    lines = textwrap.wrap(
-        words, max(shutil.get_terminal_size().columns, 40) - 8, break_long_words=False, break_on_hyphens=False
-    )
+    wide = max(shutil.get_terminal_size().columns, 40) - 8
+    lines = textwrap.wrap(words, wide, break_long_words=False, break_on_hyphens=False)
     click.echo(level + ("\n" + " " * 8).join(lines), color=shown)
 
 
@@ -71,19 +73,6 @@ def _table(predictions: Sequence[Prediction]) -> list[str]:
     lines = ["", "Predicted speed-up over plain decoding (three prompts, modelled from what was measured):"]
     for one in sorted(predictions, key=lambda one: -one.speedup):
         length = one.setting.get("num_speculative_tokens")
-        set_to = f"drafts of {length}" if length else ""
-        lines.append(
-            f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward   "
-            f"{set_to}".rstrip()
-        )
+        told = f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward"
+        lines.append(f"{told}   drafts of {length}" if length else told)
     return lines
-
-
-def _record(report: DoctorReport, pair: str) -> dict[str, Any]:
-    return {
-        "pair": pair,
-        "well": report.is_well,
-        "findings": [finding.to_dict() for finding in report.findings],
-        "predictions": [one.to_dict() for one in report.predictions],
-        "best": report.best.to_dict() if report.best else None,
-    }

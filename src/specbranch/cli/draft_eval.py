@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
-from specbranch.cli.sections import SectionedCommand
+from specbranch.cli.sections import PATH, SectionedCommand
 from specbranch.errors import BadParameter
 from specbranch.pairs import chosen_models
 
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 @click.command("draft-eval", cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @with_options(PAIR, TARGET, DRAFT)
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), required=True, metavar="FILE", help="Prompts, as for generate --file."
-)
+@click.option("--prompts", type=PATH, required=True, metavar="FILE", help="Prompts, as for generate --file.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Use only the first N prompts.")
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="Longest answer of the target [128]."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.sections import F, options_of
+from specbranch.cli.sections import PATH, F, options_of
 from specbranch.config import PARTS, TUNED_FOR, SamplingParams, SpeculativeConfig, read_settings
 from specbranch.core.methods import METHODS, find_method
 from specbranch.errors import BadParameter
@@ -48,8 +48,8 @@ def bias(value: str) -> tuple[int, float]:
         raise click.BadParameter(f"{value!r}; expected a token id and a number, such as 42:-1.5.") from None
 
 
-_pair, _model, _draft, _speculation, _sampling = (
-    options_of(title) for title in ("Pair", "Target", "Draft", "Speculation", "Sampling")
+_pair, _model, _draft, _speculation, _sampling, _writing = (
+    options_of(title) for title in ("Pair", "Target", "Draft", "Speculation", "Sampling", "Writing")
 )
 
 PAIR = (
@@ -73,8 +73,7 @@ TARGET = (
         "--weights",
         metavar="TYPE",
         help="How the target's matrices are stored: float32, bfloat16, int8 or int4. The last two make another, "
-        "coarser model of it, with "
-        "a text of its own [as --dtype].",
+        "coarser model of it, with a text of its own [as --dtype].",
     ),
     _model(
         "--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."
@@ -102,10 +101,15 @@ DRAFT = (
     ),
 )
 SPECULATION = (
+    # of the target, but for commands that load an LLM: those that measure a model have it on one device
+    _model(
+        "--device-map",
+        metavar="MAP",
+        help="auto: the target over all GPUs of this machine, layer by layer, by the transformers runner: for one that "
+        "does not fit into one [on one device].",
+    ),
     _speculation(
-        "--method",
-        metavar="METHOD",
-        help="Decoding method, see below [specbranch with a draft, auto without one].",
+        "--method", metavar="METHOD", help="Decoding method, see below [specbranch with a draft, auto without one]."
     ),
     _speculation(
         "--rule",
@@ -118,8 +122,7 @@ SPECULATION = (
         "--policy",
         metavar="POLICY",
         help="How lengths and branches are chosen: planner (the default of specbranch), paper (as published, with "
-        "H-RAD), confidence, "
-        "entropy, last or fixed [the method's own].",
+        "H-RAD), confidence, entropy, last or fixed [the method's own].",
     ),
     _speculation(
         "--without",
@@ -136,8 +139,7 @@ SPECULATION = (
         "--executor",
         metavar="NAME",
         help="serial; process: the draft in a process of its own, beside the target; streams: both here, side by "
-        "side, with a target on a "
-        "GPU and the draft on the same, another, or the CPU [serial].",
+        "side, with a target on a GPU and the draft on the same, another, or the CPU [serial].",
     ),
     _speculation(
         "--no-experience",
@@ -146,12 +148,11 @@ SPECULATION = (
         flag_value=False,
         default=None,
         help="Neither take up nor keep what is learned of the pair on this machine; else it is kept in the cache "
-        "folder, or in "
-        "$SPECBRANCH_EXPERIENCE.",
+        "folder, or in $SPECBRANCH_EXPERIENCE.",
     ),
     _speculation(
         "--config",
-        type=click.Path(path_type=Path),
+        type=PATH,
         metavar="FILE",
         help="Settings from a file, such as `specbranch tune` writes; options given besides win.",
     ),
@@ -206,6 +207,23 @@ SAMPLING = (
 )
 
 
+def writing_options(seconds: int, rows: int, material: str) -> tuple[Callable[[F], F], ...]:
+    """How a target writes what is learned from, where so many seconds and rows are usual; `material` is the help for
+    what was written before."""
+    return (
+        _writing("--seconds-writing", type=float, metavar="S", help=f"How long the target writes [{seconds}]."),
+        _writing("--tokens", type=int, metavar="N", help="Stop writing after N tokens."),
+        _writing(
+            "--data", type=PATH, metavar="FILE", help="Prompts for the target to answer too, as for generate --file."
+        ),
+        _writing("--material", type=PATH, metavar="PATH", help=material),
+        _writing(
+            "--writing-rows", type=int, metavar="N", help=f"Conversations written at once [{rows} on a GPU, else 16]."
+        ),
+        _writing("--writing-length", type=int, default=640, metavar="N", help="Most tokens of a conversation [640]."),
+    )
+
+
 def with_options(*groups: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
     """Decorate a command with groups of shared options, in their order."""
 
@@ -247,6 +265,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
         "draft",
         "device",
         "draft_device",
+        "device_map",
         "dtype",
         "weights",
         "draft_weights",

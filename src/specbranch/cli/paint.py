@@ -5,6 +5,8 @@ Owns colours and the wording of the summary. Invariant: where colours are off, s
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +18,18 @@ COLOURS = {"target": None, "draft": "green", "branch": "magenta"}
 LEGEND = (
     "the target's own · " + click.style("accepted draft", fg="green") + " · " + click.style("branch hit", fg="magenta")
 )
+
+
+def wants_colour(given: bool | None) -> bool:
+    """Whether to colour what goes to standard output: where nothing was said, on a terminal that does not refuse it."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") if given is None else given
+
+
+def answered(chunks: Iterable[Chunk], colour: bool) -> Output:
+    """Write an answer as it comes, and below it what the request did."""
+    output = show(chunks, colour)
+    click.echo(summary(output), err=True)
+    return output
 
 
 def show(chunks: Iterable[Chunk], colour: bool) -> Output:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from specbranch.cli.options import DRAFT, PAIR, TABLES, TARGET, with_options
 from specbranch.cli.sections import SectionedCommand
+from specbranch.config import ExecutorName
 from specbranch.errors import BadParameter
 from specbranch.pairs import chosen_models, draft_path
 
 if TYPE_CHECKING:
-    from specbranch.measure.pair import Compared
-    from specbranch.measure.workers import Workers
+    from specbranch.assembly import ModelChoice
+    from specbranch.measure.check_profile import Compared
+    from specbranch.measure.loaded_pair import LoadedPair
     from specbranch.sim.profile import CostProfile
 
 
@@ -27,17 +29,17 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--executor",
-    type=click.Choice(["serial", "process"]),
+    type=click.Choice(get_args(ExecutorName)),
     default="serial",
     help="serial: the models take turns, each with all threads, and the profile says that nothing overlaps; "
-    "process: side by side, each "
-    "with half of the threads, and the profile says how much they slow each other down [serial].",
+    "process: side by side, each with half of the threads, and the profile says how much they slow each other down; "
+    "streams: likewise, in one process with a target on a GPU [serial].",
 )
 @click.option(
     "--check/--no-check", default=True, help="Compare modelled with measured time of a few requests at the end [check]."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object: profile, check, out.")
-def profile(out: Path, executor: str, check: bool, as_json: bool, **given: Any) -> None:
+def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **given: Any) -> None:
     """Measure what a pair costs here: target forwards by tokens and context, draft steps by width, slow-down when both
     work, host time.
 
@@ -50,42 +52,34 @@ def profile(out: Path, executor: str, check: bool, as_json: bool, **given: Any) 
     the profile is put to the test: what it says a few requests take, against what they took.
     """
     from specbranch.cli.progress import counted
-    from specbranch.measure import pair as measure
+    from specbranch.measure import check_profile
+    from specbranch.measure.profile_pair import measure
 
     _check_out(out)
     with counted() as progress:
-        workers = load_pair(given, executor)
-        made = measure.measure(workers, progress=progress)
+        pair = _loaded(given, executor)
+        made = measure(pair, progress=progress)
         _save(made, out)
-        found = measure.check(made, workers, progress=progress) if check else []
+        found = check_profile.check(made, pair, progress=progress) if check else []
     if as_json:
-        click.echo(
-            json.dumps(
-                {"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)},
-                ensure_ascii=False,
-            )
-        )
+        told = {"profile": made.to_dict(), "check": [_record(one) for one in found], "out": str(out)}
+        click.echo(json.dumps(told, ensure_ascii=False))
         return
     click.echo("\n".join([*_table(made), "", *_verdict(found), f"Written to {out}; use it with --clock {out}."]))
 
 
-def load_pair(given: dict[str, Any], executor: str) -> Workers:
+def _loaded(given: dict[str, Any], executor: ExecutorName) -> LoadedPair:
     """Load the pair that was asked for, fetching what is not here first."""
     from specbranch.cli.progress import pulled
-    from specbranch.measure.workers import load_workers, pair_name
+    from specbranch.measure.loaded_pair import load_pair, pair_name
 
     target, draft = pair_choices(given)
     pulled(draft_path(draft.name))
     pulled(target.name)
-    return load_workers(
-        target,
-        draft,
-        pair_name(given["pair"], target.name, draft.name),
-        "process" if executor == "process" else "serial",
-    )
+    return load_pair(target, draft, pair_name(given["pair"], target.name, draft.name), executor)
 
 
-def pair_choices(given: dict[str, Any]) -> tuple[Any, Any]:
+def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
     """Return both models as they were asked for; refuse a target alone."""
     from specbranch.assembly import ModelChoice
 
@@ -94,12 +88,10 @@ def pair_choices(given: dict[str, Any]) -> tuple[Any, Any]:
         raise BadParameter(
             "A target alone was given, and a pair is needed. Give its draft with --draft, or name a --pair."
         )
-    names: dict[str, Any] = {
-        name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None
-    }
-    big = ModelChoice(target, device=given["device"], weights=given["weights"], **names)
-    draft_device, draft_weights = given["draft_device"] or given["device"], given["draft_weights"]
-    return big, ModelChoice(draft, device=draft_device, shorten=True, weights=draft_weights, **names)
+    both = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
+    own = {"device": given["draft_device"] or given["device"], "weights": given["draft_weights"]}
+    big = ModelChoice(target, device=given["device"], weights=given["weights"], **both)
+    return big, ModelChoice(draft, shorten=True, **own, **both)
 
 
 def _check_out(out: Path) -> None:
@@ -169,9 +161,8 @@ def _curve(title: str, unit: str, points: Any, slopes: Any, further: int, contex
     for rows, seconds in points:
         is_prompt = added.get(rows) == 0.0 and rows == points[-1][0]
         far = f"{(seconds + added[rows] * further) * 1e3:14.2f}" if rows in added and not is_prompt else " " * 14
-        lines.append(
-            f"{'':16} {rows:6.0f} {seconds * 1e3:14.2f} {far}{'   (a prompt, from its beginning)' if is_prompt else ''}"
-        )
+        told = "   (a prompt, from its beginning)" if is_prompt else ""
+        lines.append(f"{'':16} {rows:6.0f} {seconds * 1e3:14.2f} {far}{told}")
     return lines
 
 
@@ -181,17 +172,12 @@ def _verdict(found: Sequence[Compared]) -> list[str]:
     plain = found[0]  # the others' speed-up is over this one: a busy machine disturbs ratios less than seconds
     head = f"  {'':16} {'measured':>10} {'modelled':>10} {'off':>7}   {'speed-up':>10} {'modelled':>10} {'off':>7}"
     lines = ["How well it predicts (three prompts, decoding only)", head, *(_compared(one, plain) for one in found)]
-    worst, wrong = max(found, key=lambda one: abs(one.off)), max(found, key=lambda one: abs(_gain_off(one, plain)))
-    said = f"  at worst {worst.off:+.0%} in seconds, for {worst.method}, and {_gain_off(wrong, plain):+.0%} in speed-up"
+    worst, wrong = max(found, key=lambda one: abs(one.off)), max(found, key=lambda one: abs(one.gain_off(plain)))
+    said = f"  at worst {worst.off:+.0%} in seconds, for {worst.method}, and {wrong.gain_off(plain):+.0%} in speed-up"
     return [*lines, said + (f", for {wrong.method}" if wrong is not plain else "")]
 
 
 def _compared(one: Compared, plain: Compared) -> str:
     seconds = f"{one.measured:8.2f} s {one.modelled:8.2f} s {one.off:+7.1%}"
-    gains = f"{plain.measured / one.measured:10.2f} {plain.modelled / one.modelled:10.2f} {_gain_off(one, plain):+7.1%}"
+    gains = f"{plain.measured / one.measured:10.2f} {plain.modelled / one.modelled:10.2f} {one.gain_off(plain):+7.1%}"
     return f"  {one.method:16} {seconds}   {gains}   {'once' if one.spread is None else f'spread {one.spread:.0%}'}"
-
-
-def _gain_off(one: Compared, plain: Compared) -> float:
-    """How far the modelled speed-up over plain decoding lies above the measured one, as a share of it."""
-    return (1 + plain.off) / (1 + one.off) - 1.0

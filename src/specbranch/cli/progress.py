@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
     track,
@@ -25,20 +26,73 @@ from rich.progress import (
 T = TypeVar("T")
 
 
+class Bars:
+    """A `progress.Onlooker` on standard error: one bar, for the work that is under way, where somebody looks."""
+
+    def __init__(self, *columns: ProgressColumn) -> None:
+        self.console = Console(stderr=True)
+        shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+        self._bars = Progress(*shown, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self._task: TaskID | None = None
+        self._kind = ""
+
+    @property
+    def shown(self) -> bool:
+        """Whether there was anything to show."""
+        return self._task is not None
+
+    def __call__(self, what: str, done: float, of: float | None, note: str = "") -> None:
+        """Show how far some work has come; a bar begins anew with another kind of work, told by the first word."""
+        kind = what.partition(" ")[0]
+        if self._task is None or kind != self._kind:
+            self._begin(kind)
+        assert self._task is not None
+        self._bars.update(self._task, description=what, total=of or None, completed=done, note=note or _steps(done, of))
+
+    def _begin(self, kind: str) -> None:
+        if self._task is None:
+            self._bars.start()
+        else:
+            self._bars.remove_task(self._task)
+        self._kind, self._task = kind, self._bars.add_task(kind, total=None, note="")
+
+    def say(self, line: str) -> None:
+        """Show a line that stays, whether somebody looks or not."""
+        self.console.print(line, highlight=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.console.is_terminal:  # elsewhere it would leave an empty line
+            self._bars.stop()
+
+
+def _steps(done: float, of: float | None) -> str:
+    return f"{done:.0f}/{of:.0f}" if of else ""
+
+
+@contextmanager
+def counted() -> Iterator[Bars]:
+    """Yield who is told what is done, how far it is and of how much; shown with an estimate where somebody looks."""
+    bars = Bars(TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
+    try:
+        yield bars
+    finally:
+        bars.close()
+
+
 def pulled(name: str) -> str:
     """Return where to load a model from, showing its download if it has to be fetched first."""
     from specbranch.assembly import ModelChoice, fetched, load_tokenizer
 
-    console, choice = Console(stderr=True), ModelChoice(name)
-    bar = _Bar(name, console)
+    bars, choice = Bars(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()), ModelChoice(name)
     try:
-        path = fetched(choice, bar)
+        path = fetched(choice, lambda total, done, note: bars(note or f"Fetching {name}", done, total))
     finally:
-        bar.close()
-    if bar.shown:
-        with console.status("Converting its tokenizer, once"):
+        bars.close()
+    if bars.shown:
+        with bars.console.status("Converting its tokenizer, once"):
             load_tokenizer(choice)
-        console.print(f"{name} is in {Path(path).parent}", highlight=False)
+        bars.say(f"{name} is in {Path(path).parent}")
     return path
 
 
@@ -78,57 +132,3 @@ def tracked(items: Sequence[T], what: str) -> Iterable[T]:
     if len(items) < 2 or not sys.stderr.isatty() or sys.stdout.isatty():
         return items
     return track(items, what, console=Console(stderr=True), transient=True)
-
-
-@contextmanager
-def counted() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function to tell what is done, how far it is and of how much; shown with an estimate where somebody
-    looks."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            name = what.partition(" ")[0]  # one bar for each kind of work, whatever part of it is under way
-            task = tasks[name] if name in tasks else tasks.setdefault(name, bars.add_task(what, total=total))
-            bars.update(task, description=what, completed=done, total=total)
-
-        yield tell
-
-
-class _Bar:
-    """A bar that appears with the first report, so that a model which is here already shows none."""
-
-    def __init__(self, name: str, console: Console) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._name = name
-        self._bars = Progress(*columns, console=console, transient=True)
-        self._task: TaskID | None = None
-
-    @property
-    def shown(self) -> bool:
-        """Whether there was anything to do."""
-        return self._task is not None
-
-    def __call__(self, total: int, done: int, note: str) -> None:
-        if self._task is None:
-            self._bars.start()
-            self._task = self._bars.add_task(f"Fetching {self._name}", total=None)
-        self._bars.update(self._task, total=total or None, completed=done, description=note or self._name)
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.shown:
-            self._bars.stop()

@@ -6,11 +6,13 @@ Owns the layout of `--help`, not its words. Options that name no section stand l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 OTHERS = "Options"
+PATH = click.Path(path_type=Path)
 HelpRow = tuple[str, str]
 F = TypeVar("F", bound=Callable[..., Any])
 

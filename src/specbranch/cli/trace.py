@@ -12,38 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbranch.cli.options import (
-    CLOCK,
-    DRAFT,
-    PAIR,
-    SAMPLING,
-    SPECULATION,
-    TABLES,
-    TARGET,
-    load_llm,
-    sampling_params,
-    text,
-    with_options,
-)
+from specbranch.answer import Output
+from specbranch.cli.asking import ANSWERING, chat_option, encoded
+from specbranch.cli.options import CLOCK, TABLES, load_llm, sampling_params, text, with_options
+from specbranch.cli.paint import wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
+from specbranch.traces.rounds import TracedRound, read_rounds, times
+from specbranch.traces.spans import LOOKS, SpanKind
+from specbranch.traces.timeline import NARROWEST, Style, draw_text, plain
+from specbranch.traces.timeline_svg import draw_svg, subtitle
 
 if TYPE_CHECKING:
-    from specbranch.answer import Output
-    from specbranch.core.trace import Trace
     from specbranch.engine import LLM
-    from specbranch.traces.rounds import TracedRound
-    from specbranch.traces.timeline import Style
 
 TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
-COLOURS = {
-    "target": "blue",
-    "used": "green",
-    "rolled_back": "red",
-    "beside": "cyan",
-    "lost": "yellow",
-    "dropped": "magenta",
-}
 NAME = "timeline"  # of the files
 
 _option = options_of("Prompt and output")
@@ -51,7 +35,7 @@ _option = options_of("Prompt and output")
 
 @click.command(cls=SectionedCommand, tables=TABLES)
 @click.argument("prompt", type=text)
-@_option("--chat", "as_chat", is_flag=True, help="Put the prompt into the model's chat template, as a user's message.")
+@chat_option("Prompt and output")
 @_option(
     "--out",
     type=click.Path(path_type=Path),
@@ -64,7 +48,7 @@ _option = options_of("Prompt and output")
 )
 @_option("--colour/--no-colour", default=None, help="Colour the drawing [on a terminal].")
 @_option("--width", type=click.IntRange(min=40), metavar="N", help="Columns of the drawing [the terminal's].")
-@with_options(PAIR, TARGET, DRAFT, SPECULATION, CLOCK, SAMPLING)
+@with_options(ANSWERING, CLOCK)
 def trace(
     prompt: str, as_chat: bool, out: Path | None, as_json: bool, colour: bool | None, width: int | None, **given: Any
 ) -> None:
@@ -86,22 +70,17 @@ def trace(
     if out is not None:
         _make_folder(out)
     with load_llm(given) as llm:
-        ids = llm.tokenizer.chat([{"role": "user", "content": asked}]) if as_chat else llm.tokenizer.encode(asked)
         recorded = llm.record()
-        output = llm.generate([ids], params)[0]
+        (output,) = llm.generate([encoded(llm, asked, as_chat)], params)
     if output.error is not None:
         raise output.error
-    _tell(llm, recorded, output, given.get("clock"), out, as_json, _style(llm, colour, width))
+    _tell(recorded, output, given.get("clock"), out, as_json, _style(llm, colour, width))
 
 
-def _tell(
-    llm: LLM, recorded: Trace, output: Output, clock: str | None, out: Path | None, as_json: bool, style: Style
-) -> None:
-    from specbranch.traces.rounds import read_rounds
-    from specbranch.traces.timeline import draw_text
-
+def _tell(recorded: Trace, output: Output, clock: str | None, out: Path | None, as_json: bool, style: Style) -> None:
     rounds = read_rounds(recorded.events, len(output.token_ids), [piece.origin for piece in output.pieces])
-    head = f"[{output.method}] {_clock(clock)}"
+    measured = "on this machine's clock" if clock is None else f"on a modelled clock: {clock}"
+    head = f"[{output.method}] {measured}"
     if out is not None:
         _write(out, recorded, rounds, output, head, clock is not None)
     if as_json:
@@ -114,13 +93,7 @@ def _tell(
         click.echo(f"{NAME}.svg, .txt, .jsonl and .json (for ui.perfetto.dev) are in {out}", err=True)
 
 
-def _clock(clock: str | None) -> str:
-    return "on this machine's clock" if clock is None else f"on a modelled clock: {clock}"
-
-
 def _summary(rounds: Sequence[TracedRound], output: Output, clock: str | None, out: Path | None) -> dict[str, Any]:
-    from specbranch.traces.rounds import times
-
     return {
         "method": output.method,
         "clock": clock or "wall",
@@ -128,31 +101,14 @@ def _summary(rounds: Sequence[TracedRound], output: Output, clock: str | None, o
         "text": output.text,
         "times": times(rounds).to_dict(),
         "stats": output.stats,
-        "rounds": [_round(one) for one in rounds],
+        "rounds": [one.to_dict() for one in rounds],
         "out": None if out is None else str(out),
-    }
-
-
-def _round(one: TracedRound) -> dict[str, Any]:
-    names = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
-    return {
-        "round": one.number,
-        "emitted": one.emitted,
-        "pending": one.target.pending if one.target else 0,
-        "accepted": one.target.accepted if one.target else None,
-        "branches": list(one.draft.branches) if one.draft else [],
-        "kept": one.draft.kept if one.draft else None,
-        "drafted": dict(zip(names, one.fate.counts, strict=True)),
-        **{f"{event.who}_seconds": event.end - event.start for event in one.events},
     }
 
 
 def _write(
     folder: Path, recorded: Trace, rounds: Sequence[TracedRound], output: Output, head: str, modelled: bool
 ) -> None:
-    from specbranch.traces.timeline import Style, draw_text
-    from specbranch.traces.timeline_svg import draw_svg, subtitle
-
     try:
         recorded.write_chrome(folder / f"{NAME}.json")
         recorded.write_jsonl(folder / f"{NAME}.jsonl")
@@ -161,9 +117,8 @@ def _write(
         drawn = draw_text(rounds, output.stats, Style(width=100), modelled)
         (folder / f"{NAME}.txt").write_text(f"{head}\n\n{drawn}\n", encoding="utf-8")
     except OSError as error:
-        raise BadParameter(
-            f"The timeline could not be written to {folder}: {error}. Name another folder with --out."
-        ) from error
+        told = f"The timeline could not be written to {folder}: {error}. Name another folder with --out."
+        raise BadParameter(told) from error
 
 
 def _make_folder(out: Path) -> None:
@@ -177,11 +132,8 @@ def _make_folder(out: Path) -> None:
 
 
 def _style(llm: LLM, colour: bool | None, width: int | None) -> Style:
-    from specbranch.traces.timeline import NARROWEST, Style, plain
-
-    shown = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if colour is None else colour
     columns = width or max(shutil.get_terminal_size().columns, NARROWEST)
-    return Style(columns, _takes_unicode(), _painted if shown else plain, llm.tokenizer.decode)
+    return Style(columns, _takes_unicode(), _painted if wants_colour(colour) else plain, llm.tokenizer.decode)
 
 
 def _takes_unicode() -> bool:
@@ -193,5 +145,6 @@ def _takes_unicode() -> bool:
     return True
 
 
-def _painted(words: str, kind: str) -> str:
-    return click.style(words, fg=COLOURS[kind]) if kind in COLOURS else words
+def _painted(words: str, kind: SpanKind) -> str:
+    colour = LOOKS[kind].colour
+    return click.style(words, fg=colour) if colour else words

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from specbranch.bench.methods import listed
+from specbranch.bench.results import BASELINE, rate_text, setting_text
+from specbranch.cli.bench import DATA, PROFILES, PROMPTS
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
-from specbranch.config import TUNED_FOR
-from specbranch.errors import BadParameter, unknown
-from specbranch.pairs import chosen_models, draft_path
-from specbranch.sim.shipped import shipped_profiles
+from specbranch.config import TUNED_FOR, ExecutorName
+from specbranch.errors import BadParameter
+from specbranch.pairs import draft_path
 from specbranch.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
-    from specbranch.bench.run import Clock, StepsDone
-    from specbranch.bench.tuning import Search, Tuner
+    from specbranch.bench.tune_job import TuneOrder
     from specbranch.suites.suite import Suite
 
 _what, _how, _where = (options_of(title) for title in ("What to tune", "What for", "Output"))
-PLAIN = "autoregressive"
 
 
 @click.command(
@@ -31,7 +30,7 @@ PLAIN = "autoregressive"
     tables={
         "Pairs": TABLES["Pairs"],
         "Suites": list(SUITES.items()),
-        "Profiles": [(name, "shipped; `specbranch profile` measures one of your own") for name in shipped_profiles()],
+        "Profiles": PROFILES,
     },
 )
 @with_options(PAIR)
@@ -52,24 +51,18 @@ PLAIN = "autoregressive"
 @_how("--force-profile", is_flag=True, help="Take a profile that was measured with another pair all the same.")
 @_how(
     "--executor",
-    type=click.Choice(["serial", "process"]),
+    type=click.Choice(get_args(ExecutorName)),
     default="serial",
     help="Without --profile: measure the models taking turns, or side by side [serial].",
 )
-@_how(
-    "--prompts",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A file of prompts in Spec-Bench's format; may be repeated.",
-)
+@_how("--prompts", **PROMPTS)
 @_how(
     "--suites",
     multiple=True,
     metavar="NAME",
     help=f"Suite; may be repeated, or several with commas [{ALL_SHIPPED}: 4 prompts of each].",
 )
-@_how("--data", type=click.Path(path_type=Path), metavar="DIR", help="Folder of the public suites [$SPECBRANCH_DATA].")
+@_how("--data", **DATA)
 @_how("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N prompts of each suite.")
 @_how("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy [0].")
 @_how("--max-tokens", type=click.IntRange(min=2), default=128, metavar="N", help="Longest answer [128].")
@@ -104,187 +97,66 @@ def tune(as_json: bool, **given: Any) -> None:
     what is predicted is as good as the profile. Searches are kept: the same question is answered at once. Ctrl-C writes
     the best setting found up to then.
     """
-    _check_out(given["out"])
-    request = _request(given)
-    done = _searched(request, given)
-    report = request.report(done)
-    _write(given["out"], report)
-    told = {**report, "out": str(given["out"])}
-    click.echo(json.dumps(told, ensure_ascii=False) if as_json else "\n".join(_table(report, given["out"])))
-    if not done.complete:
+    from specbranch.bench.tune_job import run_tuning
+    from specbranch.cli.progress import counted
+
+    out = given["out"]
+    _check_out(out)
+    order = _order(given)
+    with counted() as progress:
+        found = run_tuning(order, progress)
+    found.save(out)
+    told = found.to_dict()
+    click.echo(json.dumps({**told, "out": str(out)}, ensure_ascii=False) if as_json else "\n".join(_table(told, out)))
+    if not found.complete:
         raise KeyboardInterrupt
 
 
-@dataclass(frozen=True, slots=True)
-class TuneOutcome:
-    """What a search came to: by method, plain decoding first; not complete if it was interrupted."""
-
-    searches: tuple[Search, ...]
-    complete: bool
-    pair: str
-    identity: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TuneJob:
-    """What was asked for, all names checked and nothing loaded."""
-
-    target: str
-    draft: str | None
-    suites: tuple[Suite, ...]
-    methods: tuple[str, ...]
-    clock: Clock | None  # nothing: this machine, to be measured
-
-    def report(self, done: TuneOutcome) -> dict[str, Any]:
-        """Return all that is told, the file's contents under `best`."""
-        plain = done.searches[0].tokens_per_second
-        best = max(done.searches, key=lambda found: found.tokens_per_second)
-        rows = [_row(found, plain) for found in done.searches]
-        about = {
-            **done.identity,
-            "tokens_per_second": best.tokens_per_second,
-            "speedup": best.tokens_per_second / plain,
-        }
-        about |= {"plain_tokens_per_second": plain, "complete": done.complete}
-        method, _, policy = best.method.partition(":")
-        chosen = {"method": method, **({"policy": policy} if policy else {}), **_row(best, plain)["setting"]}
-        return {"pair": done.pair, "methods": rows, "complete": done.complete, "best": {**chosen, TUNED_FOR: about}}
-
-
-def _request(given: dict[str, Any]) -> TuneJob:
-    from specbranch.bench.tuning import SPACES, candidates, has_several_values
+def _order(given: dict[str, Any]) -> TuneOrder:
+    """Translate options into an order, and fetch the models it names."""
+    from specbranch.assembly import cost_profile
+    from specbranch.bench.clocks import Clock
+    from specbranch.bench.lab import Workload
+    from specbranch.bench.order import chosen_pairs
+    from specbranch.bench.subjects import Running
+    from specbranch.bench.tune_job import TuneOrder, tuned_methods
+    from specbranch.bench.tuning import TRIALS
     from specbranch.cli.progress import pulled
-    from specbranch.core.methods import METHODS
-    from specbranch.extras import OPTUNA
 
-    target, draft = chosen_models(given["pair"], given["target"], given["draft"])
-    known = candidates(draft is not None)
-    usual = [
-        name for name in known if name not in METHODS or not METHODS[name].guesses
-    ]  # else the target decodes anew for each setting
-    names = [name.strip() for name in (given["methods"] or ",".join(usual)).split(",") if name.strip()]
-    for name in names:
-        if name not in SPACES:
-            raise unknown("method to tune", name, SPACES)
-        if name not in known:
-            raise BadParameter(
-                f"Method {name!r} needs a draft model, and none was given. Give one with --draft, or name a --pair."
-            )
-    if several := [name for name in names if has_several_values(name)]:
-        OPTUNA.require(f"or leave {', '.join(several)} out with --methods")
+    (pair,) = chosen_pairs([given["pair"]] if given["pair"] else [], given["target"], given["draft"])
+    (target, draft), profile = pair.models, given["profile"]
+    methods = tuned_methods(listed(given["methods"] or ""), draft is not None)
     suites = _suites(given)
-    if given["profile"] is None and draft is None:
+    if profile is None and draft is None:
         raise BadParameter(
             "Only a pair can be measured, and a target alone was given. Name a --profile, or give a --draft."
         )
     if draft is not None:
         pulled(draft_path(draft))
     pulled(target)
-    return TuneJob(target, draft, suites, tuple(dict.fromkeys((PLAIN, *names))), _named_clock(given, target, draft))
+    costs = cost_profile(profile, target, draft, given["force_profile"])
+    return TuneOrder(
+        pair=pair,
+        methods=methods,
+        suites=suites,
+        clock=None if costs is None else Clock(profile, costs),
+        workload=Workload(temperature=given["temperature"], max_tokens=given["max_tokens"]),
+        trials=given["trials"] or TRIALS,
+        running=Running(executor=given["executor"]),
+        records=given["records"],
+    )
 
 
 def _suites(given: dict[str, Any]) -> tuple[Suite, ...]:
     from specbranch.bench.tuning import tuning_suites
     from specbranch.suites.suite import load_suites
 
-    names = [name for value in given["suites"] for name in value.split(",") if name]
-    if not names and not given["prompts"]:
+    if not given["suites"] and not given["prompts"]:
         return tuple(suite.first(given["limit"]) for suite in tuning_suites())
-    return load_suites(names, files=given["prompts"], data=given["data"], limit=given["limit"])
-
-
-def _named_clock(given: dict[str, Any], target: str, draft: str | None) -> Clock | None:
-    from specbranch.assembly import cost_profile
-    from specbranch.bench.run import Clock
-
-    profile = cost_profile(given["profile"], target, draft, given["force_profile"])
-    return None if profile is None else Clock(given["profile"], profile)
-
-
-def _searched(request: TuneJob, given: dict[str, Any]) -> TuneOutcome:
-    """Carry out the searches; whatever was found before Ctrl-C is kept, if there is anything to hold it against."""
-    from specbranch.bench.lab import Lab, Workload
-    from specbranch.bench.tuning import TRIALS, Goal, Tuner
-    from specbranch.cli.progress import counted
-
-    with counted() as progress:
-        clock = request.clock or _measured(request, given["executor"], progress)
-        workload = Workload(temperature=given["temperature"], max_tokens=given["max_tokens"])
-        goal = Goal(clock, workload, request.suites, given["trials"] or TRIALS)
-        with Lab(_pair_name(given), given["target"], given["draft"], given["records"]) as lab:
-            tuner, complete = Tuner(lab, goal, progress), True
-            try:
-                for method in request.methods:
-                    tuner.search(method)
-            except KeyboardInterrupt:
-                complete = False
-            found = tuple(one for method in request.methods if (one := tuner.found(method)) is not None)
-            if not found:
-                raise KeyboardInterrupt
-            return TuneOutcome(found, complete, lab.pair, _circumstances(request, goal, tuner))
-
-
-def _pair_name(given: dict[str, Any]) -> str | None:
-    """Return the pair by its name, the default one's where nothing is named."""
-    from specbranch.pairs import DEFAULT_PAIR
-
-    return given["pair"] or (DEFAULT_PAIR if given["target"] is given["draft"] is None else None)
-
-
-def _measured(request: TuneJob, executor: str, progress: StepsDone) -> Clock:
-    """Measure this machine with the pair, briefly."""
-    from specbranch.bench.own_profile import machine_profile
-    from specbranch.bench.run import Clock
-    from specbranch.bench.subjects import Running
-
-    assert request.draft is not None
-    kind: Any = executor
-    return Clock(
-        "this machine", machine_profile(request.target, request.draft, request.draft, Running(executor=kind), progress)
-    )
-
-
-def _circumstances(request: TuneJob, goal: Any, tuner: Tuner) -> dict[str, Any]:
-    """Return what a setting was tuned for."""
-    from specbranch import __version__
-    from specbranch.assembly import identity
-
-    return {
-        "pair": tuner.lab.pair,
-        "target": request.target,
-        "draft": request.draft,
-        "target_identity": identity(request.target),
-        "draft_identity": None if request.draft is None else identity(request.draft),
-        "profile": goal.clock.name,
-        "hardware": goal.profile.hardware,
-        "overlap": goal.profile.overlap,
-        "prompts": {suite.name: len(suite.prompts) for suite in goal.suites},
-        "tokens": tuner.decoded,
-        "temperature": goal.workload.temperature,
-        "max_tokens": goal.workload.max_tokens,
-        "version": __version__,
-    }
-
-
-def _row(found: Search, plain: float) -> dict[str, Any]:
-    from specbranch.bench.tuning import chosen
-
-    rate = found.tokens_per_second
-    tried = [{**chosen(trial.config), "tokens_per_second": found.decoded / trial.seconds} for trial in found.trials]
-    return {
-        "method": found.method,
-        "tokens_per_second": rate,
-        "speedup": rate / plain,
-        "setting": chosen(found.best.config),
-        "looked_at": found.looked_at,
-        "tried": tried,
-    }
+    return load_suites(given["suites"], files=given["prompts"], data=given["data"], limit=given["limit"])
 
 
 def _table(report: dict[str, Any], out: Path) -> list[str]:
-    from specbranch.bench.results import setting_text
-    from specbranch.bench.table import rate_text
-
     best, about = report["best"], report["best"][TUNED_FOR]
     prompts = ", ".join(f"{count} of {name}" for name, count in about["prompts"].items())
     lines = [
@@ -312,7 +184,7 @@ def _name(best: dict[str, Any]) -> str:
 
 def _verdict(method: str, about: dict[str, Any]) -> list[str]:
     stopped = [] if about["complete"] else ["Interrupted: this is the best of what was tried up to then."]
-    if method == PLAIN:
+    if method == BASELINE:
         return [*stopped, "Nothing tried is faster than plain decoding here; the file says so."]
     return [*stopped, f"Best: {method}, predicted {about['speedup']:.2f} × plain decoding."]
 
@@ -323,9 +195,3 @@ def _check_out(out: Path) -> None:
         raise BadParameter(f"--out is {out}, but there is no folder {out.parent}. Make it first, or name another file.")
     if out.is_dir():
         raise BadParameter(f"--out is {out}, which is a folder. Name a file, such as {out / 'tuned.json'}.")
-
-
-def _write(out: Path, report: dict[str, Any]) -> None:
-    from specbranch.files import write_whole
-
-    write_whole(out, json.dumps(report["best"], indent=2, ensure_ascii=False) + "\n")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,7 @@ from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
-    from specbranch.recheck import Recheck, Saved
-
-EXPECTED = "expected what `specbranch generate --json` prints"
+    from specbranch.recheck import Recheck
 
 
 @click.command(cls=SectionedCommand)
@@ -39,18 +36,16 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     --pair its target is taken.
     """
     from specbranch.cli.progress import tracked
-    from specbranch.recheck import NOTED, recheck
+    from specbranch.recheck import common_settings, naming, read_answers, recheck
 
-    answers, pair = read_answers(file), given.pop("pair")
+    answers, pair = read_answers(_read(file), str(file)), given.pop("pair")
     if pair is not None:
         given["target"], _ = chosen_models(pair, given["target"], None)
-    settings = {name: _agreed(name, answers) if given[name] is None else given[name] for name in NOTED}
-    if settings["weights"] == settings["dtype"]:
-        settings["weights"] = None  # stored as it is computed in, also where that is float16, which no --weights names
+    settings = common_settings(answers, given)
     results: list[Recheck] = []
     with load_llm({**given, **settings, "method": "autoregressive"}) as plain:
         for number, answer in enumerate(tracked(answers, "Answers")):
-            with _naming(file, number):
+            with naming(str(file), number):
                 results.append(recheck(plain, answer))
             click.echo(json.dumps(_record(number, results[-1])) if as_json else _sentence(plain, number, results[-1]))
     if not as_json:
@@ -58,85 +53,15 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     return int(any(result.finding == "different" for result in results))
 
 
-def read_answers(file: Path) -> list[Saved]:
-    """Return all answers of a file, each checked."""
-    from specbranch.recheck import Saved
-
-    answers = []
-    for number, values in enumerate(_objects(file)):
-        with _naming(file, number):
-            answers.append(Saved.from_dict(values))
-    if not answers:
-        raise BadParameter(f"{file} holds no answer; {EXPECTED}.")
-    return answers
-
-
-@contextmanager
-def _naming(file: Path, number: int) -> Iterator[None]:
-    """Say in an error which answer of which file it is about."""
+def _read(file: Path) -> str:
     try:
-        yield
-    except BadParameter as error:
-        raise BadParameter(f"{file}, answer {number}: {error}") from error
-
-
-def _objects(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadParameter(f"The answers in {file} cannot be read: {error}.") from error
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # not splitlines: an answer may hold U+2028 and the like as they are
-        if line.strip():
-            yield from _with_alternatives(_object(line, f"{file}, line {number}"), f"{file}, line {number}")
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise BadParameter(f"{where} is no JSON ({error}); {EXPECTED}.") from None
-    if not isinstance(value, dict):
-        raise BadParameter(f"{where} is no JSON object; {EXPECTED}.")
-    return value
-
-
-def _with_alternatives(answer: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Yield an answer and the further samples it holds, which were made in the same way."""
-    from specbranch.recheck import NOTED
-
-    others = answer.get("alternatives") or []
-    if not isinstance(others, list) or not all(isinstance(other, dict) for other in others):
-        raise BadParameter(f"{where} has alternatives that are no answers; {EXPECTED}.")
-    noted = {name: answer[name] for name in NOTED if name in answer}
-    yield answer
-    yield from ({**noted, **other} for other in others)
-
-
-def _agreed(name: str, answers: list[Saved]) -> Any:
-    """Return a setting that all answers were made with, for one model is loaded for them all."""
-    found = {getattr(answer, name) for answer in answers}
-    if len(found) > 1:
-        values, option = ", ".join(sorted(map(str, found))), name.replace("_", "-")
-        raise BadParameter(
-            f"The answers were made with different values of {name} ({values}); verify them apart, or give --{option}."
-        )
-    return found.pop()
 
 
 def _record(number: int, result: Recheck) -> dict[str, Any]:
-    departure = result.departure
-    where = (
-        {}
-        if departure is None
-        else {
-            "position": departure.position,
-            "saved": departure.saved,
-            "plain": departure.plain,
-            "margin": departure.margin,
-        }
-    )
+    where = {} if result.departure is None else asdict(result.departure)
     return {"answer": number, "tokens": result.tokens, "verdict": result.finding, **where}
 
 
@@ -144,17 +69,14 @@ def _sentence(plain: LLM, number: int, result: Recheck) -> str:
     departure = result.departure
     if departure is None:
         return f"answer {number}: {result.tokens} tokens, identical"
-    saved, own = (
-        repr(plain.tokenizer.token(t)) if t is not None else "the end" for t in (departure.saved, departure.plain)
-    )
+    tokens = (departure.saved, departure.plain)
+    saved, own = ("the end" if token is None else repr(plain.tokenizer.token(token)) for token in tokens)
     apart = "" if departure.margin is None else f", {departure.margin:.2g} logits apart"
-    return (
-        f"answer {number}: {result.finding} at token {departure.position}: saved {saved}, plain decoding {own}{apart}"
-    )
+    where = f"{result.finding} at token {departure.position}"
+    return f"answer {number}: {where}: saved {saved}, plain decoding {own}{apart}"
 
 
 def _total(results: list[Recheck]) -> str:
-    counts = {kind: sum(r.finding == kind for r in results) for kind in ("identical", "near-tie", "different")}
-    return f"{sum(r.tokens for r in results)} tokens in {len(results)} answers: " + ", ".join(
-        f"{n} {kind}" for kind, n in counts.items()
-    )
+    findings = [result.finding for result in results]
+    counts = ", ".join(f"{findings.count(kind)} {kind}" for kind in ("identical", "near-tie", "different"))
+    return f"{sum(result.tokens for result in results)} tokens in {len(results)} answers: {counts}"

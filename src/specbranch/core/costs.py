@@ -70,9 +70,8 @@ class LearnedCosts:
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
-        self.news: list[tuple[Timed, int, float]] | None = (
-            None  # what was learned since it was last written down, where that is done
-        )
+        # what was learned since it was last written down, where that is done
+        self.news: list[tuple[Timed, int, float]] | None = None
         self._medians: dict[Timed, dict[int, float]] = {kind: {} for kind in get_args(Timed)}
         self._sorted: dict[Timed, CostPoints] = {}  # until another time comes in
         self._begun: set[tuple[Timed, int]] = set()

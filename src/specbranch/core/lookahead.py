@@ -101,9 +101,8 @@ class Window:
             self.rows = [row[1:] for row in self.rows] + [tuple(told[1:] if newer else told)]
             return []
         self.rows = [newer[0][1:], *newer[1:], tuple(told)]
-        return list(
-            zip((current, *oldest), *newer, told, strict=False)
-        )  # an oldest row that is given up leaves the text's last token
+        # an oldest row that is given up leaves the text's last token
+        return list(zip((current, *oldest), *newer, told, strict=False))
 
 
 def lookahead(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:

@@ -124,9 +124,8 @@ class Loop:
             finally:
                 session.stats.finished = self.executor.now()
                 if session.finished in (None, "error") and orders.verify and orders.verify.parents is None:
-                    session.stats.unused += len(
-                        orders.verify.tokens
-                    )  # in flight: no verdict will come; a tree's tokens count once judged
+                    # in flight: no verdict will come; a tree's tokens count once judged
+                    session.stats.unused += len(orders.verify.tokens)
                 self.executor.leave(session.number)
 
     def close(self) -> None:
@@ -154,9 +153,8 @@ class Loop:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
         except Exception as error:  # whatever it is, the other sessions have their reports to take
-            if not isinstance(
-                error, SpecBranchError
-            ):  # a mistake of ours: who reads the output alone would see no traceback
+            # a mistake of ours: who reads the output alone would see no traceback
+            if not isinstance(error, SpecBranchError):
                 log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
             session.fail(error)
 

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from specbranch.config import HeadKind
+from specbranch.core.forecast import Signal
 from specbranch.core.trees import Growth, Tree
 from specbranch.errors import SpecBranchError
 
 Measure = Literal["top", "entropy"]
-NONE, SOME, ALL = range(3)  # of a draft is taken: H-RAD's classes
 Until = Literal["length", "target"]
 
 
@@ -183,38 +183,6 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """What H-RAD foretells of the draft behind a verdict: for a draft of 1, 2, … tokens the chances that none, some
-    or all is taken."""
-
-    chances: tuple[tuple[float, float, float], ...]
-
-    @classmethod
-    def of(cls, steps: Sequence[float]) -> Signal:
-        """Make one from the chance of each token of a draft once all before it are taken."""
-        found, whole, none = [], 1.0, 1.0 - steps[0]
-        for step in steps:
-            whole *= step
-            found.append((none, max(1.0 - none - whole, 0.0), whole))
-        return cls(tuple(found))
-
-    @property
-    def sound(self) -> bool:
-        """Whether these are chances at all."""
-        return all(
-            0.0 <= chance <= 1.0 for classes in self.chances for chance in classes
-        )  # false for what is not a number
-
-    def hard(self, length: int) -> int | None:
-        """The likeliest class for a draft of so many tokens, NONE, SOME or ALL; nothing if that is longer than it
-        knows."""
-        if not 1 <= length <= len(self.chances):
-            return None
-        classes = self.chances[length - 1]
-        return max(range(3), key=lambda at: classes[at])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from specbranch.config import HeadKind, PolicyName, SpeculativeConfig
-from specbranch.core.orders import ALL, NONE, SOME, Branch, Plan, Signal, Until, Verdict
+from specbranch.core.forecast import ALL, NONE, SOME, Signal
+from specbranch.core.orders import Branch, Plan, Until, Verdict
 
 
 class Policy(Protocol):

@@ -16,7 +16,7 @@ from specbranch.core.request import Request
 from specbranch.errors import SpecBranchError
 
 NUMBER = -1  # no request has it
-PROMPT = tuple(range(1, 18))  # as long as the most rows, whose tokens it lends
+PROMPT = tuple(range(1, 18))  # its tokens are verified, too, so it is as long as the most rows
 ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
 WIDTHS = (1, 8, 4, 2)
 TURNS = 3  # their median counts
@@ -41,9 +41,8 @@ def rehearse(
     on = Context(0, tuple(token % vocabulary for token in PROMPT))
     try:
         executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
-        executor.run(
-            {NUMBER: Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))}
-        )  # read by both, and not timed
+        reading = Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))
+        executor.run({NUMBER: reading})  # not timed
         for orders in _trials(on, has_draft) if set_up else ():
             executor.run({NUMBER: orders})
         over, longest = executor.now() + seconds, 0.0

@@ -37,9 +37,7 @@ class Request:
     @property
     def ending_ids(self) -> frozenset[int]:
         """The tokens that end the request."""
-        return frozenset(self.params.stop_token_ids) | (
-            frozenset() if self.params.ignore_eos else frozenset(self.eos_ids)
-        )
+        return frozenset((*self.params.stop_token_ids, *(() if self.params.ignore_eos else self.eos_ids)))
 
 
 class Spot(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specbranch.config import HeadKind
-from specbranch.core.orders import Measure, Signal, Sparse, TokenLogprobs, Verify
+from specbranch.core.orders import Measure, Sparse, TokenLogprobs, Verify
 from specbranch.core.request import Request
 from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
@@ -78,9 +78,8 @@ class Trial:
     head: Head | None = None
     logprobs: int | None = None  # how many of the most likely tokens are told with each taken one; nothing: none is
     wants_forecast: bool = False  # whether what the model's probe says of the verdict is told too
-    allowed: tuple[Allowed | None, ...] | None = (
-        None  # after the root, then after each of the nodes; nothing: any token anywhere
-    )
+    # after the root, then after each of the nodes; nothing: any token anywhere
+    allowed: tuple[Allowed | None, ...] | None = None
 
     def node(self, index: int) -> int:
         """The node of the order's token `index`, −1 for the root."""
@@ -219,13 +218,4 @@ class Law(Protocol):
 
     def residual(self, q: Sparse) -> Law:
         """Return norm((p − q)+); where nothing remains, p itself (only rounding leads there)."""
-        ...
-
-
-class Forecaster(Protocol):
-    """Foretells what becomes of the next draft."""
-
-    def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
-        """What becomes of a draft behind the token at this position, by what the target's probe said; nothing if
-        that cannot be told."""
         ...

@@ -1,4 +1,4 @@
-"""What a request did and where its drafted tokens went; every metric is defined here and nowhere else.
+"""What a request did; every metric is defined here and nowhere else. What became of its drafted tokens goes by `fates`.
 
 Invariant (`check`): drafted = accepted + rejected + siblings + losing + dropped + unused.
 """
@@ -10,24 +10,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from specbranch.core.fates import Fates, Settled, branch_points, tree_standings
 from specbranch.core.orders import Branch, Reports, Span, Verdict
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 
 
 @dataclass(slots=True)
-class Stats:
-    """Counters of one request. Prefill (up to the first token) is kept apart from decoding."""
+class Stats(Fates):
+    """Counters of one request, the fates of its drafted tokens among them. Prefill (up to the first token) is kept
+    apart from decoding."""
 
     emitted: int = 0
     target_forwards: int = 0  # decoding only
     drafted: int = 0
-    accepted: int = 0  # drafted tokens that were emitted, branch heads included
-    rejected: int = 0  # on the main line: the chain a plain method would have sent
-    siblings: int = 0  # verified beside the main line, and not taken
-    losing: int = 0  # on branches that lost
-    dropped: int = 0  # by the length rule
-    unused: int = 0  # still in flight, or beyond the end of the request
     rounds_all_accepted: int = 0
     rounds_rejected_inside: int = 0
     rejections: int = 0  # rounds in which a token of the main line was rejected
@@ -39,9 +35,7 @@ class Stats:
     tested_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     rounds_overlapped: int = 0  # target forwards beside which a draft worked
-    rounds_begun: int = (
-        0  # target forwards of rounds that began with something the draft had read before, in an earlier one's shadow
-    )
+    rounds_begun: int = 0  # rounds for which the draft had read something while the target verified the one before
     rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
     draft_restarts: int = 0
     started: float = 0.0
@@ -49,7 +43,7 @@ class Stats:
     finished: float = 0.0
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
-    both_busy: float = 0.0  # of it, beside the draft
+    both_busy: float = 0.0  # of the target's, while the draft worked, too
     choices: list[tuple[int, str]] = field(default_factory=list)  # what `auto` chose: tokens emitted before, method
     _lost: bool = False  # since the last target forward
     _rejected: bool = False  # by the last verdict
@@ -88,55 +82,37 @@ class Stats:
 
     def take(self, reports: Reports) -> None:
         """Count what was drafted, or that the worker was lost."""
-        self.drafted += sum(len(branch.tokens) for branch in reports.branches)
+        self.drafted += sum([len(branch.tokens) for branch in reports.branches])
         self._lost |= reports.draft_lost
 
     def judge(self, pending: Branch, verdict: Verdict, taken: int | None = None) -> None:
         """Count what a verdict did to the pending chain. `taken` tokens of it were emitted; beyond the request's end
         they are unused."""
-        ended = taken is not None and taken <= len(verdict.path)
-        good = taken if ended and taken is not None else len(verdict.path)
-        length = good if ended else len(pending.tokens)
-        self.unused += len(pending.tokens) - length
-        self.target_forwards += 1
+        accepted = len(verdict.path)
+        ended = taken is not None and taken <= accepted
+        good = taken if taken is not None and ended else accepted
+        sent = len(pending.tokens)
+        self.add_chain(sent, good, ended)
         self.end_round()
-        self.accepted += good
-        self.rejected += length - good
-        self.rounds_all_accepted += good == length > 0
-        self.rounds_rejected_inside += 0 < good < length
-        self.rejections += good < length
-        self._rejected = good < length
-        for at in range(min(good + 1, length)):
-            if at == len(self.tested_at):
-                self.tested_at.append(0)
-                self.accepted_at.append(0)
-            self.tested_at[at] += 1
-            self.accepted_at[at] += at < good
+        self._verified(good, good, missed=good < sent and not ended)
 
     def settle(self, branches: tuple[Branch, ...], kept: Branch | None, accepted: int, ended: bool = False) -> None:
         """Count what became of the branches drafted beside a verification: one kept, or the first one voided and the
-        others lost.
-
-        Where the request `ended` inside the chain, no branch was ever decided.
-        """
+        others lost."""
         if not branches:
             return
+        survivor = len(branches[0].tokens if kept is None else kept.tokens)
+        whole = sum([len(branch.tokens) for branch in branches])
+        self.add_branches(survivor, whole - survivor, kept is not None, ended)
         if ended:
-            self.unused += sum(len(branch.tokens) for branch in branches)
             return
-        survivor = kept if kept is not None else branches[0]
-        self.losing += sum(len(b.tokens) for b in branches if b is not survivor)
-        points = {b.after for b in branches}
+        points = {branch.after for branch in branches}
         self.branch_points += len(points)
         self.branch_points_reached += accepted in points
         if kept is None:
-            self.rejected += len(survivor.tokens)
             self.rejections += not self._rejected
-            return
-        self.accepted += 1
-        self.branch_hits += 1
-        self.branch_hits_other += kept is not next(b for b in branches if b.after == kept.after)
-        self._hit(kept.after)
+        else:
+            self._hit(kept.after, kept is next(b for b in branches if b.after == kept.after))
 
     def end_round(self) -> None:
         """Count whether the round that a verdict ended was without its draft."""
@@ -153,18 +129,19 @@ class Stats:
         ended = taken <= len(path)
         good = min(taken, len(path))
         line = tree.main_line(sent)
-        missed = 0 if ended else sum(n not in path for n in line)
-        self.target_forwards += 1
-        self.drafted += len(sent)
-        self.accepted += good
-        self.rejected += missed
-        self.rejections += missed > 0
-        self.rounds_all_accepted += not missed and good > 0
-        self.rounds_rejected_inside += missed > 0 and good > 0
-        self.siblings += 0 if ended else len(sent) - good - missed
-        self.unused += len(sent) - good if ended else 0
-        self._positions(line, path[:good], ended)
-        self._settle_tree(tree, path, None if ended else hit, ended)
+        fates = Settled(0, *map(len, tree_standings(tree, sent, line, path, hit))).fates(ended)
+        fates.add_chain(len(path), good, ended)
+        followed = len(set(line).intersection(path[:good]))
+        self._verified(good, followed, fates.rejected > 0)
+        end, points = path[-1] if path else ROOT, branch_points(tree)
+        self.branch_points += len(points)
+        if not ended:
+            self.branch_points_reached += end in points
+            if hit is not None:
+                fates.accepted += 1
+                self._hit(len(path), hit == max(tree.children(end), key=lambda n: (tree.nodes[n].reach, -n)))
+        self.drafted += fates.total
+        self.add(fates)
 
     def abandon_tree(self, tree: Tree) -> None:
         """Count what was left when the request ended."""
@@ -172,48 +149,27 @@ class Stats:
         self.drafted += left
         self.unused += left
 
-    def _positions(self, line: Sequence[int], path: Sequence[int], ended: bool) -> None:
-        """Count acceptance by position along the main line, as far as it was followed."""
-        for at, node in enumerate(line):
-            good = at < len(path) and path[at] == node
-            if not good and ended:
-                return
-            if at == len(self.tested_at):
-                self.tested_at.append(0)
-                self.accepted_at.append(0)
+    def _verified(self, good: int, followed: int, missed: bool) -> None:
+        """Count a verdict that accepted `good` tokens. The main line was `followed` so far, and then `missed` unless
+        it ended there."""
+        self.target_forwards += 1
+        self.rounds_all_accepted += not missed and good > 0
+        self.rounds_rejected_inside += missed and good > 0
+        self.rejections += missed
+        self._rejected = missed
+        while len(self.tested_at) < followed + missed:
+            self.tested_at.append(0)
+            self.accepted_at.append(0)
+        for at in range(followed):
             self.tested_at[at] += 1
-            self.accepted_at[at] += good
-            if not good:
-                return
+            self.accepted_at[at] += 1
+        if missed:
+            self.tested_at[followed] += 1
 
-    def _settle_tree(self, tree: Tree, path: Sequence[int], hit: int | None, ended: bool) -> None:
-        below = {hit} if hit is not None else set()
-        lost = 0
-        for n, node in enumerate(tree.nodes):
-            if node.parent in below:
-                below.add(n)
-            elif node.fed and not node.sent and n != hit:
-                lost += 1
-        self.drafted += lost + (hit is not None)
-        self.unused += lost if ended else 0
-        self.losing += 0 if ended else lost
-        end = path[-1] if path else ROOT
-        heads = [n for n in tree.children(end) if not tree.nodes[n].sent]
-        self.branch_points += len(
-            {
-                node.parent
-                for node in tree.nodes
-                if not node.sent and (node.parent == ROOT or tree.nodes[node.parent].sent)
-            }
-        )
-        self.branch_points_reached += bool(heads) and not ended
-        if hit is not None:
-            self.accepted += 1
-            self.branch_hits += 1
-            self.branch_hits_other += hit != max(tree.children(end), key=lambda n: (tree.nodes[n].reach, -n))
-            self._hit(len(path))
-
-    def _hit(self, after: int) -> None:
+    def _hit(self, after: int, on_first: bool) -> None:
+        """Count a branch that was hit."""
+        self.branch_hits += 1
+        self.branch_hits_other += not on_first
         self.hits_at += [0] * (after + 1 - len(self.hits_at))
         self.hits_at[after] += 1
 
@@ -228,9 +184,8 @@ class Stats:
 
     def check(self) -> None:
         """Raise if a drafted token went missing."""
-        fate = self.accepted + self.rejected + self.siblings + self.losing + self.dropped + self.unused
-        if fate != self.drafted:
-            raise AssertionError(f"{self.drafted} drafted, but {fate} accounted for: {self}")
+        if self.total != self.drafted:
+            raise AssertionError(f"{self.drafted} drafted, but {self.total} accounted for: {self}")
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics under their public names."""
@@ -258,6 +213,7 @@ class Stats:
             "unused": self.unused,
             "acceptance_by_position": [_over(a, t) for a, t in zip(self.accepted_at, self.tested_at, strict=True)],
             "tested_by_position": list(self.tested_at),
+            "accepted_by_position": list(self.accepted_at),
             "branch_points": self.branch_points,
             "branch_hits": self.branch_hits,
             "branch_hits_other_head": self.branch_hits_other,

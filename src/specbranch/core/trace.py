@@ -1,36 +1,27 @@
 """What happened when: spans of drafting and verifying, round by round; written as JSON lines or as a Chrome trace.
 
 Owns the record of a run, not its timing: spans come from the executor's clock. What became of a drafted token is told
-by the rounds after it; `bench.rounds` reads that off. A tree's tokens are followed here, from the round that gave them
+by the rounds after it; `traces.rounds` reads that off. A tree's tokens are followed here, from the round that gave them
 to the verdict that settles them.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from specbranch.core.fates import Settled, branch_points, tree_standings
 from specbranch.core.orders import Grow, Orders, Reports, Span, Verdict, Verify
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import NO_TREE, Tree
+from specbranch.core.trees import NO_TREE, Node, Tree, below, marked
 
 Who = Literal["draft", "target"]
 TraceLine = tuple[int, ...]  # tokens behind the committed text
 THREADS: dict[Who, int] = {"target": 1, "draft": 2}  # of a Chrome trace, where 0 stands for an idle processor
-
-
-class Settled(NamedTuple):
-    """What a verdict decided of the tokens that a tree was given in one round, but for those the target took."""
-
-    round: int
-    rejected: int = 0  # on the main line
-    siblings: int = 0  # verified beside it
-    lost: int = 0  # read, never sent, and left behind
-    left: int = 0  # read, and below the token that was foreseen: still to be judged
-    head: int = 0  # that token, if it was read, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +40,14 @@ class Event:
     kept: int | None = None  # which branch the verdict hit
     tokens: tuple[int, ...] = ()  # target: those accepted, then its own; draft: the head of each branch
     refused: tuple[int, ...] = ()  # pending tokens that the target did not take
-    used: tuple[
-        int, ...
-    ] = ()  # of a tree: the rounds that gave the tokens accepted, then that of the target's own if it was foreseen
+    # Of a tree: the rounds that gave the accepted tokens, then the round that gave the target's own if it was foreseen.
+    used: tuple[int, ...] = ()
     settled: tuple[Settled, ...] | None = None  # of a tree: the others by the round that gave them
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
 
 
 class Trace:
@@ -61,30 +56,32 @@ class Trace:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._rounds: dict[int, int] = {}
-        self._trees: dict[int, _Followed] = {}
+        self._trees: dict[int, _Followed] = defaultdict(_Followed)
 
     def record(self, session: int, orders: Orders, reports: Reports) -> None:
         """Add a round."""
         number = self._rounds[session] = self._rounds.get(session, -1) + 1
         pending = len(orders.verify.tokens) if orders.verify else 0
         if isinstance(orders.draft, Grow):
-            self._tree(session).see(reports.tree or orders.draft.tree, number)
+            self._trees[session].see(reports.tree or orders.draft.tree, number)
         if reports.drafting:
             told = _grown(orders, reports) if isinstance(orders.draft, Grow) else _branched(reports)
             self.events.append(_event(session, number, "draft", reports.drafting, pending, **told))
         if reports.verifying:
-            judged = _judged(orders.verify, reports.verdict) if orders.verify and reports.verdict else {}
-            settled = self._settled(session, number, orders, reports)
-            self.events.append(_event(session, number, "target", reports.verifying, pending, **judged, **settled))
+            told = self._judged(session, number, orders.verify, reports.verdict)
+            self.events.append(_event(session, number, "target", reports.verifying, pending, **told))
 
-    def _tree(self, session: int) -> _Followed:
-        return self._trees.setdefault(session, _Followed())
-
-    def _settled(self, session: int, number: int, orders: Orders, reports: Reports) -> dict[str, Any]:
-        if orders.verify is None or orders.verify.parents is None or reports.verdict is None:
+    def _judged(self, session: int, number: int, order: Verify | None, verdict: Verdict | None) -> dict[str, Any]:
+        if order is None or verdict is None:
             return {}
-        used, settled = self._tree(session).judge(orders.verify, reports.verdict, number)
-        return {"used": used, "settled": settled}
+        told: dict[str, Any] = {
+            "accepted": len(verdict.path),
+            "tokens": (*(order.tokens[node] for node in verdict.path), verdict.token),
+            "refused": tuple(token for node, token in enumerate(order.tokens) if node not in verdict.path),
+        }
+        if order.parents is not None:
+            told["used"], told["settled"] = self._trees[session].judge(order, verdict, number)
+        return told
 
     def write_jsonl(self, path: Path) -> None:
         """Write one JSON object an event."""
@@ -97,83 +94,65 @@ class Trace:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-class _Known(NamedTuple):
-    """What is known of a node: the round that gave it, how far it reaches, whether the draft has read it."""
-
-    round: int
-    reach: float
-    fed: bool
-
-
 class _Followed:
-    """A session's tree from round to round. A node is named by the tokens that lead to it from the committed text.
+    """A session's tree from round to round, and the round that gave each of its nodes.
 
     What was looked up and given to the draft in no round is met when it is verified.
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[TraceLine, _Known] = {}
+        self._tree = NO_TREE
+        self._given: dict[TraceLine, int] = {}  # by the tokens that lead to a node
 
     def see(self, tree: Tree, number: int) -> None:
         """Take in a tree as it is after a round."""
-        lines: list[TraceLine] = []
-        for node in tree.nodes:
-            lines.append((*_above(lines, node.parent), node.token))
-        born = {line: known.round for line, known in self._nodes.items()}
-        nodes = zip(lines, tree.nodes, strict=True)
-        self._nodes = {line: _Known(born.get(line, number), node.reach, node.fed) for line, node in nodes}
+        self._tree = tree
+        self._given = {line: self._given.get(line, number) for line in _lines(tree)}
 
     def judge(self, order: Verify, verdict: Verdict, number: int) -> tuple[tuple[int, ...], tuple[Settled, ...]]:
         """Tell what a verdict decides, and go on with what it leaves."""
-        sent: list[TraceLine] = []
-        for node, token in enumerate(order.tokens):
-            sent.append((*_above(sent, order.parent(node)), token))
-            self._nodes.setdefault(sent[-1], _Known(number, 0.0, False))
-        taken = [sent[node] for node in verdict.path]
-        hit = (*(taken[-1] if taken else ()), verdict.token)
-        settled: dict[int, Settled] = {}
-        for line, kind in self._fates(sent, hit):
-            if line not in taken:
-                at = self._nodes[line].round
-                one = settled.get(at, Settled(at))
-                settled[at] = one._replace(**{kind: getattr(one, kind) + 1})
-        used = tuple(self._nodes[line].round for line in (*taken, hit) if line in self._nodes)
-        self._nodes = {line[len(hit) :]: known for line, known in self._nodes.items() if _is_below(line, hit)}
-        return used, tuple(settled[at] for at in sorted(settled))
+        sent = self._send(order, number)
+        tree, given = self._tree, list(self._given.values())
+        path = [sent[node] for node in verdict.path]
+        hit = tree.child(path[-1] if path else ROOT, verdict.token)
+        used = tuple(given[node] for node in (*path, hit) if node is not None)
+        told = tree_standings(tree, sent, tree.main_line(sent), path, hit)
+        rounds = sorted({given[node] for nodes in told for node in nodes})
+        settled = [Settled(at, *(sum(given[node] == at for node in nodes) for nodes in told)) for at in rounds]
+        top = () if hit is None else list(self._given)[hit]
+        self._tree = NO_TREE if hit is None else below(tree, hit)
+        self._given = {line: self._given[top + line] for line in _lines(self._tree)}
+        return used, tuple(settled)
 
-    def _fates(self, sent: list[TraceLine], hit: TraceLine) -> Iterator[tuple[TraceLine, str]]:
-        """What becomes of each node if the target does not take it; nothing is told of one that was neither sent nor
-        read."""
-        judged, main = set(sent), self._main_line(sent)
-        below = hit in self._nodes
-        for line, known in self._nodes.items():
-            if line in judged:
-                yield line, "rejected" if line in main else "siblings"
-            elif known.fed:
-                yield line, "head" if line == hit else "left" if below and _is_below(line, hit) else "lost"
-
-    def _main_line(self, sent: list[TraceLine]) -> set[TraceLine]:
-        """At every node its likeliest child, of those sent; of equals the first."""
-        line: list[TraceLine] = []
-        while children := [one for one in sent if one[:-1] == (line[-1] if line else ())]:
-            line.append(max(children, key=lambda one: self._nodes[one].reach))
-        return set(line)
+    def _send(self, order: Verify, number: int) -> list[int]:
+        """Mark what is verified; returns its nodes."""
+        nodes, places = list(self._tree.nodes), {line: place for place, line in enumerate(self._given)}
+        part = Tree(tuple(Node(token, order.parent(at), 0.0, 0.0, 0) for at, token in enumerate(order.tokens)))
+        lines = _lines(part)
+        for line in lines:
+            if line not in places:
+                places[line] = len(nodes)
+                nodes.append(Node(line[-1], places.get(line[:-1], ROOT), 0.0, 0.0, len(line)))
+                self._given[line] = number
+        sent = [places[line] for line in lines]
+        self._tree = marked(Tree(tuple(nodes)), sent)
+        return sent
 
 
-def _above(lines: list[TraceLine], parent: int) -> TraceLine:
-    return () if parent == ROOT else lines[parent]
-
-
-def _is_below(line: TraceLine, top: TraceLine) -> bool:
-    return len(line) > len(top) and line[: len(top)] == top
+def _lines(tree: Tree) -> list[TraceLine]:
+    """The tokens that lead to each node, itself included."""
+    lines: list[TraceLine] = []
+    for node in tree.nodes:
+        lines.append((*(() if node.parent == ROOT else lines[node.parent]), node.token))
+    return lines
 
 
 def _branched(reports: Reports) -> dict[str, Any]:
-    lengths = tuple(len(branch.tokens) for branch in reports.branches)
+    branches, kept = reports.branches, reports.kept
     return {
-        "branches": lengths,
-        "kept": _kept(reports),
-        "tokens": tuple(branch.tokens[0] for branch in reports.branches),
+        "branches": tuple(len(branch.tokens) for branch in branches),
+        "kept": next((at for at, branch in enumerate(branches) if branch is kept), None),
+        "tokens": tuple(branch.tokens[0] for branch in branches),
     }
 
 
@@ -181,26 +160,21 @@ def _grown(orders: Orders, reports: Reports) -> dict[str, Any]:
     """A tree as branches: each open end of what is verified with what was read behind it. The one kept is the one
     that the verdict hit."""
     tree = reports.tree or NO_TREE
-    heads = [
-        n
-        for n, node in enumerate(tree.nodes)
-        if not node.sent and (node.parent == ROOT or tree.nodes[node.parent].sent)
-    ]
-    sizes = dict.fromkeys(heads, 1)
-    top = {head: head for head in heads}
+    points = branch_points(tree)
+    heads = [n for n, node in enumerate(tree.nodes) if not node.sent and node.parent in points]
+    top, sizes = {head: head for head in heads}, dict.fromkeys(heads, 1)
     for n, node in enumerate(tree.nodes):
         if n not in top and node.parent in top:
             top[n] = top[node.parent]
             sizes[top[n]] += node.fed
-    grown = [head for head in heads if tree.nodes[head].fed]
     kept = _hit(orders, reports, tree)
+    grown = [head for head in heads if tree.nodes[head].fed]
     if kept is not None and kept not in grown:
         grown.append(kept)
-    place = grown.index(kept) if kept is not None else None
     return {
-        "branches": tuple(sizes[h] for h in grown),
-        "kept": place,
-        "tokens": tuple(tree.nodes[h].token for h in grown),
+        "branches": tuple(sizes[head] for head in grown),
+        "kept": None if kept is None else grown.index(kept),
+        "tokens": tuple(tree.nodes[head].token for head in grown),
     }
 
 
@@ -215,20 +189,6 @@ def _hit(orders: Orders, reports: Reports, tree: Tree) -> int | None:
             return None
         here = found
     return here
-
-
-def _kept(reports: Reports) -> int | None:
-    kept = reports.kept
-    return next((i for i, branch in enumerate(reports.branches) if branch is kept), None)
-
-
-def _judged(order: Verify, verdict: Verdict) -> dict[str, Any]:
-    taken = set(verdict.path)
-    return {
-        "accepted": len(verdict.path),
-        "tokens": (*(order.tokens[node] for node in verdict.path), verdict.token),
-        "refused": tuple(token for node, token in enumerate(order.tokens) if node not in taken),
-    }
 
 
 def _event(session: int, number: int, who: Who, span: Span, pending: int, **more: Any) -> Event:
@@ -258,7 +218,7 @@ def _chrome(events: list[Event]) -> Iterator[dict[str, Any]]:
             "pid": event.session + 1,
             "tid": THREADS[event.who],
             "ts": (event.start - begin) * 1e6,  # microseconds
-            "dur": (event.end - event.start) * 1e6,
+            "dur": event.seconds * 1e6,
             "args": asdict(event),
         }
 

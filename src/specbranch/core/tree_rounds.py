@@ -3,8 +3,7 @@ pays.
 
 Owns the order of growing and verifying; what to grow and to send is the `Planner`'s choice. Invariant: the session
 receives only what the verdict says; what is left of the tree afterwards hangs below exactly that. What is learned and
-counted of a round is put off until the models work again, so plans go by what was learned up to the round before the
-last.
+counted of a round is put off until the models work again, so a plan knows nothing yet of the round just before it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def growing(session: Session, planner: Planner) -> MethodRounds:
     try:
         yield from _decoding(session, planner, meanwhile)
     finally:
-        meanwhile()
+        meanwhile()  # what was put off in the last round
 
 
 def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> MethodRounds:
@@ -59,7 +58,7 @@ def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> Metho
 
 
 def _within(session: Session, growth: Growth | None) -> Growth | None:
-    """Nothing is drafted for a last token."""
+    """The growth as planned; none where one token is left to say, which the target says by itself."""
     return growth if session.room > 1 else None
 
 
@@ -80,7 +79,7 @@ def _absorb(
     reports: Reports,
     meanwhile: Meanwhile,
 ) -> Tree:
-    """Commit a verdict; returns what is left of the tree below the target's token."""
+    """Commit a verdict; returns what is left of the tree: what hangs below the target's own token."""
     verdict = reports.verdict
     if verdict is None:
         raise ValueError("the executor reported no verdict for a verify order")

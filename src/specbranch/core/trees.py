@@ -17,24 +17,8 @@ from typing import NamedTuple
 
 from specbranch.core.slots import ROOT
 
-EDGES = (
-    0.01,
-    0.03,
-    0.06,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.7,
-    0.8,
-    0.9,
-    0.95,
-    0.98,
-    0.995,
-)  # between classes of what a draft says
+# between classes of what a draft says
+EDGES = (0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 CLASSES = len(EDGES) + 1
 
 
@@ -46,18 +30,16 @@ class Chances:
     first: tuple[float, ...]
     other: tuple[float, ...]
     looked: tuple[float, ...]  # of what was looked up and the draft does not name, by `look_class`
-    shifts: tuple[
-        float, ...
-    ]  # by how much more likely the draft's candidates are that were looked up, too: added to the log of their odds
+    # added to the log-odds of a draft's candidate that was looked up, too
+    shifts: tuple[float, ...]
 
     def of(self, rank: int, said: float) -> float:
         """Return the chance of a candidate."""
         return (self.other if rank else self.first)[class_of(said)]
 
 
-UNREAD, FIRST, OTHER, ABSENT = range(
-    4
-)  # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
+# what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
+UNREAD, FIRST, OTHER, ABSENT = range(4)
 STANDINGS = 4
 WORDS = 4  # matched before it, or more
 
@@ -90,7 +72,7 @@ class Node(NamedTuple):
     depth: int  # 1 for a child of the root
     rank: int = 0  # among the candidates of its place
     said: float = 0.0  # the draft's own probability; 0: it did not come from a draft
-    look: int = 0  # how many words before it were met earlier in the text, with it behind them; 0: it was not looked up
+    look: int = 0  # how many words before it stood before it earlier in the text, too; 0: it was not looked up
     fed: bool = False  # the draft has read it, so that its children are known
     sent: bool = False  # the target is reading it
 
@@ -101,7 +83,7 @@ class Tree:
 
     nodes: tuple[Node, ...] = ()
     read: bool = False
-    steps: tuple[int, ...] = ()  # nodes read in each forward that was made to grow it, of late
+    steps: tuple[int, ...] = ()  # nodes read in each forward of its last growth
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -132,12 +114,12 @@ NO_TREE = Tree()
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How to grow a tree: at each step the draft reads the nodes that reach farthest, as many as pay. Times are in
+    """How to grow a tree: at each step the draft reads the nodes that promise most, as many as pay. Times are in
     tokens' worth.
 
     `step[w - 1]` is the price of a step that reads w nodes. While the target is at work (`free_time`) the draft's time
-    costs nothing, but a step takes `draft_delay` more and holds the target up by `target_delay`. A node that is read is
-    worth `worth` times its reach.
+    costs nothing, but a step takes `draft_delay` more and holds the target up by `target_delay`. To read a node is
+    worth `worth` times its gain, see `GrowingTree.readable`.
     """
 
     step: tuple[float, ...]
@@ -148,34 +130,30 @@ class Growth:
     worth: float = 0.8
     children: int = 4
     least: float = 0.01  # reach under which a candidate is not taken in
-    # nodes that can be verified at once: while the target waits, nothing is read for what would not be among them
-    rows: int = 64
-    row_price: float = 0.0  # the price of one
+    rows: int = 64  # nodes that can be verified at once; while the target waits, only those may be worth reading
+    row_price: float = 0.0  # of verifying a node
     lanes: int = 16  # nodes read at once, of one tree
     deepest: int = 32  # as deep as a tail may be for every token to have the bits of a single step on every device
     most: int = 120  # nodes read, of one tree: about what a tail holds
 
-    def pace(self, spent: float, reaches: Sequence[float]) -> int:
-        """Return how many of the farthest-reaching nodes to read next, after so much time; 0: none pays."""
-        best, best_gain, gain = 0, 0.0, 0.0
-        for width, reach in enumerate(reaches[: min(self.lanes, len(self.step))], start=1):
-            if reach < self.least:
+    def pace(self, spent: float, gains: Sequence[float]) -> int:
+        """Return how many of the nodes that promise most to read next, after so much time; 0: none pays."""
+        best, best_profit, total = 0, 0.0, 0.0
+        for width, gain in enumerate(gains[: min(self.lanes, len(self.step))], start=1):
+            if gain < self.least:
                 break
-            gain += max(self.worth * reach - self.row_price, 0.0)
-            profit = gain - self.price(spent, width)
-            if profit > best_gain:
-                best, best_gain = width, profit
+            total += max(self.worth * gain - self.row_price, 0.0)
+            profit = total - self.price(spent, width)
+            if profit > best_profit:
+                best, best_profit = width, profit
         return best
 
     def price(self, spent: float, width: int) -> float:
         """Return what a step costs beyond the time that is free."""
-        beside = spent < self.free_time
         end = spent + self.seconds(spent, width)
-        return (
-            max(end - max(self.free_time + self.target_delay, spent), 0.0) + self.target_delay
-            if beside
-            else end - spent
-        )
+        if spent >= self.free_time:
+            return end - spent
+        return max(end - max(self.free_time + self.target_delay, spent), 0.0) + self.target_delay
 
     def seconds(self, spent: float, width: int) -> float:
         """Return what a step takes."""
@@ -222,7 +200,7 @@ class GrowingTree:
     def readable(self, growth: Growth) -> list[tuple[int, float]]:
         """Return the nodes that may be read next, those that promise most first.
 
-        With each goes how likely the target comes to it and goes on with nothing that is known yet.
+        With each goes its gain: how likely the target comes to it, and says a token there that no child of it has.
         """
         nodes = self.nodes
         fed = sum([node.fed for node in nodes])

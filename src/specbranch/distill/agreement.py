@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
@@ -28,10 +28,11 @@ Seen = TypeVar("Seen")
 
 @dataclass(frozen=True, slots=True)
 class AnsweredPrompt:
-    """A prompt and what the target said to it, greedily."""
+    """A prompt and what the target said to it, greedily; `task` numbers the kind it is of."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    task: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Agreement:
     expected_length: tuple[float, ...]  # for drafts of 1, 2, … LONGEST tokens
 
 
-def compare(runner: Runner, texts: Sequence[AnsweredPrompt]) -> Agreement:
+def compare(runner: Runner, texts: Iterable[AnsweredPrompt]) -> Agreement:
     """Let a draft read the texts, and compare its choices with what came next."""
     ranks = [list(_ranks(runner, text)) for text in texts if text.answer]
     every = [rank for line in ranks for rank in line]

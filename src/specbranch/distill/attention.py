@@ -15,9 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from specbranch.distill.material import Batch
 
-AttendPacked = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # queries, keys, values [batch, length, heads, head_dim] to the same shape
+# queries, keys, values [batch, length, heads, head_dim] to the same shape
+AttendPacked = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(batch: Batch, dtype: torch.dtype) -> AttendPacked:

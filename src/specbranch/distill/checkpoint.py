@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save as as_safetensors
 from torch import Tensor, nn
 
-from specbranch.distill.draft_folder import write_whole
+from specbranch.distill.disk import read_tensors, write_durably
 from specbranch.errors import ModelError
 
 FORMAT = "specbranch-checkpoint-1"
@@ -34,12 +34,8 @@ def write_checkpoint(
     }
     tensors |= {f"random.{name}": tensor for name, tensor in _random_states().items()}
     told = json.dumps({**notes, "groups": state["param_groups"]})
-    write_whole(
-        path,
-        as_safetensors(
-            {name: one.contiguous().cpu() for name, one in tensors.items()}, {"format": FORMAT, "notes": told}
-        ),
-    )
+    held = {name: one.contiguous().cpu() for name, one in tensors.items()}
+    write_durably(path, as_safetensors(held, {"format": FORMAT, "notes": told}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +50,9 @@ class Checkpoint:
     def read(cls, path: Path) -> Self:
         """Read a checkpoint, or say that it is damaged."""
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"its format is {metadata.get('format')!r}, expected {FORMAT!r}")
-                notes = json.loads(metadata["notes"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return cls(path, tensors, {name: notes[name] for name in NOTES})
+            tensors, metadata = read_tensors(path, FORMAT)
+            notes = json.loads(metadata["notes"])
+            return cls(path, tensors, {name: notes[name] for name in NOTES})
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, error) from None
 

@@ -7,23 +7,22 @@ which target the draft belongs to.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
+from specbranch.distill.disk import RESUME, write_durably
 from specbranch.distill.draft_name import KEY
-from specbranch.errors import BadParameter, ModelError
+from specbranch.errors import ModelError
+from specbranch.files import spoken
 from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import Matrix
@@ -34,9 +33,8 @@ Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")
 FORMAT = 1
 HEAD_IDS = "draft.head_ids"
-ON_THE_HUB = {
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"
-}  # where a target lies that is known by another name here
+# Where a target lies that is known by another name here.
+ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +187,11 @@ def save_draft(
     config = {**config_of(arch), "num_hidden_layers": len(weights.layers), KEY: asdict(info)}
     told, made = dict(figures or {}), dict(provenance or {})
     texts = {"README.md": _card(info, licence, told, made), "provenance.json": _json({**made, "figures": told})}
-    with spoken(place):
-        place.mkdir(parents=True, exist_ok=True)
+    with spoken(place, RESUME):
         (place / "config.json").unlink(missing_ok=True)
-    write_whole(place / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
+    write_durably(place / "model.safetensors", as_safetensors(_stored(arch, weights, info.storage), {"format": "pt"}))
     for name, text in {**texts, "config.json": _json(config)}.items():
-        write_whole(place / name, text.encode())
+        write_durably(place / name, text.encode())
 
 
 def refuse_other_draft(folder: Path, fingerprint: str) -> None:
@@ -314,6 +311,7 @@ def _card(info: DraftInfo, licence: str | None, figures: Mapping[str, Any], prov
         if info.head_tokens is None
         else f"the {info.head_tokens} tokens the target wrote most often"
     )
+    layers = ", ".join(map(str, info.layers))
     return f"""---
 license: {(licence or "other").lower()}
 base_model: {ON_THE_HUB.get(info.target, info.target)}
@@ -323,7 +321,7 @@ library_name: specbranch
 # Draft for {info.target}
 
 A draft for speculative decoding of {info.target}: {len(info.layers)} layers, started from the target's layers
-{", ".join(map(str, info.layers))} and trained to give the target's own distribution on text the target wrote. It proposes {head}.
+{layers} and trained to give the target's own distribution on text the target wrote. It proposes {head}.
 Embedding and output head are the target's and are not in this folder, so the draft runs beside its target only
 (sha256 of the embedding in float32: `{info.target_fingerprint}`). Weights are stored as {info.storage}.
 
@@ -344,34 +342,3 @@ def _licence_sentence(licence: str | None) -> str:
 def _table(values: Mapping[str, Any]) -> str:
     lines = [f"| {name} | {json.dumps(value, ensure_ascii=False).strip(chr(34))} |" for name, value in values.items()]
     return "\n".join(["", "| | |", "|---|---|", *lines, ""])
-
-
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Write a file so that, killed at any moment, the old or the new one is there and never half of one."""
-    part = path.with_name(path.name + ".part")
-    with spoken(path):
-        try:
-            with part.open("wb") as file:
-                _write_through(file, data)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def _write_through(file: IO[bytes], data: bytes | memoryview) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-@contextmanager
-def spoken(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "The disk is full" if full else f"Cannot write ({error.strerror or error})"
-        raise BadParameter(
-            f"{what}: {path}. Make room or name another folder with --out; --resume goes on from the last checkpoint."
-        ) from None

@@ -31,10 +31,9 @@ from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import (
     HUGGING_FACE,
-    LayerWeights,
     ReducedHead,
     Weights,
-    part_shape,
+    read_layers,
     read_part,
     read_weights,
 )
@@ -88,11 +87,12 @@ def load_draft(
     context = arch.choose_context(context_length, shorten=True)
     if recipe is None:
         stored = _own_storage(found.draft, place, precision) if weights is None else stored
-        shared = (
-            None if is_inflation(target) else Shared.of(target_runner, place, precision)
-        )  # an inflated target's embedding is padded
+        # An inflated target's embedding is padded.
+        shared = None if is_inflation(target) else Shared.of(target_runner, place, precision)
         shared = shared or _read_shared(found.target, found.source, place, precision, stored)
-        held = _Builder(arch, found.draft, place, precision, stored).weights(shared)
+        layers, norm = read_layers(arch, found.draft, place, precision, stored)
+        reduced = _reduced(found.draft.head_ids, shared.head, place, precision, stored)
+        held = Weights(shared.embedding, layers, norm, shared.head, reduced)
         pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0)
     else:
         pages = pool_pages(arch, precision, place, context, tail, cache_tokens, stored=stored)
@@ -174,54 +174,12 @@ def _read_shared(
     return Shared(whole.embedding, whole.head)
 
 
-@dataclass(frozen=True, slots=True)
-class _Builder:
-    """Puts a draft's weights together; what it has alone, the rows of a reduced head included, is `stored` so."""
-
-    arch: Architecture
-    draft: DraftFile
-    device: torch.device
-    dtype: torch.dtype
-    stored: WeightsName | None
-
-    def weights(self, shared: Shared) -> Weights:
-        layers = tuple(self._layer(index) for index in range(self.arch.layers))
-        return Weights(
-            shared.embedding, layers, self._tensor("norm", self.dtype), shared.head, self._reduced(shared.head)
-        )
-
-    def _layer(self, index: int) -> LayerWeights:
-        a, dtype = self.arch, self.dtype
-        return LayerWeights(
-            attention_norm=self._tensor("attention_norm", dtype, index),
-            qkv=self._matrix(("q", "k", "v"), index, a.qkv_bias),
-            q_norm=self._tensor("q_norm", dtype, index) if a.qk_norm else None,
-            k_norm=self._tensor("k_norm", dtype, index) if a.qk_norm else None,
-            out=self._matrix(("out",), index, a.out_bias),
-            mlp_norm=self._tensor("mlp_norm", dtype, index),
-            gate_up=self._matrix(("gate", "up"), index, a.mlp_bias),
-            down=self._matrix(("down",), index, a.mlp_bias),
-        )
-
-    def _reduced(self, head: Matrix) -> ReducedHead | None:
-        """Copy a reduced head's rows: scattered among the target's, they could not be read at the memory's pace."""
-        ids = self.draft.head_ids
-        if ids is None:
-            return None
-        columns = Columns(ids.to(self.device), head.weight.shape[0])
-        return ReducedHead(self._held(head.rows(columns.ids)), columns)
-
-    def _matrix(self, parts: tuple[str, ...], index: int, bias: bool) -> Matrix:
-        # In float32 until it is stored, so that numbers that were in int8 come out as they were.
-        weight = torch.cat([self._tensor(part, torch.float32 if self.stored else self.dtype, index) for part in parts])
-        biases = [self._tensor(part, self.dtype, index, "bias") for part in parts] if bias else None
-        return self._held(Matrix(weight, None if biases is None else torch.cat(biases)))
-
-    def _tensor(self, part: str, dtype: torch.dtype, index: int = 0, suffix: str = "weight") -> Tensor:
-        shape = part_shape(self.arch, part)[: None if suffix == "weight" else 1]
-        held = torch.empty(shape, device=self.device, dtype=dtype)
-        self.draft.read(f"{HUGGING_FACE[part].format(index)}.{suffix}", held)
-        return held
-
-    def _held(self, matrix: Matrix) -> Matrix:
-        return matrix.in_floats(self.dtype) if self.stored is None else matrix.stored_as(self.stored)
+def _reduced(
+    ids: Tensor | None, head: Matrix, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
+) -> ReducedHead | None:
+    """Copy a reduced head's rows: scattered among the target's, they could not be read at the memory's pace."""
+    if ids is None:
+        return None
+    columns = Columns(ids.to(device), head.weight.shape[0])
+    rows = head.rows(columns.ids)
+    return ReducedHead(rows.in_floats(dtype) if stored is None else rows.stored_as(stored), columns)

@@ -9,7 +9,6 @@ training can go on at any batch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -18,11 +17,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specbranch.distill.disk import read_tensors
 from specbranch.errors import BadParameter, ModelError
+from specbranch.files import replacing
 
 FORMAT = "specbranch-material-1"
 PADDING = -1  # segment of the places no conversation fills
@@ -38,9 +39,8 @@ class Batch:
     segments: Tensor  # int64 [rows, length], numbered from 0 in each row; PADDING where nothing is
     weight: Tensor  # float32 [rows, length], 0 at the last token of a conversation and in padding
     source: Tensor  # int64 [rows, length], where the token stands in the material; 0 in padding
-    edges: Tensor | None = (
-        None  # int32 [stretches + 1], where each stretch of one segment begins in the flattened batch; see `with_edges`
-    )
+    # int32 [stretches + 1], where each stretch of one segment begins in the flattened batch; see `with_edges`
+    edges: Tensor | None = None
 
     def parts(self, rows: int) -> Iterator[Batch]:
         """Cut into batches of at most so many rows."""
@@ -84,6 +84,20 @@ class Material:
         """How many tokens of all are answers."""
         return int((self.lengths - self.answers).sum())
 
+    @property
+    def parts(self) -> list[Mapping[str, Any]]:
+        """How each part of it was made that was written by itself."""
+        found: list[Mapping[str, Any]] = self.about.get("parts", [self.about])
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """How much there is."""
+        return {
+            "conversations": len(self),
+            "tokens_written": self.tokens.numel(),
+            "answer_tokens": self.answer_tokens,
+        }
+
     def sequence(self, index: int) -> list[int]:
         """Return the tokens of one conversation."""
         found: list[int] = self.tokens[self.starts[index] : self.starts[index + 1]].tolist()
@@ -114,10 +128,6 @@ class Material:
         apart = min(max(round(held_out * len(self)), 1), len(self) - 1)
         return self.select(order[apart:].sort().values), self.select(order[:apart].sort().values)
 
-    def batch_count(self, length: int, size: int, seed: int, epoch: int) -> int:
-        """Return how many batches an epoch has."""
-        return -(-len(self._rows(length, seed, epoch)) // size)
-
     def batches(
         self,
         length: int,
@@ -145,28 +155,20 @@ class Material:
         """Write everything to one file, which appears whole or not at all."""
         tensors = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers}
         metadata = {"format": FORMAT, "about": json.dumps(dict(self.about), sort_keys=True)}
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata)
-            part.replace(path)
+            with replacing(path) as part:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata)
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"The material could not be written to {path}: {error}. Free some space, or choose another folder."
             ) from None
-        finally:
-            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(f"its format is {metadata.get('format')!r}, expected {FORMAT!r}")
-                tokens, starts, answers = (file.get_tensor(name) for name in ("tokens", "starts", "answers"))
-                return cls(tokens, starts, answers, json.loads(metadata["about"]))
+            held, metadata = read_tensors(path, FORMAT)
+            return cls(held["tokens"], held["starts"], held["answers"], json.loads(metadata["about"]))
         except FileNotFoundError:
             raise ModelError(f"There is no material at {path}.") from None
         except (OSError, SafetensorError, ValueError, KeyError) as error:
@@ -218,6 +220,23 @@ class Material:
         )
         tokens, positions, segments, weight, source = (whole.view(size, length) for whole in filled)
         return Batch(tokens, positions, segments + PADDING, weight, source)
+
+
+def material_files(path: Path) -> list[Path]:
+    """Return the files of material that a path names: itself, or those in it."""
+    if path.is_dir():
+        return sorted(path.glob("material*.safetensors"), key=lambda file: (len(file.name), file.name))
+    return [path] if path.is_file() else []
+
+
+def material_in(path: Path) -> Material:
+    """Read a file of material, or all of a folder as one."""
+    return joined([Material.load(file) for file in material_files(path)])
+
+
+def joined(parts: Sequence[Material]) -> Material:
+    """Put several together; one alone stays as it is."""
+    return parts[0] if len(parts) == 1 else Material.join(parts)
 
 
 def _fault(tokens: Tensor, starts: Tensor, answers: Tensor) -> str | None:

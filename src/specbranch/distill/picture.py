@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specbranch.charts import Scale, line, polyline, svg, text
+
 WIDTH, HEIGHT, LEFT, TOP = 640, 180, 64, 28  # of one panel, and the room around it
+RIGHT, ROW = LEFT + WIDTH, HEIGHT + 60
+PANELS = (("loss (KL, nats a token)", "loss", 1), ("top-1 agreement on held-out text", "top1", 0))
 
 
 def picture(records: Sequence[Mapping[str, Any]]) -> str:
     """Draw both panels; of no records, empty ones."""
-    panels = (("loss (KL, nats a token)", "loss", "#c2410c"), ("top-1 agreement on held-out text", "top1", "#1d4ed8"))
     drawn = "".join(
-        _panel([(r["step"], r[key]) for r in records if key in r], title, colour, number * (HEIGHT + 60) + TOP)
-        for number, (title, key, colour) in enumerate(panels)
+        _panel([(r["step"], r[key]) for r in records if key in r], title, hue, TOP + number * ROW)
+        for number, (title, key, hue) in enumerate(PANELS)
     )
-    width, height = LEFT + WIDTH + 16, 2 * (HEIGHT + 60)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
-        f'<rect width="{width}" height="{height}" fill="white"/>{drawn}</svg>\n'
-    )
+    return svg(RIGHT + 16, len(PANELS) * ROW, drawn, "Loss and agreement over the steps")
 
 
-def _panel(points: Sequence[tuple[float, float]], title: str, colour: str, top: int) -> str:
-    frame = f'<text x="{LEFT}" y="{top - 8}">{title}</text>'
-    frame += f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>'
+def _panel(points: Sequence[tuple[float, float]], title: str, hue: int, top: int) -> str:
+    foot = top + HEIGHT
+    frame = text(LEFT, top - 8, title)
+    frame += "".join(line(LEFT, y, RIGHT, y, "axis") for y in (top, foot))
+    frame += "".join(line(x, top, x, foot, "axis") for x in (LEFT, RIGHT))
     if not points:
         return frame
     steps, values = [step for step, _ in points], [value for _, value in points]
     low, high, last = min(values), max(values), max(max(steps), 1)
-    span = (high - low) or 1.0
-    line = " ".join(
-        f"{LEFT + WIDTH * step / last:.1f},{top + HEIGHT * (1 - (value - low) / span):.1f}" for step, value in points
-    )
-    marks = f'<text x="{LEFT - 6}" y="{top + 10}" text-anchor="end">{high:.3f}</text>'
-    marks += f'<text x="{LEFT - 6}" y="{top + HEIGHT}" text-anchor="end">{low:.3f}</text>'
-    marks += f'<text x="{LEFT + WIDTH}" y="{top + HEIGHT + 16}" text-anchor="end">step {last:,.0f}, now {values[-1]:.3f}</text>'
-    return f'{frame}{marks}<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+    across, up = Scale(0, last, LEFT, RIGHT), Scale(low, high if high > low else low + 1, foot, top)
+    marks = text(LEFT - 6, top + 10, f"{high:.3f}", anchor="end") + text(LEFT - 6, foot, f"{low:.3f}", anchor="end")
+    marks += text(RIGHT, foot + 16, f"step {last:,.0f}, now {values[-1]:.3f}", anchor="end")
+    return frame + marks + polyline([(across.at(step), up.at(value)) for step, value in points], hue)

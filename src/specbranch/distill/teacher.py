@@ -8,7 +8,6 @@ conversations see nothing of each other, so how they are packed changes it by ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,13 +15,12 @@ from torch import Tensor
 from specbranch.distill.attention import has_stretches
 from specbranch.distill.material import PADDING, Batch, Material
 from specbranch.distill.model import Stack, sent
+from specbranch.progress import Onlooker
 
 log = logging.getLogger("specbranch")
 
 CPU_ROOM = 1 << 30  # bytes that may be filled on a CPU
 GPU_SHARE = 0.5  # of the memory that is free on a GPU
-
-Heard = Callable[[int, int], None]  # tokens heard so far, and of how many
 
 
 def moved(batch: Batch, stack: Stack) -> Batch:
@@ -50,7 +48,7 @@ class Teacher:
         return needed <= room
 
     @torch.no_grad()
-    def remember(self, material: Material, length: int, rows: int, heard: Heard) -> None:
+    def remember(self, material: Material, length: int, rows: int, watch: Onlooker) -> None:
         """Listen to the whole material once."""
         table = self.stack.embedding
         memory = table.new_zeros(material.tokens.numel(), table.shape[1])
@@ -62,7 +60,7 @@ class Teacher:
                 sent(filled, table.device)
             ]
             done += filled.numel()
-            heard(done, whole)
+            watch("Listening", done, whole, f"{done:,} tokens")
         self._memory = memory
 
     @torch.no_grad()

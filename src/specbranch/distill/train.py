@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from specbranch.distill.checkpoint import Checkpoint, write_checkpoint
-from specbranch.distill.draft_folder import spoken, write_whole
+from specbranch.distill.disk import RESUME, write_durably
 from specbranch.distill.material import PADDING, Batch, Material
 from specbranch.distill.model import NOTHING, Stack, compare, counted, divergence
 from specbranch.distill.picture import picture
-from specbranch.distill.teacher import Heard, Teacher, moved
+from specbranch.distill.teacher import Teacher, moved
 from specbranch.errors import BadParameter
+from specbranch.files import spoken
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import Weights
+from specbranch.progress import Onlooker, silent
 
 log = logging.getLogger("specbranch")
 T = TypeVar("T")
@@ -86,19 +88,6 @@ class Trained:
     figures: dict[str, float]
 
 
-OnMetrics = Callable[
-    [Mapping[str, Any]], None
-]  # given each line of the metrics, and under "of" how many steps there are, once known
-
-
-def unheard(record: Mapping[str, Any]) -> None:
-    """Show no progress."""
-
-
-def unwatched(tokens: int, of: int) -> None:
-    """Show no progress of the target either."""
-
-
 def frequent_tokens(material: Material, vocabulary: int, count: int) -> Tensor:
     """Return the `count` ids the target wrote most often, ascending."""
     if not 1 <= count < vocabulary:
@@ -118,8 +107,7 @@ def train(
     folder: Path,
     *,
     resume: bool = False,
-    report: OnMetrics = unheard,
-    heard: Heard = unwatched,
+    watch: Onlooker = silent,
 ) -> Trained:
     """Train a draft; with `resume`, go on from the folder's checkpoint if it has one."""
     if not len(material) or not len(held_out):
@@ -127,14 +115,14 @@ def train(
             f"There are {len(material)} conversations to train on and {len(held_out)} to compare with; expected some "
             "of both."
         )
-    with spoken(folder):
+    with spoken(folder, RESUME):
         folder.mkdir(parents=True, exist_ok=True)
-    run = _Training(arch, weights, material, held_out, settings, folder, report)
+    run = _Training(arch, weights, material, held_out, settings, folder, watch)
     if resume and run.checkpoint.exists():
         run.restore()
     else:
         run.metrics.unlink(missing_ok=True)
-    run.listen(heard)
+    run.listen()
     run.go_on()
     figures = run.finish()
     return Trained(run.student, run.step, run.tokens, run.seconds, figures)
@@ -151,9 +139,9 @@ class _Training:
         held_out: Material,
         settings: TrainSettings,
         folder: Path,
-        report: OnMetrics,
+        watch: Onlooker,
     ) -> None:
-        self.settings, self.material, self.held_out, self.report = settings, material, held_out, report
+        self.settings, self.material, self.held_out, self.watch = settings, material, held_out, watch
         self.checkpoint, self.metrics, self.picture = (folder / name for name in (CHECKPOINT, METRICS, PICTURE))
         ids = frequent_tokens(material, arch.vocabulary, settings.head_tokens) if settings.head_tokens else None
         self.device = weights.norm.device
@@ -171,10 +159,10 @@ class _Training:
         self._warm = 0, 0.0  # step and seconds from which on steps take their usual time
         self._saved_at = time.monotonic()
 
-    def listen(self, heard: Heard) -> None:
+    def listen(self) -> None:
         """Let the target go over the material once, if what it says there can be remembered."""
         rows = self.settings.rows  # not `micro`: a resumed run listens as the first did
-        while self.remembering and self.step != self.total and not self._remembered(rows, heard):
+        while self.remembering and self.step != self.total and not self._remembered(rows):
             rows //= 2
             self.remembering = rows > 0
             log.warning(
@@ -182,10 +170,10 @@ class _Training:
                 f"listening to {rows} rows at a time" if rows else "the target is asked at every step",
             )
 
-    def _remembered(self, rows: int, heard: Heard) -> bool:
+    def _remembered(self, rows: int) -> bool:
         """Whether there was memory to listen to so many rows at a time."""
         try:
-            self.teacher.remember(self.material, self.settings.length, rows, heard)
+            self.teacher.remember(self.material, self.settings.length, rows, self.watch)
             return True
         except RuntimeError as error:
             if not _short_of_memory(error):
@@ -218,7 +206,7 @@ class _Training:
             {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 2), "final": True, **figures}
         )
         self.save()
-        write_whole(self.picture, picture(_records(self.metrics)).encode())
+        write_durably(self.picture, picture(_records(self.metrics)).encode())
         return figures
 
     def _batches(self) -> Iterator[Batch]:
@@ -333,9 +321,16 @@ class _Training:
         self._write({**record, **(self.evaluate() if evaluated else {})})
 
     def _write(self, record: dict[str, Any]) -> None:
-        with spoken(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+        with spoken(self.metrics, RESUME), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self.report({**record, "of": self.total})
+        self._show(record)
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        loss = f"loss {record['loss']:.3f}" if "loss" in record else ""
+        self.watch("Training", self.step, self.total, loss)
+        if "top1" in record and not record.get("final"):
+            agreement = f"top-1 {record['top1']:.3f}, top-3 {record['top3']:.3f}"
+            self.watch.say(f"step {self.step:,}: {', '.join(filter(None, (loss, agreement)))}")
 
     def save(self) -> None:
         """Keep everything the next step needs."""
@@ -353,7 +348,7 @@ class _Training:
             setattr(self, name, held.notes["where"][name])
         self.remembering = self.remembering and has_room  # there may be less of it than there was
         kept = [record for record in _records(self.metrics) if record["step"] <= self.step and not record.get("final")]
-        write_whole(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        write_durably(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
 _WHERE = ("step", "tokens", "seconds", "epoch", "index", "micro", "total", "remembering")
@@ -422,9 +417,8 @@ def _short(value: Any) -> str:
 
 def _optimiser(student: Stack, settings: TrainSettings) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in student.parameters() if parameter.dim() > 1]
-    vectors = [
-        parameter for parameter in student.parameters() if parameter.dim() < 2
-    ]  # norms and biases are not drawn to 0
+    # norms and biases are not drawn to 0
+    vectors = [parameter for parameter in student.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].device.type == "cuda"

@@ -23,11 +23,13 @@ from torch import Tensor
 from specbranch.distill.material import Material
 from specbranch.distill.openings import Script
 from specbranch.distill.writer_settings import WriterSettings
-from specbranch.errors import ModelError
+from specbranch.errors import BadParameter, ModelError
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.weights import Weights
+from specbranch.models.files.tensor_file import TensorSource
+from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.texts import Texts
+from specbranch.progress import Onlooker, silent
 from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")
@@ -43,6 +45,15 @@ class WritingTarget:
     weights: Weights
 
 
+def load_target(arch: Architecture, file: TensorSource, device: str) -> WritingTarget:
+    """Load a target that is to write."""
+    if arch.charged is not None:
+        raise BadParameter(f"{arch.name} is inflated: its source says the same for less. Name the source here.")
+    place = torch.device(device)
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    return WritingTarget(arch, read_weights(arch, file, place, dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """How far the writing has come."""
@@ -51,17 +62,21 @@ class Written:
     conversations: int  # finished ones
     seconds: float
 
-
-OnWritten = Callable[[Written], None]
-
-
-def quiet(written: Written) -> None:
-    """Show nothing."""
+    def show(self, watch: Onlooker, what: str, settings: WriterSettings) -> None:
+        """Tell it to somebody."""
+        done, of = (self.tokens, settings.tokens) if settings.tokens else (self.seconds, settings.seconds)
+        speed = self.tokens / max(self.seconds, 1e-9)
+        note = f"{self.tokens:,} tokens, {self.conversations:,} conversations, {speed:,.0f} tokens/s"
+        watch(what, done, of, note)
 
 
 @torch.no_grad()  # not inference_mode: what is returned goes into training
 def write(
-    target: WritingTarget, tokenizer: Tokenizer, settings: WriterSettings, progress: OnWritten = quiet
+    target: WritingTarget,
+    tokenizer: Tokenizer,
+    settings: WriterSettings,
+    watch: Onlooker = silent,
+    what: str = "Writing",
 ) -> Material:
     """Let the target write until time or tokens are spent; with memory for fewer rows than asked for, fewer write."""
     settings = replace(settings, length=target.arch.choose_context(None, most=settings.length))
@@ -73,7 +88,7 @@ def write(
     while not _spent(settings, written):
         history.add(*desk.advance())
         written = Written(history.tokens, history.finished, time.monotonic() - start)
-        progress(written)
+        written.show(watch, what, settings)
     about = {
         "settings": {**asdict(settings), "prompts": len(settings.prompts), "rows": desk.rows},
         "seconds": written.seconds,
@@ -257,9 +272,8 @@ class _DeviceScript:
         self.openings = torch.tensor(padded, device=device)  # [openings, longest]
         self.lengths = torch.tensor([len(opening) for opening in script.openings], device=device)
         self.answers = self.lengths.where(torch.tensor(script.asked, device=device), UNKNOWN)
-        self.least, self.most = torch.tensor(script.limits, device=device).unbind(
-            1
-        )  # tokens of a question, each [openings]
+        # tokens of a question, each [openings]
+        self.least, self.most = torch.tensor(script.limits, device=device).unbind(1)
         self.bridge = torch.tensor(script.bridge, device=device)
         self.closing = torch.tensor(script.question_ends, dtype=torch.int64, device=device)
         self.closes_question = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(

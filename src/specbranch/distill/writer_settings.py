@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specbranch.errors import BadParameter
 
 LEAST_QUESTION = 3  # tokens, before an end is let through
+LONGEST_QUESTION = 192
+# Writing is kept in pieces of at most this size, so that a kill costs at most one; more pieces than SLICES would take
+# the seeds of the next run's.
+SLICE_SECONDS, SLICE_TOKENS, SLICES = 120.0, 20_000_000, 1000
+
+
+def question_room(length: int) -> int:
+    """Return how many of a conversation's tokens its question may take: a third."""
+    return max(min(LONGEST_QUESTION, length // 3), LEAST_QUESTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +27,8 @@ class WriterSettings:
     tokens: int | None = None  # or when this many were written, questions and all
     rows: int = 1024  # conversations written at once; halved while they do not fit
     length: int = 640  # most tokens of a conversation
-    question_tokens: int = (
-        192  # most tokens of an invented question, one that hands over a text aside; a longer one is closed there
-    )
+    # most tokens of an invented question, one that hands over a text aside; a longer one is closed there
+    question_tokens: int = LONGEST_QUESTION
     question_temperature: float = 1.0
     temperature: float = 0.8  # of the answers in every second row; those of the others are greedy, and all of them at 0
     min_p: float = 0.03  # least probability of a sampled token, as a share of the most likely one's
@@ -42,3 +50,12 @@ class WriterSettings:
             raise BadParameter(f"temperature is {self.temperature}; expected a finite number, 0 or more.")
         if not 0 < self.min_p <= 1:
             raise BadParameter(f"min_p is {self.min_p}; expected more than 0 and at most 1.")
+
+    def slices(self) -> list[WriterSettings]:
+        """Cut the writing into pieces of equal size, each with a seed of its own."""
+        wanted = max(math.ceil((self.seconds or 0) / SLICE_SECONDS), math.ceil((self.tokens or 0) / SLICE_TOKENS), 1)
+        count = min(wanted, SLICES)
+        seconds = None if self.seconds is None else self.seconds / count
+        tokens = None if self.tokens is None else math.ceil(self.tokens / count)
+        seeds = range(self.seed * SLICES, self.seed * SLICES + count)
+        return [replace(self, seconds=seconds, tokens=tokens, seed=seed) for seed in seeds]

@@ -19,9 +19,8 @@ from specbranch.errors import CacheFull
 from specbranch.exec.grower import grow, never
 from specbranch.exec.worker import Worker, chain_after
 
-Announce = Callable[
-    [dict[int, Branch]], None
-]  # told of the sessions' first heads as soon as they are drawn, where there are any
+# told of the sessions' first heads as soon as they are drawn, where there are any
+Announce = Callable[[dict[int, Branch]], None]
 
 
 class NoNumber(RuntimeError):
@@ -89,9 +88,8 @@ class Drafter(Worker):
         """Grow trees; one that has come out of reach stays as it is."""
         within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order, 1)}
         grown = grow(self, within, done)
-        _check(
-            node.said for tree in grown.values() for node in tree.nodes
-        )  # one that a device grew by itself was not asked
+        # one that a device grew by itself was not asked
+        _check(node.said for tree in grown.values() for node in tree.nodes)
         return {session: order.tree for session, order in orders.items()} | grown
 
     def _branches(
@@ -121,10 +119,8 @@ class Drafter(Worker):
                     lines[session] = line
                     asks += _asks(session, order, line)
         answers = iter(self.propose(work, asks))
-        for (
-            session,
-            line,
-        ) in lines.items():  # all but the pending tokens join the prefix, so that the next order can build on them
+        # all but the pending tokens join the prefix, so that the next order can build on them
+        for session, line in lines.items():
             self.runner.keep(session, line[1:], len(line) - 1 - orders[session].pending)
         return [lane for session in lines for lane in self._opened(session, orders[session], answers)]
 

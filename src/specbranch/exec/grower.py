@@ -30,19 +30,14 @@ class _GrowingOrder:
         self.places: dict[int, int] = {ROOT: ROOT, **held}
         self.growing.nodes = [node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)]
 
-    @property
-    def unread(self) -> bool:
-        """Whether the draft has not yet said what follows the text itself."""
-        return not self.growing.read
-
-    def opening(self) -> Feed:
+    def unread_text(self) -> Feed:
         """What has to be read of the text before anything can grow."""
         if self.rest:
             self.growing.steps.append(len(self.rest))
         return Feed(self.session, tuple(self.rest), chain_after(ROOT, 0, len(self.rest)))
 
-    def opened(self) -> None:
-        """The opening was read: it is committed, and so is all of the text."""
+    def commit_text(self) -> None:
+        """Commit what was unread of the text, now that it is read."""
         if self.rest:
             self.worker.commit_line(self.session, range(len(self.rest)))
 
@@ -69,12 +64,13 @@ class _GrowingOrder:
         self.growing.add_candidates(number, self.growth, proposal.tokens, _said(proposal))
 
     def grown_at_once(self, done: Done) -> Tree | None:
-        """Have the model grow the tree by itself, if it can."""
+        """Have the model grow the tree by itself, if it can; `done` ends that where the order has the target's time."""
         if not self.worker.lets_grow or not isinstance(self.worker.runner, GrowsTrees):
             return None
         held = {n: place for n, place in self.places.items() if n != ROOT}
         tree = Tree(tuple(self.growing.nodes), self.growing.read)
-        grown = self.worker.runner.grow(Growing(self.session, tuple(self.rest), tree, held, self.growth), done)
+        growing = Growing(self.session, tuple(self.rest), tree, held, self.growth)
+        grown = self.worker.runner.grow(growing, done if self.order.until_target else never)
         if grown is not None:
             self.worker.rows_fed += sum(grown.steps)
         return grown
@@ -87,70 +83,69 @@ def never() -> bool:
 
 def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
     """Carry out the orders; `done` ends those that have the target's time to themselves."""
-    plots = list(_plots(worker, orders))
-    if len(plots) == 1 and (tree := plots[0].grown_at_once(done if plots[0].order.until_target else never)) is not None:
-        return {plots[0].session: tree}
-    spent = _open(worker, plots)
-    while steps := _steps(worker, plots, spent, done):
-        spent += plots[0].growth.seconds(spent, sum(len(numbers) for _, numbers in steps))
-        work = [plot.feed(numbers) for plot, numbers in steps]
-        _note_absent(plots, {plot.session for plot, _ in steps})
-        ends = [(plot, n) for plot, numbers in steps for n in numbers]
-        for (plot, n), proposal in zip(
-            ends, worker.propose(work, [plot.ask(plot.places[n]) for plot, n in ends]), strict=True
-        ):
-            plot.add_candidates(n, proposal)
-    return {plot.session: plot.growing.tree() for plot in plots}
+    trees = list(_begun(worker, orders))
+    if len(trees) == 1 and (grown := trees[0].grown_at_once(done)) is not None:
+        return {trees[0].session: grown}
+    spent = _read_texts(worker, trees)
+    while steps := _steps(worker, trees, spent, done):
+        spent += trees[0].growth.seconds(spent, sum(len(numbers) for _, numbers in steps))
+        _note_absent(trees, {tree.session for tree, _ in steps})
+        work = [tree.feed(numbers) for tree, numbers in steps]
+        read = [(tree, n) for tree, numbers in steps for n in numbers]
+        proposals = worker.propose(work, [tree.ask(tree.places[n]) for tree, n in read])
+        for (tree, n), proposal in zip(read, proposals, strict=True):
+            tree.add_candidates(n, proposal)
+    return {tree.session: tree.growing.tree() for tree in trees}
 
 
-def _plots(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder]:
+def _begun(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder]:
     """Make ready what can be held; a text there is no memory for goes on without a draft."""
     for session, order in orders.items():
         with suppress(CacheFull):
-            plot = _GrowingOrder(worker, session, order)
-            worker.runner.demand(session, len(plot.rest))
-            yield plot
+            tree = _GrowingOrder(worker, session, order)
+            worker.runner.demand(session, len(tree.rest))
+            yield tree
 
 
-def _open(worker: Worker, plots: list[_GrowingOrder]) -> float:
+def _read_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
     """Read what is unread of the texts, and ask what follows them where that was not said before; returns what that
     takes."""
-    unread = [plot for plot in plots if plot.unread]
-    said = (
-        worker.propose([plot.opening() for plot in plots], [plot.ask(len(plot.rest) - 1) for plot in unread])
-        if plots
-        else []
+    if not trees:
+        return 0.0
+    unasked = [tree for tree in trees if not tree.growing.read]
+    proposals = worker.propose(
+        [tree.unread_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
     )
-    for plot in plots:
-        plot.opened()
-    for plot, proposal in zip(unread, said, strict=True):
-        plot.add_candidates(ROOT, proposal)
-    rows = sum(len(plot.rest) for plot in plots)
-    if rows:
-        _note_absent(plots, {plot.session for plot in plots if plot.rest})
-    return plots[0].growth.seconds(0.0, min(rows, len(plots[0].growth.step))) if rows else 0.0
+    for tree in trees:
+        tree.commit_text()
+    for tree, proposal in zip(unasked, proposals, strict=True):
+        tree.add_candidates(ROOT, proposal)
+    if not (rows := sum(len(tree.rest) for tree in trees)):
+        return 0.0
+    _note_absent(trees, {tree.session for tree in trees if tree.rest})
+    return trees[0].growth.seconds(0.0, rows)
 
 
-def _note_absent(plots: list[_GrowingOrder], present: set[int]) -> None:
-    """Note a step of no nodes for those that took no part in it: what steps took is learned of all together."""
-    for plot in plots:
-        if plot.session not in present:
-            plot.growing.steps.append(0)
+def _note_absent(trees: list[_GrowingOrder], present: set[int]) -> None:
+    """Note a step of no nodes for those that took no part in it: what steps take is learned of all together."""
+    for tree in trees:
+        if tree.session not in present:
+            tree.growing.steps.append(0)
 
 
 def _steps(
-    worker: Worker, plots: list[_GrowingOrder], spent: float, done: Done
+    worker: Worker, trees: list[_GrowingOrder], spent: float, done: Done
 ) -> list[tuple[_GrowingOrder, list[int]]]:
-    """What to read next of each tree, if anything pays."""
+    """What each tree reads next, those that read anything."""
     over = done()
-    growing = [plot for plot in plots if not (over and plot.order.until_target)]
-    readable = [plot.readable() for plot in growing]
+    growing = [tree for tree in trees if not (over and tree.order.until_target)]
+    readable = [tree.readable() for tree in growing]
     gains = [[gain for _, gain in nodes] for nodes in readable]
-    widths = paces([plot.growth for plot in growing], spent, gains) if growing else []
+    widths = paces([tree.growth for tree in growing], spent, gains) if growing else []
     return [
-        (plot, sorted(n for n, _ in nodes[:width]))
-        for plot, nodes, width in zip(growing, readable, widths, strict=True)
-        if width and worker.make_room(plot.session, width)
+        (tree, sorted(n for n, _ in nodes[:width]))
+        for tree, nodes, width in zip(growing, readable, widths, strict=True)
+        if width and worker.make_room(tree.session, width)
     ]
 
 

@@ -39,7 +39,10 @@ class Stretch:
 
 
 class Verifying:
-    """The target's half of a round, under way until its verdicts are taken."""
+    """The target's half of a round, under way until its verdicts are taken.
+
+    `ready` and `tell` are called by a draft at work: what goes wrong with the target there is raised by `judged`.
+    """
 
     def __init__(
         self, target: Verifier, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None, stretch: Stretch
@@ -48,22 +51,34 @@ class Verifying:
         self.failed: dict[int, SpecBranchError] = {}
         self._target, self._stretch = target, stretch
         self._scored: Scored | None = None  # where there is nothing to verify
+        self._error: Exception | None = None
         if orders:
             self._scored, self.failed = target.score(orders, heads)
             self._launched()
 
     def ready(self) -> bool:
         """Whether taking the verdicts would wait for nothing."""
-        return self._scored is not None and self._scored.ready
+        if self._error is None and self._scored is not None:
+            try:
+                return self._scored.ready
+            except Exception as error:
+                self._error = error
+        return self._error is not None
 
     def tell(self, heads: Mapping[int, Branch]) -> None:
         """Start to judge what waited for its heads."""
-        if self._scored is not None and self._scored.waiting:
+        if self._scored is None or not self._scored.waiting:
+            return
+        try:
             self._scored = self._target.tell(self._scored, heads)
             self._launched()
+        except Exception as error:
+            self._error = error
 
     def judged(self) -> dict[int, Verdict]:
         """Wait for the verdicts."""
+        if self._error is not None:
+            raise self._error
         found = self._target.judge(self._scored, {}) if self._scored else {}
         if not self._stretch.by_device:
             self._stretch.end()

@@ -169,9 +169,8 @@ class Process:
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, (work.heads if work else None) or {})
         timed.end()
-        self._target_done(
-            work
-        )  # not before: a forward may have been launched only, and it is judging that waits for a device
+        # not earlier: a forward may have been launched only, and it is judging that waits for a device
+        self._target_done(work)
         self._await_branches(work)
         made, drafting = (work.made, work.span) if work else (None, None)
         return reports_of(orders, made or {}, verdicts, failed, drafting, timed.span(), drafts if made is None else ())

@@ -21,9 +21,8 @@ class Streams(Serial):
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round, both models at once."""
         drafts, verifies = parted(orders)
-        ahead = any(
-            order.goes_on for order in verifies.values()
-        )  # such a step may have begun before the round, and another follows it
+        # such a step may have begun before the round, and another follows it
+        ahead = any(order.goes_on for order in verifies.values())
         timed = Stretch(self.target, self.now) if ahead else self._stretch(self.target)
         awaited = any(order.announces for order in drafts.values())
         verifying = Verifying(self.target, verifies, None if awaited else {}, timed)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from specbranch.core.forecast import Forecaster
 from specbranch.core.orders import Aside, Branch, Context, Verdict, Verify
-from specbranch.core.runner import Feed, Forecaster, Head, Judged, Runner, Trial, Verdicts
+from specbranch.core.runner import Feed, Head, Judged, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
 from specbranch.exec.worker import Stale, Worker, chain_after

@@ -15,20 +15,11 @@ from torch import Tensor
 
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
-from specbranch.distill.agreement import read
+from specbranch.distill.agreement import AnsweredPrompt, read
 from specbranch.hrad.forecaster import Transparent, features, reached
 from specbranch.hrad.rounds import LabelledRounds, Start, walk
 
 MOST = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenText:
-    """What a target wrote greedily behind a prompt, and of which kind that was."""
-
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    task: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +41,7 @@ class Collector:
         self.layers, self.longest, self.rows = layers, longest, rows
         self._lengths = torch.Generator().manual_seed(seed)
 
-    def fits(self, text: WrittenText) -> bool:
+    def fits(self, text: AnsweredPrompt) -> bool:
         """Whether both models can read a text, and there is a round in it."""
         most, known = (
             min(getattr(one, name) for one in (self.target, self.draft)) for name in ("context_length", "vocabulary")
@@ -58,13 +49,13 @@ class Collector:
         ids = (*text.prompt, *text.answer)
         return len(text.answer) > 1 and len(ids) <= most and max(ids) < known
 
-    def shown(self, text: WrittenText) -> Tensor:
+    def shown(self, text: AnsweredPrompt) -> Tensor:
         """Have the target read a text; returns the hidden states that led to each token of the answer [tokens,
         layers·hidden]."""
         return states_along(self.target, text.prompt, text.answer, self.layers, self.rows)
 
     @torch.inference_mode()
-    def rounds(self, text: WrittenText, number: int, shown: Tensor | None = None) -> LabelledRounds:
+    def rounds(self, text: AnsweredPrompt, number: int, shown: Tensor | None = None) -> LabelledRounds:
         """Read off the rounds of a text, for one draft length that is drawn for it: what a round begins behind depends
         on the length.
 
@@ -82,7 +73,7 @@ class Collector:
         shown = self.shown(text) if shown is None else shown
         return LabelledRounds(self._features(text, starts, shown), taken, left, before, confidence, entropy, *same)
 
-    def _said(self, text: WrittenText) -> Said:
+    def _said(self, text: AnsweredPrompt) -> Said:
         said = list(chain.from_iterable(read(self.draft, text.prompt, text.answer[:-1], self._proposals, self.rows)))
         agreed = [top.tokens[0] == token for (top, _), token in zip(said, text.answer[1:], strict=True)]
         # the first token is the target's own
@@ -100,7 +91,7 @@ class Collector:
             zip(top, self.draft.propose([], [Ask(ROOT, node, measure="entropy") for node in nodes]), strict=True)
         )
 
-    def _features(self, text: WrittenText, starts: Sequence[Start], shown: Tensor) -> Tensor:
+    def _features(self, text: AnsweredPrompt, starts: Sequence[Start], shown: Tensor) -> Tensor:
         """What the network reads at each start: what led to its token."""
         at = [start.at for start in starts]
         return features(shown[at], [text.answer[n] for n in at], self.target).clamp(-MOST, MOST).to(torch.float16)

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specbranch.core.orders import Signal
+from specbranch.core.forecast import Signal
 from specbranch.core.runner import Feed, Runner
 from specbranch.hrad.predictor import Predictor, PredictorError
 
@@ -55,7 +55,7 @@ def features(states: Tensor, tokens: Sequence[int], runner: Transparent) -> Tens
 
 
 class TargetForecaster:
-    """A `core.runner.Forecaster` for a target whose hidden states can be reached: its probe from now on."""
+    """A `core.forecast.Forecaster` for a target whose hidden states can be reached: its probe from now on."""
 
     def __init__(self, predictor: Predictor, runner: object) -> None:
         self._runner = reached(runner)

@@ -31,10 +31,11 @@ class Network(nn.Module):
         self.width, self.longest = width, longest
         for name, tensor in (("mean", torch.zeros(width)), ("scale", torch.ones(width))):
             self.register_buffer(name, tensor)
+        # calibration: what scores become
         for name, tensor in (
             ("sharpness", torch.ones(longest)),
             ("shift", torch.zeros(longest)),
-        ):  # calibration: what scores become
+        ):
             self.register_buffer(name, tensor)
         self.first, self.second, self.last = nn.Linear(width, WIDE), nn.Linear(WIDE, NARROW), nn.Linear(NARROW, longest)
         self.dropout, self.forgetting = nn.Dropout(DROPOUT), nn.Dropout(forgets)

@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from specbranch.distill.draft_folder import spoken, write_whole
+from specbranch.distill.disk import RESUME, write_durably
 from specbranch.errors import ModelError
+from specbranch.files import spoken
 from specbranch.hrad.network import Network
 
 FORMAT = "specbranch-predictor"
@@ -67,11 +68,10 @@ class Predictor:
             tensors[name] = self.network.state_dict()[name].detach().cpu().float()
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         card = {"format": FORMAT, "version": VERSION, "weights_sha256": sha256(data).hexdigest(), **asdict(self.about)}
-        with spoken(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        with spoken(folder, RESUME):
             (folder / CARD).unlink(missing_ok=True)
-        write_whole(folder / WEIGHTS, data)
-        write_whole(folder / CARD, (json.dumps(card, indent=1) + "\n").encode())
+        write_durably(folder / WEIGHTS, data)
+        write_durably(folder / CARD, (json.dumps(card, indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, folder: Path) -> Self:

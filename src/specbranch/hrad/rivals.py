@@ -15,19 +15,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specbranch.core.trees import EDGES  # the planner's classes of what a draft says
 from specbranch.hrad.network import Network
 from specbranch.hrad.rounds import UNKNOWN, LabelledRounds, outcomes
+from specbranch.hrad.train import found_near
 
 LEAST, MOST = 1e-4, 1 - 1e-4  # no law is sure
 TRUST = 2.0  # observations that the overall share counts as, in each class
-STEPS, LEASH = 300, 1e-4
 
-LengthLaw = Callable[
-    [LabelledRounds], Tensor
-]  # the chance of each token of a draft once all before it are taken [rounds, longest]
+# The chance of each token of a draft once all before it are taken [rounds, longest].
+LengthLaw = Callable[[LabelledRounds], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +129,15 @@ def _by_class(
 def _hybrid(said: Sequence[LengthLaw], rounds: LabelledRounds) -> LengthLaw:
     """Put laws together: the log of the odds is a weighted sum of theirs and a shift, at each place of a draft its own.
 
-    It begins as the first of them, and is held near it: at far places few rounds are left to go by.
+    It begins as the first of them, and is held near it.
     """
     device, longest = rounds.taken.device, rounds.longest
     start = torch.zeros(len(said) + 1, longest, device=device)
     start[0] = 1.0
-    weights = start.clone().requires_grad_()
-    seen, true = outcomes(rounds)
 
     def heard(some: LabelledRounds) -> Tensor:
         return torch.stack([torch.logit(law(some)) for law in said] + [torch.ones(len(some), longest, device=device)])
 
     given = heard(rounds)
-    optimiser = torch.optim.Adam([weights], lr=0.02)
-    for _ in range(STEPS):
-        each = binary_cross_entropy_with_logits((weights[:, None] * given).sum(0), true.float(), reduction="none")
-        loss = (each * seen).sum() / len(rounds) + LEASH * ((weights - start) ** 2).sum()
-        optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-    found = weights.detach()
+    found = found_near(start, lambda weights: (weights[:, None] * given).sum(0), rounds)
     return lambda some: torch.sigmoid((found[:, None] * heard(some)).sum(0)).clamp(LEAST, MOST)

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from specbranch.core.orders import ALL, NONE, SOME
+from specbranch.core.forecast import ALL, NONE, SOME
 
 UNKNOWN = -1  # label of a draft that reaches beyond the text
 

@@ -17,15 +17,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from specbranch.errors import BadParameter
 from specbranch.hrad.network import Network
 from specbranch.hrad.rounds import LabelledRounds, outcomes
+from specbranch.progress import Onlooker, silent
 
 CALIBRATED, JUDGED = 0.1, 0.15  # shares of the texts
 LEAST_TEXTS = 8
 CALIBRATION_STEPS, LEASH = 300, 1e-4
 WARMING = 0.1  # share of the steps
-
-EpochDone = Callable[
-    [int, int, float], None
-]  # epochs done, of how many, nats a round on texts that are not learned from
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +69,6 @@ class Fitted:
     nats: float
 
 
-def quiet(done: int, of: int, loss: float) -> None:
-    """Show nothing."""
-
-
 def dealt(rounds: LabelledRounds, seed: int = 0) -> DealtRounds:
     """Deal rounds out by text."""
     texts: Tensor = rounds.text.unique()  # type: ignore[no-untyped-call]
@@ -91,19 +84,19 @@ def dealt(rounds: LabelledRounds, seed: int = 0) -> DealtRounds:
     return DealtRounds(rounds.where(~(calibrated | judged)), rounds.where(calibrated), rounds.where(judged))
 
 
-def fit(parts: DealtRounds, settings: FitSettings, progress: EpochDone = quiet) -> Fitted:
+def fit(parts: DealtRounds, settings: FitSettings, watch: Onlooker = silent) -> Fitted:
     """Train a network, keep it as it was when it did best on texts it does not learn from, and calibrate it on
     those."""
     rounds = parts.learned
     torch.manual_seed(settings.seed)
     network = Network(rounds.features.shape[1], rounds.longest, settings.forgets).to(rounds.features.device)
     network.fit_scale(rounds.features)
-    epoch = learn(network, parts, settings, progress)
+    epoch = learn(network, parts, settings, watch)
     calibrate(network, parts.calibrated)
     return Fitted(network.eval(), epoch, nats(network, parts.calibrated))
 
 
-def learn(network: Network, parts: DealtRounds, settings: FitSettings, progress: EpochDone = quiet) -> int:
+def learn(network: Network, parts: DealtRounds, settings: FitSettings, watch: Onlooker = silent) -> int:
     """Go over the rounds again and again, the rate falling to nothing; returns the epoch that is kept."""
     rounds, device = parts.learned, parts.learned.features.device
     optimiser = torch.optim.AdamW(network.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
@@ -124,7 +117,7 @@ def learn(network: Network, parts: DealtRounds, settings: FitSettings, progress:
         unseen = nats(network.eval(), parts.calibrated)
         if unseen < best:
             best, kept, held = unseen, epoch, {name: tensor.clone() for name, tensor in network.state_dict().items()}
-        progress(epoch, settings.epochs, unseen)
+        watch("Training", epoch, settings.epochs, f"{unseen:.3f} nats a round")
     if not held:
         raise BadParameter(
             "Training came to no finite loss: hidden states may be too large. Lower --learning-rate, or read fewer "
@@ -136,11 +129,9 @@ def learn(network: Network, parts: DealtRounds, settings: FitSettings, progress:
 
 def _pace(done: float) -> float:
     """The share of the highest rate after a share of the steps: up over the first tenth, then down to nothing."""
-    return (
-        max(done, 1e-3) / WARMING
-        if done < WARMING
-        else 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
-    )
+    if done < WARMING:
+        return max(done, 1e-3) / WARMING
+    return 0.5 + 0.5 * math.cos(math.pi * min((done - WARMING) / (1 - WARMING), 1.0))
 
 
 def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
@@ -152,29 +143,33 @@ def loss_of(scores: Tensor, seen: Tensor, true: Tensor) -> Tensor:
 @torch.no_grad()
 def nats(network: Network, rounds: LabelledRounds) -> float:
     """The same over many rounds."""
-    seen, true = outcomes(rounds)
-    scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
-    return float(loss_of(scores, seen, true))
+    return float(loss_of(_scores(network, rounds), *outcomes(rounds)))
+
+
+@torch.no_grad()
+def _scores(network: Network, rounds: LabelledRounds) -> Tensor:
+    return torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
 
 
 def calibrate(network: Network, rounds: LabelledRounds) -> None:
     """Find for each place how scores are to be scaled and shifted so that chances come true as often as they say
     (Platt)."""
+    scores = _scores(network, rounds)
+    start = torch.stack((torch.ones_like(network.sharpness), torch.zeros_like(network.shift)))
+    sharpness, shift = found_near(start, lambda weights: scores * weights[0] + weights[1], rounds)
+    network.shift.mul_(sharpness).add_(shift)
+    network.sharpness.mul_(sharpness)
+
+
+def found_near(start: Tensor, scores: Callable[[Tensor], Tensor], rounds: LabelledRounds) -> Tensor:
+    """Find the weights whose scores fit some rounds best, held near where they start: at far places few rounds are
+    left to go by."""
     seen, true = outcomes(rounds)
-    with torch.no_grad():
-        scores = torch.cat([network(part) for part in torch.split(rounds.features, 8192)])
-    sharpness, shift = (
-        torch.ones_like(network.sharpness).requires_grad_(),
-        torch.zeros_like(network.shift).requires_grad_(),
-    )
-    optimiser = torch.optim.Adam((sharpness, shift), lr=0.02)
+    weights = start.clone().requires_grad_()
+    optimiser = torch.optim.Adam([weights], lr=0.02)
     for _ in range(CALIBRATION_STEPS):
-        # held near what it was: at far places few rounds are left to go by
-        leash = ((sharpness - 1) ** 2).sum() + (shift**2).sum()
-        loss = loss_of(scores * sharpness + shift, seen, true) + LEASH * leash
+        loss = loss_of(scores(weights), seen, true) + LEASH * ((weights - start) ** 2).sum()
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    with torch.no_grad():
-        network.shift.mul_(sharpness).add_(shift)
-        network.sharpness.mul_(sharpness)
+    return weights.detach()

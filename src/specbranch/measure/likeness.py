@@ -11,10 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbranch.assembly import ModelChoice, load_runner, load_tokenizer
-from specbranch.config import SamplingParams
-from specbranch.core.request import Request
 from specbranch.core.runner import Feed
-from specbranch.core.slots import ROOT
+from specbranch.distill.agreement import read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,15 +83,12 @@ def _logits(choice: ModelChoice, texts: Sequence[Sequence[int]]) -> tuple[str, T
 def _read(runner: TorchRunner, text: Sequence[int]) -> Tensor:
     from specbranch.models.rows import scored
 
-    first, last = text[:-STEPS], text[-STEPS:]
-    runner.open(0, Request(SamplingParams(), 0, len(text)))
-    try:
-        runner.extend(0, first)
-        rows = runner.score([Feed(0, tuple(last), (ROOT, *range(len(last) - 1)))])[0]
-        logits, columns = scored(rows)
+    def said(feed: Feed) -> Tensor:
+        logits, columns = scored(runner.score([feed])[0])
         return logits[:, : runner.sampler.width(columns)].double().cpu()
-    finally:
-        runner.close(0)
+
+    (found,) = read(runner, text[:-STEPS], text[-STEPS:], said)
+    return found
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

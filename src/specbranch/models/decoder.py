@@ -172,17 +172,14 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) ->
     """Attend by positions: what is shared page by page, where it lies, then each row's own line."""
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
-    grouped = (
-        queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5
-    )  # [kv_heads, rows, group, head_dim]
+    # [kv_heads, rows, group, head_dim]
+    grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5
     flat = grouped.reshape(kv_heads, -1, head_dim)
     at = lines.own // PAGE, lines.own % PAGE
-    own_keys, own_values = (
-        whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values)
-    )  # [kv_heads, rows, own, head_dim]
-    ends = [
-        min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)
-    ]  # what lies beyond may be anything
+    # [kv_heads, rows, own, head_dim]
+    own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values))
+    # what lies beyond may be anything
+    ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]
     pages = [(page, end) for page, end in zip(lines.pages, ends, strict=False)]
     common = [(flat @ keys[page, :, :end].mT).view(kv_heads, rows, -1, end) for page, end in pages]
     hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]

@@ -99,9 +99,8 @@ class Table:
         """Give back the pages that hold nothing but what lies beyond so many places."""
         kept = -(-places // PAGE)
         gone = self.pages[kept:]
-        del self.pages[
-            kept:
-        ]  # first: a page lost by an interrupt is found again, one both free and named would be written twice
+        # before it is free: a page lost by an interrupt is found again, one both free and named would be written twice
+        del self.pages[kept:]
         self.pool.drop(gone)
 
     def own(self, start: int, stop: int) -> list[Copy]:

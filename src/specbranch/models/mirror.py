@@ -52,10 +52,11 @@ def as_transformers(decoder: Decoder) -> PreTrainedModel:
     dtype, device = decoder.norm.dtype, decoder.norm.device
     family: Any = transformers.LlamaConfig, transformers.LlamaForCausalLM  # whose constructors are not typed
     config = family[0](
-        vocab_size=arch.vocabulary, hidden_size=arch.hidden, intermediate_size=arch.intermediate, num_hidden_layers=arch.layers,
-        num_attention_heads=arch.heads, num_key_value_heads=arch.kv_heads, head_dim=arch.head_dim, rms_norm_eps=arch.rms_eps,
-        max_position_embeddings=arch.context_length, rope_parameters={"rope_type": "default", "rope_theta": arch.rope.theta},
-        eos_token_id=None, bos_token_id=None, pad_token_id=0, attn_implementation="sdpa", dtype=dtype, tie_word_embeddings=False,
+        vocab_size=arch.vocabulary, hidden_size=arch.hidden, intermediate_size=arch.intermediate,
+        num_hidden_layers=arch.layers, num_attention_heads=arch.heads, num_key_value_heads=arch.kv_heads,
+        head_dim=arch.head_dim, rms_norm_eps=arch.rms_eps, max_position_embeddings=arch.context_length,
+        rope_parameters={"rope_type": "default", "rope_theta": arch.rope.theta}, eos_token_id=None, bos_token_id=None,
+        pad_token_id=0, attn_implementation="sdpa", dtype=dtype, tie_word_embeddings=False,
     )  # fmt: skip
     with torch.device("meta"):
         model: Any = family[1](config)

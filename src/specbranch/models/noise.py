@@ -118,8 +118,7 @@ def gumbel(bits: Tensor) -> Tensor:
     """
     sign = bits >> 31  # −1 where v ≥ ½
     small = (bits ^ sign).float().add_(0.5).mul_(SCALE)  # min(v, 1 − v), never 0
-    upper = (
-        sign.neg_().float()
-    )  # 1 or 0: both logarithms are finite, so the products select exactly (and 6 times faster than `where`)
+    # 1 or 0: both logarithms are finite, so the products select exactly (and 6 times faster than `where`)
+    upper = sign.neg_().float()
     log = small.neg().log1p_().mul_(1.0 - upper).addcmul_(small.log_(), upper)
     return log.neg_().log_().neg_()

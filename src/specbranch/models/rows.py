@@ -21,9 +21,8 @@ class TensorRow:
     block: Tensor
     index: int
     columns: Columns | None = None
-    states: Tensor | None = (
-        None  # [rows, layers·hidden]: the last layers' hidden states, where the runner was asked for them
-    )
+    # [rows, layers·hidden]: the last layers' hidden states, where the runner was asked for them
+    states: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:

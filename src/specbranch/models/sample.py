@@ -143,9 +143,8 @@ def _edited(logits: Tensor, asked: Asked) -> Tensor:
 
 
 def _changed(name: str, values: Tensor, by: Tensor) -> Tensor:
-    if (
-        name == "repeat"
-    ):  # divide what is positive, multiply what is negative (Keskar et al. 2019): both make a token less likely
+    if name == "repeat":
+        # divide what is positive, multiply what is negative (Keskar et al. 2019): both make a token less likely
         return torch.where(values < 0, values * by, values / by)
     return by if name == "forbid" else values - by if name == "less" else values + by
 

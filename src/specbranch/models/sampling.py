@@ -142,9 +142,8 @@ class TorchSampler:
             return sample.noise_of(
                 asked, self._first_ids(width, shaped.device) if columns is None else columns.ids[:width]
             )
-        silent = [
-            spot.request.greedy or spot.request.by_ratio for spot in spots
-        ]  # what such a row gets is not added to it
+        # what such a row gets is not added to it
+        silent = [spot.request.greedy or spot.request.by_ratio for spot in spots]
         noisy = spots[silent.index(False)]
         places = places_of([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
         rows = (

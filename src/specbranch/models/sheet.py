@@ -19,9 +19,8 @@ from specbranch.core.noise import keys
 from specbranch.core.request import Spot
 from specbranch.models.columns import Find
 
-COLDEST = (
-    1e-6  # below this no noise can turn a difference that float32 logits can express, and a division would overflow
-)
+# below this no noise can turn a difference that float32 logits can express, and a division would overflow
+COLDEST = 1e-6
 EVERYTHING = 2.0  # a top_p that cuts nothing, not even what rounds to probability 0
 Arrays = dict[str, np.ndarray]  # by name
 

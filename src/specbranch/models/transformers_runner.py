@@ -25,18 +25,17 @@ from transformers.cache_utils import DynamicLayer
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError
-from specbranch.extras import ACCELERATE
+from specbranch.extras import ACCELERATE, Extra
 from specbranch.models.files.inflation import is_inflation
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow, rows_of
 
 CHUNK = 512  # tokens of a prompt read at once
-SAME = {
-    torch.float32: 0.01,
-    torch.float64: 0.01,
-}  # relative difference of logits taken for rounding; coarser types: ROUGH
+# relative difference of logits taken for rounding; coarser types: ROUGH
+SAME = {torch.float32: 0.01, torch.float64: 0.01}
 ROUGH = 0.2
+SPREADING = Extra("accelerate", "transformers", "Spreading a model over several GPUs")
 
 
 def load_transformers(
@@ -47,21 +46,50 @@ def load_transformers(
     dtype: torch.dtype | None = None,
     tail: int = TAIL,
     shorten: bool = False,
+    spread: bool = False,
 ) -> TransformersRunner:
     """Load a local folder, a GGUF file or a Hub id; without `context_length` the model's own is used, cut to its
     attention window.
 
     Nothing from the model's folder is executed. float32 on a CPU and bfloat16 elsewhere, unless `dtype` says otherwise.
+    `spread`: over all GPUs of this machine, layer by layer.
     """
-    device = torch.device(device)
+    device = torch.device("cuda" if spread else device)
+    if spread:
+        _check_spreading()
     source, options = _source(name)
     config = _loaded(AutoConfig, source, options, name)
     length = _checked_length(config, context_length, str(name), shorten)
     options["dtype"] = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if device.type != "cpu" and ACCELERATE.is_installed:
-        options["device_map"] = str(device)  # tensors go straight there
+        options["device_map"] = "auto" if spread else str(device)  # tensors go straight there
     model = _loaded(AutoModelForCausalLM, source, options, name)
-    return TransformersRunner(model.to(device), length, tail=tail, name=str(name))
+    if spread:
+        _check_spread(model, str(name))
+    else:
+        model = model.to(device)
+    return TransformersRunner(model, length, tail=tail, name=str(name))
+
+
+def _check_spreading() -> None:
+    """Raise unless a model can be spread here."""
+    SPREADING.require("or leave out --device-map")
+    if (count := torch.cuda.device_count()) < 2:
+        found = "one GPU" if count else "no GPU"
+        raise BadParameter(
+            f"device_map 'auto' spreads the target over several GPUs, and torch sees {found} here. Leave it out."
+        )
+
+
+def _check_spread(model: PreTrainedModel, name: str) -> None:
+    """Raise unless all of a model lies on GPUs: what accelerate leaves to the host is fetched anew for every token."""
+    places: dict[str, Any] = getattr(model, "hf_device_map", {})
+    left_out = sorted({str(at) for at in places.values()} & {"cpu", "disk", "meta"})
+    if left_out:
+        raise ModelError(
+            f"{name} does not fit the {torch.cuda.device_count()} GPUs of this machine: part of it would lie on "
+            f"{' and '.join(left_out)}. Choose a smaller model or a smaller --dtype."
+        )
 
 
 @dataclass(slots=True)
@@ -301,9 +329,8 @@ def _source(name: str | Path) -> tuple[str, dict[str, Any]]:
 def _loaded(factory: Any, source: str, options: dict[str, Any], name: str | Path) -> Any:
     try:
         return factory.from_pretrained(source, **options)
-    except (
-        Exception
-    ) as error:  # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
+    except Exception as error:
+        # whatever is wrong with a download, a file or a configuration: transformers raises all kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelError(
             f"transformers cannot load {name}: {reason}. Expected a causal language model it knows."

@@ -1,7 +1,7 @@
 """One request decoded from a record: real orders and verdicts, time charged by a profile.
 
-Owns the assembly of a replay. Invariant: what is emitted is the record's text; a play that ends otherwise is an error,
-not a result.
+Owns the assembly of a replay. Invariant: what is emitted is the record's text; a replay that ends otherwise is an
+error, not a result.
 """
 
 from __future__ import annotations
@@ -26,29 +26,27 @@ from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 
+PLAIN = "autoregressive"  # what a configuration without a method means
+
 
 class Diverged(AssertionError):
     """A replay did not give the record's text."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayDraft:
-    """The draft of a replay: who it is, what it said before, and the model for what it was never asked."""
+class ReplayedModel:
+    """A draft in a replay, or a target off its record: who it is, what it said before, and the model for the rest."""
 
     identity: str
     memory: ProposalStore
     runner: Runner
-
-    def reader(self, record: Record) -> Reader:
-        """Return the model, ready to read a record's text."""
-        return Reader(self.runner, record)
 
     def worker(self, record: Record, reader: Reader, knows: bool = False) -> MeteredDrafter:
         """Return a draft worker that remembers; one that `knows` is sure of what is right, and of nothing else."""
         return MeteredDrafter(self._remembering(OracleRunner if knows else MemoRunner, record, reader))
 
     def read_ahead(self, record: Record, reader: Reader) -> None:
-        """Have the model read what methods will ask of it on a record, unless it did before."""
+        """Have the draft read what methods will ask of it on a record, unless it did before."""
         text, runner = record.text, self.runner
         out_of_reach = len(text) >= runner.context_length or max(text) >= runner.vocabulary
         if out_of_reach or self.memory.has_read(self.identity, record):
@@ -60,30 +58,21 @@ class ReplayDraft:
         return kind(self.identity, record, self.memory, reader, self.runner.vocabulary, self.runner.context_length)
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayTarget:
-    """The target of a replay, for what it says off its record: who it is, what it said there before, and the model."""
-
-    identity: str
-    memory: ProposalStore
-    runner: Runner
-
-
 class RecordDecoder:
-    """Plays one record again and again, with other methods, settings and profiles; to be closed."""
+    """Decodes one record again and again, with other methods, settings and profiles; to be closed."""
 
     def __init__(
         self,
         record: Record,
-        draft: ReplayDraft | None,
+        draft: ReplayedModel | None,
         forecasts: RecordedSignals | None = None,
-        target: ReplayTarget | None = None,
+        target: ReplayedModel | None = None,
     ) -> None:
         self.record, self.draft, self.forecasts, self.target = record, draft, forecasts, target
-        self._reader = draft.reader(record) if draft else None
+        self._reader = Reader(draft.runner, record) if draft else None
         self._asked = Reader(target.runner, record) if target else None
 
-    def play(
+    def decode(
         self,
         config: SpeculativeConfig,
         profile: CostProfile,
@@ -92,22 +81,19 @@ class RecordDecoder:
     ) -> Stats:
         """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto`
         goes by, and adds to."""
-        method = find_method(config.method or "autoregressive", self.draft is not None)
+        method = find_method(config.method or PLAIN, self.draft is not None)
         if method.guesses and self.target is None:
             raise BadParameter(
                 f"A record holds what the target said, and method {config.method!r} asks what it would say to guesses "
-                "of its own. Give the "
-                "replay the target, or leave the method out."
+                "of its own. Give the replay the target, or leave the method out."
             )
         executor = self._executor(profile, config.policy == "oracle", method.guesses)
-        heeds = (
-            method.heeds_signals(config)
-            and self.forecasts is not None
-            and self.forecasts.longest >= config.num_speculative_tokens
-        )
-        if heeds and self.forecasts is not None:
-            executor.target.forecaster = self.forecasts.of(self.record)
-        loop, session = Loop(executor, trace), self._session(heeds)
+        heard = self.forecasts if method.heeds_signals(config) else None
+        if heard is not None and heard.longest < config.num_speculative_tokens:
+            heard = None
+        if heard is not None:
+            executor.target.forecaster = heard.of(self.record)
+        loop, session = Loop(executor, trace), self._session(heard is not None)
         known = experience or Experience(profile, self.draft is not None)
         loop.join(session, method.start(session, config, known))
         while loop.live:
@@ -145,9 +131,5 @@ class RecordDecoder:
 
     def _session(self, wants_forecast: bool) -> Session:
         task = self.record.task
-        return Session(
-            0,
-            task.prompt,
-            replace(task.request, wants_forecast=wants_forecast),
-            len(task.prompt) + task.params.max_tokens,
-        )
+        request = replace(task.request, wants_forecast=wants_forecast)
+        return Session(0, task.prompt, request, len(task.prompt) + task.params.max_tokens)

@@ -1,9 +1,9 @@
-"""What a replay did, written down so that any profile can price it: a method's decisions do not depend on the clock,
-only its seconds do.
+"""The rounds of a replay, noted so that any profile can price them: where a method's decisions do not depend on the
+clock, only its seconds do.
 
-Owns the book of a play. Holds for fixed lengths; a method that drafts until the target is done, or chooses by the
-profile, has to be played under it. Invariant: `Book.seconds` is what the same play would have been charged under that
-profile.
+Owns those rounds. They hold for fixed lengths; a method that drafts until the target is done, or chooses by the
+profile, has to be replayed under it. Invariant: `PricedRounds.priced` is what the same replay under that profile would
+have told.
 """
 
 from __future__ import annotations
@@ -12,42 +12,32 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from specbranch.bench.results import BASELINE
 from specbranch.config import SpeculativeConfig
+from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.stats import Stats
-from specbranch.replay.decode import RecordDecoder, ReplayDraft, ReplayTarget
+from specbranch.replay.decode import PLAIN, RecordDecoder, ReplayedModel
 from specbranch.replay.record import Record, Task
 from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import Charge, VirtualClock
 from specbranch.sim.profile import CostProfile
 
-OPEN = 24  # players: as many as there are records to tune on
+OPEN = 24  # decoders kept open: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
-PricedRound = tuple[Forward, tuple[Forward, ...]]  # the target's, of no rows if it had nothing to do; the draft's
+PricedRound = tuple[Forward, tuple[Forward, ...]]  # the target's (no rows if it had nothing to do), the draft's steps
 
 
 @dataclass(frozen=True, slots=True)
 class PricedRounds:
-    """The rounds of one play."""
+    """The rounds of one replay."""
 
     counts: Stats  # its times mean nothing
-    entries: array[
-        float
-    ]  # for each round how many draft steps there were, the target's rows and context, and those of each step
+    # For each round: how many draft steps there were, the target's rows and context, and those of each step.
+    entries: array[float]
 
-    @property
-    def decoded(self) -> int:
-        """Tokens after the first."""
-        return self.counts.emitted - 1
-
-    def seconds(self, profile: CostProfile) -> float:
-        """Charge it: seconds from the first token to the last."""
-        return self.charged(profile).decode_seconds
-
-    def charged(self, profile: CostProfile) -> Stats:
-        """What the play's statistics would be under a profile; the first round reads the prompt."""
+    def priced(self, profile: CostProfile) -> Stats:
+        """Return what the replay's statistics would be under a profile; the first round reads the prompt."""
         first, *rest = (_charge(one, profile) for one in self._rounds())
         opening = first.seconds + profile.host
         return replace(
@@ -79,72 +69,82 @@ def _charge(one: PricedRound, profile: CostProfile) -> Charge:
 
 def has_fixed_decisions(config: SpeculativeConfig) -> bool:
     """Whether a method's decisions are the same under every profile."""
-    return not (config.until_target or METHODS[config.method or BASELINE].plans(config))
+    return not (config.until_target or METHODS[config.method or PLAIN].plans(config))
 
 
 class ReplayedMethods:
-    """What was played with one pair; asked again, by whatever clock, nothing is played again. To be closed."""
+    """Replays with one pair. What does not depend on the clock is decoded once for all clocks. To be closed."""
 
     def __init__(
-        self, draft: ReplayDraft | None, forecasts: RecordedSignals | None = None, target: ReplayTarget | None = None
+        self,
+        draft: ReplayedModel | None,
+        forecasts: RecordedSignals | None = None,
+        target: ReplayedModel | None = None,
     ) -> None:
         self._draft, self._forecasts, self._target = draft, forecasts, target
         self._held: dict[tuple[Task, SpeculativeConfig], PricedRounds] = {}
-        on_cpu = (
-            draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"
-        )  # elsewhere a cache is all there from the beginning
+        # On a GPU a cache takes all its memory from the beginning.
+        on_cpu = draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"
         self._most = OPEN if on_cpu else 1
-        self._players: dict[Task, NotingDecoder] = {}  # the one used last comes last
+        self._decoders: dict[Task, NotingDecoder] = {}  # the last used one comes last
 
-    def of(self, record: Record, config: SpeculativeConfig) -> PricedRounds:
-        """Return the book of a play."""
+    def stats(
+        self, record: Record, config: SpeculativeConfig, profile: CostProfile, experience: Experience | None = None
+    ) -> Stats:
+        """Return what a method does on a record under a profile; `experience` is what a planned one goes by."""
+        if has_fixed_decisions(config):
+            return self.rounds(record, config).priced(profile)
+        return self.decoder(record).decode(config, profile, experience=experience)
+
+    def rounds(self, record: Record, config: SpeculativeConfig) -> PricedRounds:
+        """Return the rounds of a method whose decisions are fixed, decoded once."""
         key = record.task, config
         if key not in self._held:
-            self._held[key] = self._on(record).book(config)
+            self._held[key] = self.decoder(record).noted(config)
         return self._held[key]
 
     @property
-    def played(self) -> list[SpeculativeConfig]:
-        """The settings of all plays."""
+    def decoded(self) -> list[SpeculativeConfig]:
+        """The settings of all rounds that are held."""
         return [config for _, config in self._held]
 
     def forget(self) -> None:
-        """Throw all books away."""
+        """Throw all rounds away."""
         self._held.clear()
 
     def close(self) -> None:
-        """Free the models' caches; the books stay."""
-        for player in self._players.values():
-            player.close()
-        self._players.clear()
+        """Free the models' caches; the rounds stay."""
+        for decoder in self._decoders.values():
+            decoder.close()
+        self._decoders.clear()
 
-    def _on(self, record: Record) -> NotingDecoder:
-        """The player of a record. Some stay open: a search comes back to the same records again and again, and their
-        prompts are long."""
-        player = self._players.pop(record.task, None)
-        if player is None:
-            if len(self._players) >= self._most:
-                self._players.pop(next(iter(self._players))).close()
+    def decoder(self, record: Record) -> NotingDecoder:
+        """Return the decoder of a record. Some stay open: a search comes back to the same records, whose prompts are
+        long."""
+        decoder = self._decoders.pop(record.task, None)
+        if decoder is None:
+            if len(self._decoders) >= self._most:
+                self._decoders.pop(next(iter(self._decoders))).close()
             for model in (self._draft, self._target):
                 if model:
                     model.memory.forget()
-            player = NotingDecoder(record, self._draft, self._forecasts, self._target)
-            player.read_ahead()
-        self._players[record.task] = player
-        return player
+            decoder = NotingDecoder(record, self._draft, self._forecasts, self._target)
+            decoder.read_ahead()
+        self._decoders[record.task] = decoder
+        return decoder
 
 
 class NotingDecoder(RecordDecoder):
-    """A player that keeps books."""
+    """A decoder that can note its rounds, for any profile to price."""
 
-    def book(self, config: SpeculativeConfig) -> PricedRounds:
-        """Play a record and write down what was done."""
+    def noted(self, config: SpeculativeConfig) -> PricedRounds:
+        """Decode a record and note what was done."""
         if not has_fixed_decisions(config):
             raise ValueError(
                 "what a draft does until the target is done, and what the planner decides, depends on the profile"
             )
         meter = _Meter()
-        stats = self.play(config, meter)
+        stats = self.decode(config, meter)
         numbers = (
             number
             for target, steps in meter.rounds
@@ -154,7 +154,7 @@ class NotingDecoder(RecordDecoder):
 
     def _executor(self, profile: CostProfile, knows: bool, guesses: bool) -> VirtualClock:
         made = super()._executor(profile, knows, guesses)
-        return _Rounds(made.target, made.metered, profile)
+        return _Rounds(made.target, made.metered, profile) if isinstance(profile, _Meter) else made
 
 
 class _Meter(CostProfile):

@@ -13,8 +13,8 @@ from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT
 from specbranch.replay.record import Record
 
-WINDOW = 12  # tokens of the record whose strayings are read together
-DEPTH = 16  # tokens of a straying: methods seldom ask for more
+WINDOW = 12  # strayings from so many tokens of the record are read together
+DEPTH = 16  # tokens read of a straying: methods seldom ask for more
 
 
 def read_ahead(record: Record, runner: Runner, depth: int = DEPTH) -> None:

@@ -15,8 +15,8 @@ from specbranch.core.slots import ROOT, Slots
 from specbranch.replay.record import Record
 from specbranch.replay.runners import WIDTH, KnownProposal
 
-ROWS = 16  # in one forward
-_NUMBERS = count(-1, -1)  # of sequences, such as no request has
+ROWS = 16  # read in one forward
+_NUMBERS = count(-1, -1)  # numbers of sequences: below zero, as no request's are
 
 TextNode = tuple[int, int]  # its parent and its token
 
@@ -34,7 +34,7 @@ class Reader:
         if not self._within_reach(sequences):
             self._seek(min(min(_common(sequence, self._text), len(sequence) - 1) for sequence in sequences))
         new, ends = self._unread(sequences)
-        if len(new) > self._slots.room and (half := len(sequences) // 2):  # more than a tail holds: in two parts
+        if len(new) > self._slots.room and (half := len(sequences) // 2):  # a tail holds less: in two parts
             return self.read(sequences[:half]) + self.read(sequences[half:])
         self._runner.demand(self._seq, len(new))
         for start in range(0, len(new), ROWS):

@@ -8,7 +8,6 @@ for token.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
 from specbranch.core.request import Request
-from specbranch.errors import BadParameter
+from specbranch.files import write_whole
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
 FORMAT = 1
-TOP = 8  # of a row: the most likely tokens and their log-probabilities
+TOP = 8  # so many of the most likely tokens are kept at each place
 
 TopRow = tuple[tuple[int, float], ...]
 
@@ -87,27 +86,12 @@ class Records:
         if output.error is not None:
             raise output.error
         record = Record(task, tuple(output.token_ids), tuple(row.top for row in output.logprobs or ()))
-        self._write(record)
+        held = {"format": FORMAT, "tokens": record.tokens, "rows": record.rows}
+        write_whole(self._path(task), json.dumps(held))
         return record
 
     def _path(self, task: Task) -> Path:
         return self.folder / f"{task.key(self.model)}.json"
-
-    def _write(self, record: Record) -> None:
-        path = self._path(record.task)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(
-                json.dumps({"format": FORMAT, "tokens": record.tokens, "rows": record.rows}), encoding="utf-8"
-            )
-            part.replace(path)
-        except OSError as error:
-            raise BadParameter(
-                f"A record could not be kept in {path.parent} ({error.strerror}). Make room, or name another folder."
-            ) from None
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def _read(task: Task, held: dict[str, Any]) -> Record:

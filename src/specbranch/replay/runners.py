@@ -26,12 +26,12 @@ from specbranch.errors import BadParameter
 from specbranch.replay.record import Record
 
 NONE = -1  # no token: what a target says where its record says nothing
-WIDTH = 12  # candidates remembered of a place
+WIDTH = 12  # so many candidates are remembered at a place
 AT_HAND = 300_000  # proposals kept in memory: about 200 MB
 TABLE, READ = "proposals_2", "read_2"
 
 Mark = TypeVar("Mark")
-Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # texts that left a record: what the target says after each
+Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # from texts that left a record to the target's next tokens
 
 
 class PlainSlots(Generic[Mark]):
@@ -41,10 +41,9 @@ class PlainSlots(Generic[Mark]):
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length
         self._slots: dict[int, Slots] = {}
-        self._ends: dict[int, Mark] = {}  # after the prefix
-        self._marks: dict[
-            int, dict[int, Mark]
-        ] = {}  # of the nodes that may be asked about, ROOT where it was one of them
+        self._ends: dict[int, Mark] = {}  # the mark after the prefix
+        # Marks of the nodes that may be asked about, ROOT's where it was one of them.
+        self._marks: dict[int, dict[int, Mark]] = {}
 
     def open(self, seq: int, request: Request) -> None:
         """Make room for a new, empty sequence."""
@@ -193,6 +192,10 @@ class KnownProposal:
         confidence = self.top if ask.measure == "top" else self.entropy
         return Proposal(self.tokens[: ask.width], confidence, odds=self.odds[: ask.width])
 
+    def cut(self, width: int) -> KnownProposal:
+        """Return it with so many candidates at most."""
+        return replace(self, tokens=self.tokens[:width], odds=self.odds[:width])
+
     def packed(self) -> bytes:
         """As bytes."""
         many = len(self.tokens)
@@ -204,6 +207,14 @@ class KnownProposal:
         many = (len(data) - 16) // 12
         top, entropy, *rest = struct.unpack(f"<dd{many}I{many}d", data)
         return cls(tuple(rest[:many]), top, entropy, tuple(rest[many:]))
+
+
+class Reads(Protocol):
+    """Something that can read what was never read before."""
+
+    def read(self, sequences: Sequence[Sequence[int]]) -> list[KnownProposal]:
+        """Return the draft's proposals after some sequences of tokens."""
+        ...
 
 
 class ProposalStore:
@@ -233,8 +244,15 @@ class ProposalStore:
             self._held[key] = KnownProposal.unpacked(line[0])
         return self._held[key]
 
-    def all(self, keys: Sequence[bytes]) -> list[KnownProposal]:
-        """Return what is remembered under keys, each of which is known."""
+    def recall(
+        self, keys: Sequence[bytes], text: Callable[[int], Sequence[int]], reader: Reads, width: int = WIDTH
+    ) -> list[KnownProposal]:
+        """Return what is remembered under keys; the model reads the `text` of what is not, and so many candidates of
+        it are kept."""
+        missing = {key: text(at) for at, key in enumerate(keys) if self.find(key) is None}
+        if missing:
+            read = reader.read(list(missing.values()))
+            self.add({key: one.cut(width) for key, one in zip(missing, read, strict=True)})
         return [entry for key in keys if (entry := self.find(key)) is not None]
 
     def add(self, entries: dict[bytes, KnownProposal]) -> None:
@@ -281,14 +299,6 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-class Reads(Protocol):
-    """Something that can read what was never read before."""
-
-    def read(self, sequences: Sequence[Sequence[int]]) -> list[KnownProposal]:
-        """Return the draft's proposals after some sequences of tokens."""
-        ...
-
-
 class Guessed:
     """What a target says off a record, remembered; the model reads what is not."""
 
@@ -299,16 +309,7 @@ class Guessed:
     def __call__(self, texts: Sequence[Sequence[int]]) -> list[int]:
         """Return the target's token after each text."""
         keys = [_digest(self._first + struct.pack(f"<{len(text)}I", *text)) for text in texts]
-        missing = {key: text for key, text in zip(keys, texts, strict=True) if self._memory.find(key) is None}
-        if missing:
-            read = self._reader.read(list(missing.values()))
-            self._memory.add(
-                {
-                    key: replace(one, tokens=one.tokens[:1], odds=one.odds[:1])
-                    for key, one in zip(missing, read, strict=True)
-                }
-            )
-        return [entry.tokens[0] for entry in self._memory.all(keys)]
+        return [entry.tokens[0] for entry in self._memory.recall(keys, texts.__getitem__, self._reader, width=1)]
 
 
 class MemoRunner(PlainSlots[bytes]):
@@ -326,12 +327,8 @@ class MemoRunner(PlainSlots[bytes]):
         """Add nodes, and return candidates for each place."""
         self.feed(work)
         keys = [self._marks[ask.seq][ask.node] for ask in asks]
-        missing = {
-            key: self._before(ask) for key, ask in zip(keys, asks, strict=True) if self._memory.find(key) is None
-        }
-        if missing:
-            self._memory.add(dict(zip(missing, self._reader.read(list(missing.values())), strict=True)))
-        return [entry.proposal(ask) for entry, ask in zip(self._memory.all(keys), asks, strict=True)]
+        known = self._memory.recall(keys, lambda at: self._before(asks[at]), self._reader)
+        return [entry.proposal(ask) for entry, ask in zip(known, asks, strict=True)]
 
     def _before(self, ask: Ask) -> list[int]:
         return self._slots[ask.seq].sequence(ask.node)

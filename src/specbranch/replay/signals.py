@@ -7,7 +7,6 @@ the predictor's for that very record.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from specbranch.core.orders import Signal
+from specbranch.core.forecast import Signal
 from specbranch.core.runner import Runner
+from specbranch.files import replacing
 from specbranch.hrad.collect import states_along
 from specbranch.hrad.forecaster import TargetForecaster, reached
 from specbranch.hrad.predictor import Predictor
@@ -59,15 +59,13 @@ class RecordedSignals:
         return signals
 
     def _keep(self, key: str, chances: np.ndarray) -> None:
-        part = self._folder / f"{key}.{os.getpid()}.part.npy"
-        with suppress(OSError):  # without room it is read again next time
-            self._folder.mkdir(parents=True, exist_ok=True)
-            np.save(part, chances)
-            part.replace(self._folder / f"{key}.npy")
+        # Without room it is read again next time.
+        with suppress(OSError), replacing(self._folder / f"{key}.npy") as part, part.open("wb") as file:
+            np.save(file, chances)
 
 
 class RecordedForecaster:
-    """A `core.runner.Forecaster` over a record, which knows what was said at each of its tokens."""
+    """A `core.forecast.Forecaster` over a record, which knows what was said at each of its tokens."""
 
     def __init__(self, start: int, signals: Sequence[Signal | None]) -> None:
         self._start, self._signals = start, signals

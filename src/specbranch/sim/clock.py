@@ -19,8 +19,7 @@ from specbranch.sim.profile import CostProfile
 
 
 class Charge:
-    """The two models' time within one round: side by side, or the draft and then the target where the profile knows
-    no overlap."""
+    """The two models' time within one round: side by side, or one after the other where the profile has no overlap."""
 
     def __init__(self, profile: CostProfile) -> None:
         self.profile = profile
@@ -68,9 +67,8 @@ class MeteredDrafter(Drafter):
         """Charge one step of that width."""
         super()._count(work)
         if work:
-            context = statistics.fmean(
-                len(self.slots(item.seq).prefix) + len(self.slots(item.seq).tokens) for item in work
-            )
+            held = [self.slots(item.seq) for item in work]
+            context = statistics.fmean(len(slots.prefix) + len(slots.tokens) for slots in held)
             self.charge.stepped(sum(len(item.tokens) for item in work), context)
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
@@ -102,9 +100,8 @@ class VirtualClock(Serial):
         start, self._now = self._now, self._now + charge.seconds + self.profile.host
         begun = start + charge.target_start
         drafting = Span(start, start + charge.draft, timed.span().tokens if timed else 0)
-        return reports_of(
-            orders, made, verdicts, failed, drafting, Span(begun, begun + charge.target, verified), self._without
-        )
+        verifying = Span(begun, begun + charge.target, verified)
+        return reports_of(orders, made, verdicts, failed, drafting, verifying, self._without)
 
     def _held(self, orders: Mapping[int, Orders]) -> float:
         """How many tokens the target holds of a sequence it is about to verify, on average."""

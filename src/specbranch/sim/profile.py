@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from hashlib import sha256
 from itertools import pairwise
@@ -29,8 +29,7 @@ ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charg
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """Seconds of a target forward by its tokens, of a draft step by its width, and what each adds to the other
-    beside it."""
+    """Seconds of a target forward by its tokens, of a draft step by its width, and what overlap adds to both."""
 
     target: Points
     draft: Points
@@ -40,9 +39,7 @@ class CostProfile:
     hardware: str = ""
     note: str = ""  # how it was measured, and what was assumed
     devices: int = 1  # that both models together take; plain decoding and lookup take one
-    overlap: bool = (
-        True  # whether both models work at once; if not, a round costs the draft's time and then the target's
-    )
+    overlap: bool = True  # whether both models work at once; if not, a round takes the draft's time and the target's
     draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
     context: int = 0  # tokens before the rows where `target` and `draft` were measured
     target_per_context: Points = ()  # (rows, seconds) added for each token of context beyond that
@@ -54,14 +51,13 @@ class CostProfile:
     def __post_init__(self) -> None:
         for name in (*CURVES, *SLOPES):
             object.__setattr__(self, name, _points(name, getattr(self, name), name in SLOPES))
-        for name in SECONDS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise BadParameter(f"Cost profile: {name} is {value!r}; expected seconds ≥ 0.")
-        for name in TEXTS:
-            if not isinstance(getattr(self, name), str):
-                raise BadParameter(f"Cost profile: {name} is {getattr(self, name)!r}; expected a text.")
-        self._check_rest()
+        self._require(SECONDS, _is_seconds, "seconds ≥ 0")
+        self._require(TEXTS, lambda value: isinstance(value, str), "a text")
+        self._require(("overlap",), lambda value: isinstance(value, bool), "true or false")
+        self._require(
+            ("context",), lambda value: isinstance(value, int) and _is_seconds(value), "a number of tokens ≥ 0"
+        )
+        self._require(("provenance",), lambda value: isinstance(value, Mapping), "an object")
 
     @property
     def knows_target(self) -> bool:
@@ -74,8 +70,7 @@ class CostProfile:
         return True
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
-        """Seconds of one target forward over `tokens` rows, after so many tokens; nothing: after as many as were
-        there when measured."""
+        """Seconds of one target forward over `tokens` rows; `context`: after how many others, nothing: as measured."""
         return self._at(self.target, self.target_per_context, tokens, context)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
@@ -83,22 +78,16 @@ class CostProfile:
         return self._at(self.draft, self.draft_per_context, width, context)
 
     def check_pair(self, target: str, draft: str | None) -> None:
-        """Refuse models other than those it was measured with; a profile that names none holds for any, and no draft
-        fits every one."""
-        wrong = [
-            which
-            for which, measured, given in (
-                ("target", self.target_identity, target),
-                ("draft", self.draft_identity, draft),
-            )
-            if measured and given is not None and measured != given
-        ]
+        """Refuse models other than those it was measured with, if it names any; where there is no draft, none is
+        compared."""
+        models = ("target", self.target_identity, target), ("draft", self.draft_identity, draft)
+        wrong = [name for name, measured, given in models if measured and given is not None and measured != given]
         if wrong:
+            differ = f"{' and '.join(wrong)} differ{'s' if len(wrong) == 1 else ''}"
             raise BadParameter(
-                f"This cost profile was measured with {self.pair or 'another pair'}, whose {' and '.join(wrong)} differ"
-                f"{'s' if len(wrong) == 1 else ''} from the one asked for, so its times would be wrong. Measure this "
-                "pair with "
-                "`specbranch profile`, or take the profile all the same with --force-profile (force_profile=True)."
+                f"This cost profile was measured with {self.pair or 'another pair'}, whose {differ} from the one asked "
+                "for, so its times would be wrong. Measure this pair with `specbranch profile`, or take the profile "
+                "all the same with --force-profile (force_profile=True)."
             )
 
     def save(self, path: Path) -> None:
@@ -133,13 +122,10 @@ class CostProfile:
                 raise unknown("cost profile key", key, names)
         return cls(**values)
 
-    def _check_rest(self) -> None:
-        if not isinstance(self.overlap, bool):
-            raise BadParameter(f"Cost profile: overlap is {self.overlap!r}; expected true or false.")
-        if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 0:
-            raise BadParameter(f"Cost profile: context is {self.context!r}; expected a number of tokens ≥ 0.")
-        if not isinstance(self.provenance, Mapping):
-            raise BadParameter(f"Cost profile: provenance is {self.provenance!r}; expected an object.")
+    def _require(self, names: Sequence[str], is_good: Callable[[Any], bool], expected: str) -> None:
+        for name in names:
+            if not is_good(value := getattr(self, name)):
+                raise BadParameter(f"Cost profile: {name} is {value!r}; expected {expected}.")
 
     def _at(self, curve: Points, slope: Points, rows: int, context: float | None) -> float:
         seconds = _between(curve, rows)
@@ -153,6 +139,10 @@ _DEFAULTS: dict[str, Any] = {
     f.name: f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else None
     for f in fields(CostProfile)
 }
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _points(name: str, given: Any, may_be_empty: bool = False) -> Points:

@@ -19,8 +19,7 @@ VOCABULARY = 8
 
 @dataclass(frozen=True, slots=True)
 class RankedLaw(ToyLaw):
-    """The law of a target that agrees with the plain `ToyLaw` of the same seed at known rates; its greedy token
-    counts, temperature 0."""
+    """The law of a target that agrees with the plain `ToyLaw` of the same seed at known rates, at temperature 0."""
 
     rates: tuple[float, ...] = ()  # the chances of the draft's first choice, its second …; the rest: its last
 
@@ -32,13 +31,10 @@ class RankedLaw(ToyLaw):
         return tuple(row)
 
     def _rank(self, state: State) -> int:
-        drawn = (
-            int.from_bytes(blake2b(state.to_bytes(8, "little"), digest_size=8, person=b"rank").digest(), "little")
-            / 2.0**64
-        )
-        return next(
-            (rank for rank, reached in enumerate(accumulate(self.rates)) if drawn < reached), self.vocabulary - 1
-        )
+        hashed = blake2b(state.to_bytes(8, "little"), digest_size=8, person=b"rank").digest()
+        drawn = int.from_bytes(hashed, "little") / 2.0**64
+        reached = (rank for rank, share in enumerate(accumulate(self.rates)) if drawn < share)
+        return next(reached, self.vocabulary - 1)
 
 
 def ranked_pair(rates: Sequence[float], seed: int = 0) -> tuple[RankedLaw, ToyLaw]:

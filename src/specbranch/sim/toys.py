@@ -31,8 +31,7 @@ Logits = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class ToyLaw:
-    """Logits as a function of the whole prefix. `drift` mixes in a private part: 0 is the common law, 1 has nothing
-    in common with it."""
+    """Logits as a function of the whole prefix. `drift` mixes in a private part: 0 is the common law, 1 another one."""
 
     vocabulary: int = 12
     seed: int = 0
@@ -57,9 +56,8 @@ class ToyLaw:
 
 @lru_cache(maxsize=1 << 18)
 def _read(state: State, token: int) -> State:
-    return int.from_bytes(
-        blake2b(state.to_bytes(8, "little") + token.to_bytes(4, "little"), digest_size=8).digest(), "little"
-    )
+    read = state.to_bytes(8, "little") + token.to_bytes(4, "little")
+    return int.from_bytes(blake2b(read, digest_size=8).digest(), "little")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -213,13 +211,11 @@ class ToySampler:
         q = Sparse(tuple(ranked), tuple(probs[t] / total for t in ranked))
         confidence = q.probs[0] if ask.measure == "top" else _entropy_bound(q.probs)
         if ask.heads == "top":
-            return Proposal(
-                q.ids[: ask.width], confidence, odds=tuple(prob / q.probs[0] for prob in q.probs[: ask.width])
-            )
+            odds = tuple(prob / q.probs[0] for prob in q.probs[: ask.width])
+            return Proposal(q.ids[: ask.width], confidence, odds=odds)
         request = spot.request
-        first = q.ids[
-            _invert(q.probs, noise.uniform(request.seed, request.sample, spot.position, "draft", spot.attempt))
-        ]
+        drawn = noise.uniform(request.seed, request.sample, spot.position, "draft", spot.attempt)
+        first = q.ids[_invert(q.probs, drawn)]
         others = tuple(t for t in q.ids if t != first)
         return Proposal((first, *others[: ask.width - 1]), confidence, q)
 
@@ -241,9 +237,9 @@ def _scores(row: Logits, spot: Spot) -> Sequence[float]:
 
 
 def _allowed(row: Logits, spot: Spot) -> Logits:
-    return (
-        row if spot.allowed is None else tuple(x if token in spot.allowed else -math.inf for token, x in enumerate(row))
-    )
+    if spot.allowed is None:
+        return row
+    return tuple(x if token in spot.allowed else -math.inf for token, x in enumerate(row))
 
 
 def _best(scores: Sequence[float]) -> int:

@@ -2,17 +2,17 @@
 
 Owns the formulas; a draft step is the unit of time, a target forward takes c of them. `alpha` is the chance that a
 drafted token is accepted, independently at each place, and `hit` that the target's token after a whole chain is among
-the heads of its branches. Pure arithmetic: what the real methods are charged is measured in `bench.charged`.
+the heads of its branches. Pure arithmetic: what the real methods are charged is measured in `toy_runs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from specbranch.errors import BadParameter
 
-LONGEST = 64
+TRIED = range(1, 65)  # lengths
 
 
 def accepted_length(alpha: float, length: int) -> float:
@@ -47,8 +47,7 @@ def serial_latency(alpha: float, c: float, gamma: int) -> float:
 
 
 def pearl_latency(alpha: float, c: float, gamma: int, hit: float | None = None) -> float:
-    """Return the latency of PEARL, which drafts γ tokens beside each forward; `hit` is α unless it has several
-    branches.
+    """Return the latency of PEARL, which drafts γ tokens beside each forward; `hit`: α unless it has several branches.
 
     One of the γ is the head, so γ − 1 become pending. After a rollback nothing is: the target says one token a forward
     until a hit.
@@ -63,10 +62,10 @@ def pearl_latency(alpha: float, c: float, gamma: int, hit: float | None = None) 
 
 
 def two_stage_latency(alpha: float, c: float, length: int, hit: float | None = None) -> float:
-    """Return the latency of the paper's SpecBranch: beside each forward it drafts a head and `length` tokens, which
-    become the next chain.
+    """Return the latency of the paper's SpecBranch.
 
-    After a rollback a serial stage drafts the chain first.
+    Beside each forward it drafts a head and `length` tokens, which become the next chain. After a rollback a serial
+    stage drafts the chain first.
     """
     hit = alpha if hit is None else hit
     _check(alpha, c, length, hit)
@@ -74,9 +73,9 @@ def two_stage_latency(alpha: float, c: float, length: int, hit: float | None = N
     return (max(c, length + 1) + serial) / (accepted_length(alpha, length) + 1.0)
 
 
-def best_length(latency: Callable[[int], float], longest: int = LONGEST) -> int:
+def best_length(latency: Callable[[int], float], lengths: Iterable[int] = TRIED) -> int:
     """Return the length at which a latency is least, the shortest of several."""
-    return min(range(1, longest + 1), key=latency)
+    return min(lengths, key=latency)
 
 
 def _check_alpha(alpha: float) -> None:

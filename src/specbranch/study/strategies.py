@@ -10,9 +10,10 @@ the virtual clock (`sim.clock.Charge`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
@@ -32,12 +33,11 @@ PADDED = 8  # rows: a target whose shapes are pinned pays for these also when it
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """How large a tree may be: tokens, depth, children of a node, and how many of its nodes the draft may feed at a
-    step."""
+    """How large a tree may be; `lanes`: how many of its nodes the draft may feed at a step."""
 
     tokens: int
     depth: int
-    choices: int = 1  # 1: a chain
+    choices: int = 1  # children of a node; 1: a chain
     lanes: int = 1
 
 
@@ -89,8 +89,7 @@ class MapRound(NamedTuple):
 
 
 def rates_of(top1: float, top3: float, decay: float = DECAY) -> Rates:
-    """Return the chances of the draft's choices from the two that are measured; those beyond the third fall on
-    geometrically."""
+    """Return the chances of the draft's choices from the two that are measured; those beyond fall on geometrically."""
     if not 0.0 < top1 <= top3 <= 1.0:
         raise BadParameter(f"Agreement is top-1 {top1!r}, top-3 {top3!r}; expected 0 < top-1 ≤ top-3 ≤ 1.")
     second = (top3 - top1) / (1.0 + decay)
@@ -134,19 +133,17 @@ def likeliest_tree(rates: Rates, shape: TreeShape) -> MapTree:
 
 @lru_cache(maxsize=4096)
 def likeliest_outcomes(rates: Rates, shape: TreeShape, everywhere: bool) -> tuple[MapOutcome, ...]:
-    """Return how the verification of such a tree may end, likeliest first; unless `everywhere`, only where all of a
-    chain was accepted."""
+    """Return how the verification of such a tree may end, likeliest first.
+
+    Unless `everywhere`, only where all of a chain was accepted.
+    """
     tree = likeliest_tree(rates, shape)
-    children = dict.fromkeys(
-        range(-1, len(tree)), 0
-    )  # a node's children are the draft's first so many choices after it
-    for node in tree:
-        children[node.parent] += 1
+    children = Counter(node.parent for node in tree)  # they are the draft's first so many choices after a node
     found = [
-        MapOutcome((tree[node].chance if node >= 0 else 1.0) * rate, node, count > 0)
-        for node, count in children.items()
+        MapOutcome((tree[node].chance if node >= 0 else 1.0) * rate, node, children[node] > 0)
+        for node in range(-1, len(tree))
         if everywhere or node == len(tree) - 1
-        for rate in rates[count:]
+        for rate in rates[children[node] :]
     ]
     return tuple(sorted(found, reverse=True))
 
@@ -206,8 +203,7 @@ def _round(costs: PaddedCosts, rates: Rates, setting: Strategy, pending: TreeSha
 
 
 def _steps(prepared: Sequence[MapOutcome], ahead: TreeShape) -> list[int]:
-    """Widths of the draft's steps beside a verification: the first feeds heads that are known, and nodes that were
-    not read yet."""
+    """Widths of the draft's steps beside a verification; the first feeds known heads, and nodes not read yet."""
     if not prepared or ahead.depth < 1:
         return []
     first = sum(o.read for o in prepared) + len({o.node for o in prepared if not o.read})
@@ -225,8 +221,8 @@ def _widths(tree: MapTree) -> list[int]:
 def _long_run(onward: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
     """Return the share of rounds spent in each of three states, from the balance of what enters and leaves them."""
     (_, a1, a2), (_, b1, b2), (_, c1, c2) = onward
-    # With x, y the rounds of the second and third state for one of the first: x = a1 + b1·x + c1·y and y = a2 + b2·x +
-    # c2·y.
+    # x and y are the rounds of the second and third state for one of the first:
+    # x = a1 + b1·x + c1·y and y = a2 + b2·x + c2·y.
     determinant = (1 - b1) * (1 - c2) - c1 * b2
     x = (a1 * (1 - c2) + c1 * a2) / determinant
     y = (a2 * (1 - b1) + b2 * a1) / determinant
@@ -234,84 +230,71 @@ def _long_run(onward: Sequence[tuple[float, float, float]]) -> tuple[float, floa
     return 1 / total, x / total, y / total
 
 
-Try = Callable[[Strategy], Gain]
-
-
 def _chain(length: int) -> TreeShape:
     return TreeShape(length, length)
 
 
-def _best_of(attempt: Try, settings: Iterable[Strategy]) -> Gain:
+# Settings of which all are tried. The serial stage of the two-stage method is as long as a branch beyond its head.
+LENGTHS = range(1, MOST_TOKENS + 1)
+HEADS = range(1, MOST_LANES + 1)
+CHAINS = [Strategy(_chain(length)) for length in LENGTHS]
+PEARLS = [Strategy(_chain(0), _chain(length), 1) for length in range(1, MOST_TOKENS + 2)]
+TWO_STAGES = [Strategy(_chain(length), _chain(length + 1), heads) for length in LENGTHS for heads in HEADS]
+TREES = [
+    Strategy(TreeShape(tokens, depth, RANKS, MOST_LANES))
+    for depth in LENGTHS
+    for tokens in range(depth, MOST_TOKENS + 1)
+]
+Try = Callable[[Strategy], Gain]
+
+
+def _best_of(settings: Iterable[Strategy], attempt: Try) -> Gain:
     return max(map(attempt, settings), key=lambda gain: gain.speedup)
-
-
-def _serial_chains(attempt: Try) -> Gain:
-    return _best_of(attempt, (Strategy(_chain(length)) for length in range(1, MOST_TOKENS + 1)))
-
-
-def _pearl(attempt: Try) -> Gain:
-    return _best_of(attempt, (Strategy(_chain(0), _chain(length), 1) for length in range(1, MOST_TOKENS + 2)))
-
-
-def _two_stage(attempt: Try) -> Gain:
-    """The serial stage is as long as a branch beyond its head."""
-    return _best_of(
-        attempt,
-        (Strategy(_chain(m), _chain(m + 1), k) for m in range(1, MOST_TOKENS + 1) for k in range(1, MOST_LANES + 1)),
-    )
 
 
 def _hedge(attempt: Try) -> Gain:
     starts = [Strategy(_chain(stage), _chain(steps), 8, everywhere=True) for stage in (0, 1, 4) for steps in (2, 5, 10)]
-    return max((_climb(attempt, start, _chain_moves) for start in starts), key=lambda gain: gain.speedup)
-
-
-def _serial_tree(attempt: Try) -> Gain:
-    shapes = (
-        TreeShape(tokens, depth, RANKS, MOST_LANES)
-        for depth in range(1, MOST_TOKENS + 1)
-        for tokens in range(depth, MOST_TOKENS + 1)
-    )
-    return _best_of(attempt, map(Strategy, shapes))
+    return _climb(attempt, starts, _chain_moves)
 
 
 def _tree_hedge(attempt: Try) -> Gain:
     """Start from the best serial tree too, so as never to be worse."""
-    serial = _serial_tree(attempt).setting
+    serial = _best_of(TREES, attempt).setting
     hedged = [
         Strategy(stage, TreeShape(15, steps, RANKS, lanes), MOST_LANES // lanes, everywhere=True)
         for stage in (serial.stage, TreeShape(4, 1, RANKS, MOST_LANES))
         for steps in (2, 5, 8)
         for lanes in (1, 2)
     ]
-    return max((_climb(attempt, start, _tree_moves) for start in (serial, *hedged)), key=lambda gain: gain.speedup)
+    return _climb(attempt, (serial, *hedged), _tree_moves)
 
 
 STRATEGIES: Mapping[StrategyName, Callable[[Try], Gain]] = {
-    "serial SD": _serial_chains,
-    "PEARL": _pearl,
-    "two-stage": _two_stage,
+    "serial SD": partial(_best_of, CHAINS),
+    "PEARL": partial(_best_of, PEARLS),
+    "two-stage": partial(_best_of, TWO_STAGES),
     "hedge": _hedge,
-    "serial tree": _serial_tree,
+    "serial tree": partial(_best_of, TREES),
     "tree + hedge": _tree_hedge,
 }
 
 
-def _climb(attempt: Try, start: Strategy, moves: Callable[[Strategy], Iterator[Strategy]]) -> Gain:
-    """Change one number at a time while that helps."""
-    here = attempt(start)
-    while True:
-        ahead = _best_of(attempt, moves(here.setting))
-        if ahead.speedup <= here.speedup * (1 + 1e-9):
-            return here
-        here = ahead
+def _climb(attempt: Try, starts: Iterable[Strategy], moves: Callable[[Strategy], Iterator[Strategy]]) -> Gain:
+    """From each start, change one number at a time while that helps; the best of where that ends."""
+    ends = []
+    for start in starts:
+        here, ahead = attempt(start), _best_of(moves(start), attempt)
+        while ahead.speedup > here.speedup * (1 + 1e-9):
+            here, ahead = ahead, _best_of(moves(ahead.setting), attempt)
+        ends.append(here)
+    return max(ends, key=lambda gain: gain.speedup)
 
 
 def _chain_moves(setting: Strategy) -> Iterator[Strategy]:
     for length in range(MOST_TOKENS + 1):
         yield replace(setting, stage=_chain(length))
         yield replace(setting, ahead=_chain(length + 1))
-    for heads in range(1, MOST_LANES + 1):
+    for heads in HEADS:
         yield replace(setting, heads=heads)
 
 
@@ -321,6 +304,6 @@ def _tree_moves(setting: Strategy) -> Iterator[Strategy]:
         yield replace(setting, stage=replace(setting.stage, depth=number))
         yield replace(setting, ahead=replace(setting.ahead, tokens=number))
         yield replace(setting, ahead=replace(setting.ahead, depth=number + 1))
-    for lanes in range(1, MOST_LANES + 1):
+    for lanes in HEADS:
         for heads in range(1, MOST_LANES // lanes + 1):
             yield replace(setting, ahead=replace(setting.ahead, lanes=lanes), heads=heads)

@@ -6,7 +6,6 @@ come from `core.methods` on a pair of toys, time from the virtual clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,13 +30,12 @@ PROMPT = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A method with fixed lengths on a pair with known agreement: `gamma` as the formulas count it, `rates` by the
-    draft's choice."""
+    """A method with fixed lengths on a pair with known agreement."""
 
     method: MethodName
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # by the draft's choice
     c: float
-    gamma: int
+    gamma: int  # as the formulas count it
     width: int = 1
 
     @property
@@ -79,28 +77,23 @@ class FixedLengths(Fixed):
 
 
 def plain_ratio(c: float) -> CostProfile:
-    """Return the costs the formulas presume: two devices, a draft step of 1, a target forward of c for up to 16
-    tokens."""
-    return CostProfile(
-        target=((1, c), (16, c), (32, 2 * c)), draft=((1, 1.0), (4, 1.0), (14, 2.0)), note="a plain ratio of costs"
-    )
+    """Return the costs the formulas presume: a draft step of 1, beside a target forward of c for up to 16 tokens."""
+    target, draft = ((1, c), (16, c), (32, 2 * c)), ((1, 1.0), (4, 1.0), (14, 2.0))
+    return CostProfile(target, draft, note="a plain ratio of costs")
 
 
 def predict(case: Case) -> float:
     """Return draft steps a token by the model of the mechanism."""
-    latency: dict[MethodName, Callable[[], float]] = {
-        "speculative": lambda: formulas.serial_latency(case.alpha, case.c, case.gamma),
-        "pearl": lambda: formulas.pearl_latency(case.alpha, case.c, case.gamma, case.hit),
-        "specbranch": lambda: formulas.two_stage_latency(case.alpha, case.c, case.gamma, case.hit),
-    }
-    return latency[case.method]()
+    if case.method == "speculative":
+        return formulas.serial_latency(case.alpha, case.c, case.gamma)
+    latency = formulas.pearl_latency if case.method == "pearl" else formulas.two_stage_latency
+    return latency(case.alpha, case.c, case.gamma, case.hit)
 
 
 def charge(case: Case, tokens: int = TOKENS, seed: int = 0) -> float:
     """Return draft steps a token of the real method on the virtual clock."""
     target, draft = (ToyRunner(law, context_length=tokens + 128) for law in ranked_pair(case.rates, seed))
-    clock = VirtualClock(Verifier(target), MeteredDrafter(draft), plain_ratio(case.c))
-    loop = Loop(clock)
+    loop = Loop(VirtualClock(Verifier(target), MeteredDrafter(draft), plain_ratio(case.c)))
     request = Request(SamplingParams(max_tokens=tokens), seed, len(PROMPT))
     session = Session(0, PROMPT, request, tokens + 64)
     # A branch of the two-stage method is a head and a chain; PEARL counts its head among the γ.

@@ -90,17 +90,15 @@ def load_suite(name: str, data: Path | None = None) -> Suite:
     raise BadParameter(
         f"Unknown suite {name!r}.{nearest(name, SUITES)} Shipped: {', '.join((*SHIPPED, ALL_SHIPPED))}. "
         f"Public: {', '.join(PUBLIC)}, each NAME.jsonl in the folder given by --data or {DATA_VARIABLE}, or in its "
-        "folder 'prompts', "
-        "else from the Hub. A file of prompts is given with --prompts FILE."
+        "folder 'prompts', else from the Hub. A file of prompts is given with --prompts FILE."
     )
 
 
 def read_suite(file: Path, name: str | None = None) -> Suite:
     """Read a file of Spec-Bench's format; blank lines are passed over."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # not splitlines: JSON may hold U+2028 and the like as they are
+        # Not splitlines: JSON may hold U+2028 and the like as they are.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadParameter(f"The prompts in {file} cannot be read ({error}); {_EXPECTED}.") from error
     prompts = [_prompt(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -108,6 +106,12 @@ def read_suite(file: Path, name: str | None = None) -> Suite:
         raise BadParameter(f"{file} holds no prompt, so there is nothing to measure; {_EXPECTED}.")
     _refuse_repeated_ids(prompts, str(file))
     return Suite(name or file.stem, tuple(prompts), str(file))
+
+
+def conversation(turns: Sequence[str]) -> list[dict[str, str]]:
+    """Return what a user says as the messages of a chat, the answers in between left empty."""
+    both = [({"role": "user", "content": words}, {"role": "assistant", "content": ""}) for words in turns]
+    return [message for turn in both for message in turn][:-1]
 
 
 def prompt_set(prompts: Iterable[tuple[str, str]]) -> str:
@@ -120,8 +124,9 @@ def _digest(parts: Sequence[Any]) -> str:
 
 
 def _expanded(names: Sequence[str]) -> list[str]:
-    """Put the four in place of 'own', and each name once."""
-    return list(dict.fromkeys(one for name in names for one in (SHIPPED if name == ALL_SHIPPED else (name,))))
+    """Take names with commas apart, put the four in place of 'own', and each name once."""
+    single = (name for several in names for name in several.split(",") if name)
+    return list(dict.fromkeys(one for name in single for one in (SHIPPED if name == ALL_SHIPPED else (name,))))
 
 
 def _refuse_twins(suites: list[Suite]) -> None:

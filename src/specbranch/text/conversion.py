@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from specbranch.errors import ModelError
+from specbranch.gguf_header import read_header
 
 TOKENIZER = "tokenizer.json"
 # What transformers would choose for a GGUF of these architectures; to choose, it reads the whole file header by its
@@ -77,8 +77,7 @@ def _tokenizer_class(source: Path, gguf_file: str | None) -> Any:
 
     if gguf_file is None or (source / "tokenizer_config.json").is_file():  # which names a class
         return transformers.AutoTokenizer
-    entries = _gguf_entries(source / gguf_file)
-    architecture = next((value for key, value in entries if key == "general.architecture"), None)
+    architecture = read_header(source / gguf_file).metadata.get("general.architecture")
     return getattr(transformers, GGUF_CLASSES.get(str(architecture), "AutoTokenizer"))
 
 
@@ -95,48 +94,9 @@ def _keep_endings(source: Path, into: Path, gguf_file: str | None) -> None:
 
 
 def _gguf_endings(path: Path) -> list[int]:
-    found = {key: value for key, value in _gguf_entries(path) if isinstance(value, int)}
-    names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(found[name] for name in names if name in found))
-
-
-# A GGUF header: (key, type, value) after magic, version and two counts; types by number, with their struct codes.
-_GGUF_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_GGUF_STRING = 8  # and 9 is an array of any of these
-
-
-def _gguf_entries(path: Path) -> Iterator[tuple[str, int | float | str | None]]:
-    """Read a GGUF header entry by entry, stepping over its long arrays (general readers take seconds for those)."""
-    with path.open("rb") as file:
-        _, _, _, entries = struct.unpack("<4sIQQ", file.read(24))
-        for _ in range(entries):
-            key, kind = _string(file), _number(file, "I")
-            yield key, _string(file) if kind == _GGUF_STRING else _step(file, kind)
-
-
-def _step(file: IO[bytes], kind: int) -> int | float | None:
-    """Read a number, or step over anything longer."""
-    if kind in _GGUF_CODES:
-        value: int | float = _number(file, _GGUF_CODES[kind])
-        return value
-    if kind == _GGUF_STRING:
-        file.seek(_number(file, "Q"), 1)
-        return None
-    inner, count = _number(file, "I"), _number(file, "Q")
-    if inner in _GGUF_CODES:
-        file.seek(count * struct.calcsize(_GGUF_CODES[inner]), 1)
-        return None
-    for _ in range(count):
-        _step(file, inner)
-    return None
-
-
-def _string(file: IO[bytes]) -> str:
-    return file.read(_number(file, "Q")).decode(errors="replace")
-
-
-def _number(file: IO[bytes], code: str) -> Any:
-    return struct.unpack(f"<{code}", file.read(struct.calcsize(f"<{code}")))[0]
+    metadata = read_header(path).metadata
+    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
 def _move(folder: Path, into: Path) -> None:

@@ -1,7 +1,7 @@
 """A trace read round by round: what became of every drafted token, and what each model waited for.
 
-Owns the reading of a `core.trace.Trace`, not its drawing. Invariant: the fates of a branch's tokens add up to its
-length.
+Owns the reading of a `core.trace.Trace`, not its drawing; the words are those of `core.fates`. Invariant: the fates of
+a branch's tokens add up to its length.
 """
 
 from __future__ import annotations
@@ -10,40 +10,12 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
+from specbranch.core.fates import Fates, summed
 from specbranch.core.trace import Event
 
 RoundEvents = tuple[Event | None, Event | None]  # of a round: the draft's, the target's
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What became of one branch's tokens, or of those a tree was given in one round.
-
-    Emitted, refused by the target (on the main line, or beside it in a tree), cut by the length rule, never judged, or
-    lost.
-    """
-
-    used: int = 0
-    rolled_back: int = 0
-    beside: int = 0
-    dropped: int = 0
-    unused: int = 0
-    lost: int = 0
-
-    def __add__(self, other: Fate) -> Fate:
-        return Fate(*(a + b for a, b in zip(self.counts, other.counts, strict=True)))
-
-    @property
-    def counts(self) -> tuple[int, int, int, int, int, int]:
-        """The numbers, in the order of the tokens."""
-        return self.used, self.rolled_back, self.beside, self.dropped, self.unused, self.lost
-
-    @property
-    def total(self) -> int:
-        """How many tokens there were."""
-        return sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +25,9 @@ class TracedRound:
     number: int
     draft: Event | None
     target: Event | None
-    fates: tuple[Fate, ...] = ()  # one for each branch drafted in this round; of a tree, one for all that came to it
+    fates: tuple[Fates, ...] = ()  # one for each branch drafted in this round; of a tree, one for all that came to it
     emitted: int = 0  # tokens
-    is_tree: bool = False  # a tree is decoded by, not branches
+    is_tree: bool = False  # whether the draft grows a tree, rather than branches
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -85,9 +57,23 @@ class TracedRound:
         return max(min(self.draft.end, self.target.end) - max(self.draft.start, self.target.start), 0.0)
 
     @property
-    def fate(self) -> Fate:
+    def fate(self) -> Fates:
         """Of all tokens drafted in this round."""
-        return sum(self.fates, Fate())
+        return summed(self.fates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, the fates under the names users know."""
+        fates = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
+        return {
+            "round": self.number,
+            "emitted": self.emitted,
+            "pending": self.target.pending if self.target else 0,
+            "accepted": self.target.accepted if self.target else None,
+            "branches": list(self.draft.branches) if self.draft else [],
+            "kept": self.draft.kept if self.draft else None,
+            "drafted": dict(zip(fates, self.fate.counts, strict=True)),
+            **{f"{event.who}_seconds": event.seconds for event in self.events},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +122,8 @@ def read_rounds(events: Iterable[Event], emitted: int | None = None, origins: Se
     """Read the events of one session; `emitted` tells how many tokens were, as the request may have ended inside its
     last chain.
 
-    `origins` tell where each came from: a token that was looked up and never sent is in no event, though the target
-    said it, too.
+    `origins` tell where each token came from: no event tells that the target's own token had been looked up, if it was
+    never sent.
     """
     found = [list(group) for _, group in groupby(events, key=lambda event: event.round)]
     pairs = [(_only(group, "draft"), _only(group, "target")) for group in found]
@@ -154,9 +140,8 @@ def times(rounds: Sequence[TracedRound]) -> Times:
     """Add up where the time went. The first round reads the prompt."""
     decoding = rounds[1:]
     together = sum(one.together for one in decoding)
-    target, draft = (
-        sum(event.end - event.start for one in decoding if (event := getattr(one, who))) for who in ("target", "draft")
-    )
+    target = sum(one.target.seconds for one in decoding if one.target)
+    draft = sum(one.draft.seconds for one in decoding if one.draft)
     whole = decoding[-1].end - decoding[0].start if decoding else 0.0
     prefill = rounds[0].seconds if rounds else 0.0
     neither = max(whole - target - draft + together, 0.0)
@@ -166,9 +151,7 @@ def times(rounds: Sequence[TracedRound]) -> Times:
 
 def usual_seconds(rounds: Sequence[TracedRound]) -> float:
     """How long a round of decoding takes, usually."""
-    return (
-        statistics.median(one.seconds for one in rounds[1:]) if len(rounds) > 1 else sum(one.seconds for one in rounds)
-    )
+    return statistics.median(one.seconds for one in rounds[1:] or rounds) if rounds else 0.0
 
 
 def _only(group: list[Event], who: str) -> Event | None:
@@ -184,33 +167,55 @@ def _emitted(targets: Sequence[Event | None], total: int | None) -> list[int]:
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
+class _Verification(NamedTuple):
     """A verification: of so many tokens how many were emitted, and whether the request ended among them."""
 
     pending: int
-    accepted: int
+    good: int
     ended: bool
 
-    @classmethod
-    def of(cls, target: Event | None, emitted: int) -> _Verdict | None:
-        if target is None or target.accepted is None:
-            return None
-        ended = emitted <= target.accepted
-        return cls(target.pending, min(target.accepted, emitted), ended)
+
+def _verification(target: Event | None, emitted: int) -> _Verification | None:
+    if target is None or target.accepted is None:
+        return None
+    return _Verification(target.pending, min(target.accepted, emitted), emitted <= target.accepted)
 
 
-def _branch_fates(pairs: Sequence[RoundEvents], counts: Sequence[int]) -> list[tuple[Fate, ...]]:
-    verdicts = [_Verdict.of(target, count) for (_, target), count in zip(pairs, counts, strict=True)]
-    after = [*verdicts[1:], None]
-    return [
-        _fates(draft, verdict, following) for (draft, _), verdict, following in zip(pairs, verdicts, after, strict=True)
-    ]
+def _branch_fates(pairs: Sequence[RoundEvents], counts: Sequence[int]) -> list[tuple[Fates, ...]]:
+    found = [_verification(target, count) for (_, target), count in zip(pairs, counts, strict=True)]
+    following = [*found[1:], None]
+    return [_fates(draft, *verdicts) for (draft, _), *verdicts in zip(pairs, found, following, strict=True)]
 
 
-def _tree_fates(pairs: Sequence[RoundEvents], counts: Sequence[int], origins: Sequence[str]) -> list[tuple[Fate, ...]]:
-    """Gather what verdicts tell of each round's tokens, as `core.stats` counts it."""
-    fates = [Fate()] * len(pairs)
+def _fates(draft: Event | None, meanwhile: _Verification | None, following: _Verification | None) -> tuple[Fates, ...]:
+    """What became of each branch. A chain drafted alone goes on to the next verification, and so does what a branch
+    drafted beside one has behind its head, if that is hit."""
+    if draft is None:
+        return ()
+    if meanwhile is None:
+        return tuple(_followed(length, following) for length in draft.branches)
+    fates = []
+    for at, length in enumerate(draft.branches):
+        hit, survives = at == draft.kept, at == (draft.kept or 0)
+        fate = _followed(length - 1, following) if hit and not meanwhile.ended else Fates()
+        fate.add_branches(length if survives else 0, 0 if survives else length, hit, meanwhile.ended)
+        fates.append(fate)
+    return tuple(fates)
+
+
+def _followed(length: int, following: _Verification | None) -> Fates:
+    """Follow a chain into the next verification; what is not sent there was dropped."""
+    if following is None:
+        return Fates(unused=length)
+    sent = min(following.pending, length)
+    fates = Fates(dropped=length - sent)
+    fates.add_chain(sent, min(following.good, sent), following.ended)
+    return fates
+
+
+def _tree_fates(pairs: Sequence[RoundEvents], counts: Sequence[int], origins: Sequence[str]) -> list[tuple[Fates, ...]]:
+    """Gather what verdicts tell of each round's tokens."""
+    fates = [Fates() for _ in pairs]
     place = 0
     targets = [
         (number, target, count) for number, ((_, target), count) in enumerate(zip(pairs, counts, strict=True)) if target
@@ -219,57 +224,21 @@ def _tree_fates(pairs: Sequence[RoundEvents], counts: Sequence[int], origins: Se
         place += count
         foreseen = 0 < place <= len(origins) and origins[place - 1] == "branch"
         for at, fate in _told(target, number, count, foreseen, is_last=number == targets[-1][0]):
-            fates[at] += fate
+            fates[at].add(fate)
     return [(fate,) if fate.total else () for fate in fates]
 
 
-def _told(target: Event, number: int, emitted: int, foreseen: bool, is_last: bool) -> Iterator[tuple[int, Fate]]:
+def _told(target: Event, number: int, emitted: int, foreseen: bool, is_last: bool) -> Iterator[tuple[int, Fates]]:
     """What a verdict tells: fates, each with the round it belongs to. Where the request ended among its tokens, the
     rest was not judged."""
     if target.settled is None or target.accepted is None:
         return
     ended = emitted <= target.accepted
     taken = target.used[: target.accepted]
-    yield from ((at, Fate(used=1) if place < emitted else Fate(unused=1)) for place, at in enumerate(taken))
+    yield from ((at, Fates(accepted=1) if place < emitted else Fates(unused=1)) for place, at in enumerate(taken))
     if not ended and (foreseen or len(target.used) > target.accepted):
-        yield (*target.used, number)[target.accepted], Fate(used=1)
+        yield (*target.used, number)[target.accepted], Fates(accepted=1)
     for one in target.settled:
-        if ended:
-            yield one.round, Fate(unused=one.rejected + one.siblings + one.lost + one.left + one.head)
-        else:
-            yield (
-                one.round,
-                Fate(rolled_back=one.rejected, beside=one.siblings, lost=one.lost, unused=one.left if is_last else 0),
-            )
-
-
-def _fates(draft: Event | None, beside: _Verdict | None, following: _Verdict | None) -> tuple[Fate, ...]:
-    """What became of each branch, as `core.stats` counts it.
-
-    A chain drafted alone goes on to the next verification. Beside one, the branch that is hit does, and its head is
-    emitted at once; if none is, the first is what a plain method would have drafted, and so is rolled back.
-    """
-    if draft is None:
-        return ()
-    if beside is None:
-        return tuple(_kept(length, 0, following) for length in draft.branches)
-    if beside.ended:
-        return tuple(Fate(unused=length) for length in draft.branches)
-    if draft.kept is None:
-        return tuple(Fate(lost=length) if at else Fate(rolled_back=length) for at, length in enumerate(draft.branches))
-    return tuple(
-        _kept(length, 1, following) if at == draft.kept else Fate(lost=length)
-        for at, length in enumerate(draft.branches)
-    )
-
-
-def _kept(length: int, heads: int, following: _Verdict | None) -> Fate:
-    """Follow a kept branch into the next verification."""
-    if following is None:
-        return Fate(used=heads, unused=length - heads)
-    sent = min(following.pending, length - heads)
-    accepted = min(following.accepted, sent)
-    refused = 0 if following.ended else sent - accepted
-    return Fate(
-        used=heads + accepted, rolled_back=refused, dropped=length - heads - sent, unused=sent - accepted - refused
-    )
+        yield one.round, one.fates(ended)
+        if is_last and not ended:
+            yield one.round, Fates(unused=one.left)

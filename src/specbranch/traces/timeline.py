@@ -10,43 +10,18 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from specbranch.core.fates import Fates
 from specbranch.core.trace import Event
-from specbranch.traces.rounds import Fate, Times, TracedRound, times
+from specbranch.traces.rounds import Times, TracedRound, times
+from specbranch.traces.spans import LOOKS, SpanKind, kinds_in, shares
 
 NARROWEST = 40
 MARGIN = 11  # columns before a bar: the round's number and the model
 FAR = 3.0  # times the usual round: longer bars are cut off
-SpanKind = Literal["target", "used", "rolled_back", "beside", "dropped", "unused", "lost", "reading", "waiting", "cut"]
 Spell = Callable[[Sequence[int]], str]  # token ids to text
 Paint = Callable[[str, SpanKind], str]
-
-GLYPHS: Mapping[SpanKind, str] = {  # a character each, and what stands for it where there is only ASCII
-    "target": "█#",
-    "used": "▓=",
-    "rolled_back": "xx",
-    "beside": "//",
-    "dropped": "~~",
-    "unused": "??",
-    "lost": "--",
-    "reading": "::",
-    "waiting": "·.",
-    "cut": "»>",
-}
-MEANING: Mapping[SpanKind, str] = {
-    "target": "target at work",
-    "used": "drafted, in the answer",
-    "rolled_back": "drafted, rolled back",
-    "beside": "drafted beside the main line, not taken",
-    "dropped": "drafted, dropped by the length rule",
-    "unused": "drafted, never judged",
-    "lost": "drafted on a branch that lost",
-    "reading": "draft reads, drafts nothing",
-    "waiting": "waiting for the other",
-    "cut": "longer than drawn",
-}
-FATES: tuple[SpanKind, ...] = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
 
 
 def plain(text: str, kind: SpanKind) -> str:
@@ -63,10 +38,13 @@ class Style:
     paint: Paint = plain
     spell: Spell | None = None
 
-    @property
-    def glyphs(self) -> Mapping[SpanKind, str]:
-        """A character for each kind of time."""
-        return {kind: both[not self.unicode] for kind, both in GLYPHS.items()}
+    def character(self, kind: SpanKind) -> str:
+        """The character for a kind of time."""
+        return LOOKS[kind].glyph if self.unicode else LOOKS[kind].ascii
+
+    def glyph(self, kind: SpanKind) -> str:
+        """The same, painted."""
+        return self.paint(self.character(kind), kind)
 
     @property
     def bar(self) -> int:
@@ -110,9 +88,9 @@ def _shares(spent: Times) -> list[str]:
     if spent.has_draft:
         kinds = {"both at work": spent.together, **kinds, "draft alone": spent.draft_alone}
     told = ", ".join(f"{name} {_share(value, spent.decoding)}" for name, value in kinds.items())
-    idle = f"target {_share(spent.target_idle, spent.decoding)}" + (
-        f", draft {_share(spent.draft_idle, spent.decoding)}" if spent.has_draft else ""
-    )
+    idle = f"target {_share(spent.target_idle, spent.decoding)}"
+    if spent.has_draft:
+        idle += f", draft {_share(spent.draft_idle, spent.decoding)}"
     return [f"Time: {told}.", f"Idle: {idle}."]
 
 
@@ -139,20 +117,15 @@ def _tokens(stats: Mapping[str, Any]) -> list[str]:
 
 
 def _legend(rounds: Sequence[TracedRound], style: Style) -> list[str]:
-    fate = sum((one.fate for one in rounds), Fate())
-    present: list[SpanKind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
+    present = kinds_in(rounds)
     present += ["reading"] if any(one.draft and not one.fate.total for one in rounds[1:]) else []
     present += ["waiting"] if any(one.draft and one.target for one in rounds[1:]) else []
-    entries = [f"{style.glyphs[kind]} {MEANING[kind]}" for kind in present]
-    lines = _wrapped("   ".join(entry.replace(" ", "\0") for entry in entries), style.bound(), 0)
-    return [_painted_legend(line.replace("\0", " "), present, style) for line in lines]
-
-
-def _painted_legend(line: str, present: Sequence[SpanKind], style: Style) -> str:
-    for kind in present:
-        entry = f"{style.glyphs[kind]} {MEANING[kind]}"
-        line = line.replace(entry, style.paint(style.glyphs[kind], kind) + entry[1:])
-    return line
+    entries = {kind: f"{style.character(kind)} {LOOKS[kind].meaning}" for kind in present}
+    whole = "   ".join(entry.replace(" ", "\0") for entry in entries.values())  # so that no entry is torn apart
+    lines = "\n".join(_wrapped(whole, style.bound(), 0)).replace("\0", " ")
+    for kind, entry in entries.items():
+        lines = lines.replace(entry, style.glyph(kind) + entry[1:])
+    return lines.split("\n")
 
 
 def _scale(rounds: Sequence[TracedRound], style: Style) -> float:
@@ -167,13 +140,13 @@ def _round(one: TracedRound, scale: float, style: Style) -> Iterator[str]:
     for event in one.events:
         label = f"{one.number:>3} " if event is one.events[0] else "    "
         bar = [] if one.number == 0 else _bar(one, event, scale, style)
-        note = f"{seconds_text(event.end - event.start)}  {_note(one, event, style)}"
+        note = f"{seconds_text(event.seconds)}  {_note(one, event, style)}"
         yield from _line(f"{label}{event.who:<6} ", bar, note, style)
 
 
 def _line(head: str, bar: list[SpanKind], note: str, style: Style) -> Iterator[str]:
     """Put the note behind the bar if it fits there, else below it."""
-    painted = "".join(style.paint(style.glyphs[kind], kind) for kind in bar)
+    painted = "".join(map(style.glyph, bar))
     column = MARGIN + (style.bar + 2 if bar else 0)
     room = style.bound() - column
     if len(note) <= room:
@@ -188,19 +161,16 @@ def _line(head: str, bar: list[SpanKind], note: str, style: Style) -> Iterator[s
 def _bar(one: TracedRound, event: Event, scale: float, style: Style) -> list[SpanKind]:
     """One kind a column: waiting before and after the work, and in the draft's work what became of its tokens."""
     before, after = round((event.start - one.start) * scale), round((one.end - event.end) * scale)
-    busy = max(round((event.end - event.start) * scale), 1)
+    busy = max(round(event.seconds * scale), 1)
     work: list[SpanKind] = ["target"] * busy if event.who == "target" else _cut(one.fate, busy)
-    bar: list[SpanKind] = [*_repeat("waiting", before), *work, *_repeat("waiting", after)]
+    wait: list[SpanKind] = ["waiting"]
+    bar = wait * before + work + wait * after
     return bar if len(bar) <= style.bar else [*bar[: style.bar - 1], "cut"]
 
 
-def _repeat(kind: SpanKind, times: int) -> list[SpanKind]:
-    return [kind] * times
-
-
-def _cut(fate: Fate, columns: int) -> list[SpanKind]:
+def _cut(fate: Fates, columns: int) -> list[SpanKind]:
     """Share columns out among the fates, by tokens; none that is there is left out while there is room."""
-    kinds = [(kind, count) for kind, count in zip(FATES, fate.counts, strict=True) if count]
+    kinds = shares(fate)
     if not kinds:
         return ["reading"] * columns
     ends, seen = [], 0
@@ -219,11 +189,8 @@ def _note(one: TracedRound, event: Event, style: Style) -> str:
 def _verification(one: TracedRound, event: Event, style: Style) -> str:
     if event.accepted is None:
         return f"verifies {event.pending}, no verdict"
-    judged = (
-        ""
-        if not event.pending
-        else f"{'all' if event.accepted == event.pending else event.accepted} of {event.pending} accepted, "
-    )
+    taken = "all" if event.accepted == event.pending else event.accepted
+    judged = f"{taken} of {event.pending} accepted, " if event.pending else ""
     return f"{judged}+{one.emitted}{_said(one, event, style)}"
 
 
@@ -231,13 +198,12 @@ def _said(one: TracedRound, event: Event, style: Style) -> str:
     """The text of what was emitted, cut to what a line can hold."""
     if style.spell is None or not one.emitted:
         return ""
-    text = "".join(
-        c if c.isprintable() else "␣" if c == "\n" and style.unicode else " "
-        for c in style.spell(event.tokens[: one.emitted])
-    )
+    break_, more = ("␣", "…") if style.unicode else (" ", "...")
+    text = style.spell(event.tokens[: one.emitted]).replace("\n", break_)
+    text = "".join(c if c.isprintable() else " " for c in text)
     text = text if style.unicode else text.encode("ascii", "replace").decode()
     most = max(style.bound() // 3, 16)
-    return f": '{text if len(text) <= most else text[: most - 1] + '…' if style.unicode else text[: most - 3] + '...'}'"
+    return f": '{text if len(text) <= most else text[: most - len(more)] + more}'"
 
 
 def _drafting(one: TracedRound, event: Event) -> str:
@@ -256,12 +222,11 @@ def _outcome(one: TracedRound, event: Event) -> str:
     if one.target is not None and event.kept is None and not one.fate.unused:
         return "none kept" if len(event.branches) > 1 else "rolled back"
     told = f"number {event.kept + 1} kept" if event.kept is not None and len(event.branches) > 1 else ""
-    return ", ".join(part for part in (told, _became(replace(one.fate, lost=0))) if part) or "nothing came of it"
+    return ", ".join(part for part in (told, _became(replace(one.fate, losing=0))) if part) or "nothing came of it"
 
 
-def _became(fate: Fate) -> str:
-    words = ("in the answer", "rolled back", "beside the main line", "dropped", "never judged", "left behind")
-    return ", ".join(f"{count} {word}" for word, count in zip(words, fate.counts, strict=True) if count)
+def _became(fate: Fates) -> str:
+    return ", ".join(f"{count} {LOOKS[kind].outcome}" for kind, count in shares(fate))
 
 
 def _wrapped(line: str, width: int, indent: int) -> list[str]:

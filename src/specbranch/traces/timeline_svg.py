@@ -1,7 +1,8 @@
 """What draft and target did, as a picture: time to the right, the target above the draft, in as many rows as it takes.
 
-Owns the layout of the picture; colours and letters are those of `plots`. Invariant: one scale for the whole picture, so
-that lengths can be compared; only the reading of the prompt is drawn shorter than it was, and says so.
+Owns the layout of the picture; shapes and letters are those of `charts`, colours those of `spans`. Invariant: one scale
+for the whole picture, so that lengths can be compared; only the reading of the prompt is drawn shorter than it was, and
+says so.
 """
 
 from __future__ import annotations
@@ -10,23 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specbranch.charts import LegendKey, legend, line, rect, svg, text
-from specbranch.traces.rounds import Fate, TracedRound, times, usual_seconds
-from specbranch.traces.timeline import FATES, MEANING, SpanKind, seconds_text
+from specbranch.core.fates import Fates
+from specbranch.core.trace import Event
+from specbranch.traces.rounds import TracedRound, times, usual_seconds
+from specbranch.traces.spans import LOOKS, kinds_in, shares
+from specbranch.traces.timeline import seconds_text
 
 WIDTH, LEFT, RIGHT, HEAD = 1080.0, 64.0, 16.0, 100.0
 TARGET, DRAFT, GAP, ROW = 22.0, 26.0, 3.0, 86.0  # heights
 USUAL = 56.0  # pixels of a usual round
 PREFILL = 74.0
 LEGIBLE = 20.0  # pixels a label needs
-COLOURS: Mapping[SpanKind, int] = {
-    "target": 0,
-    "used": 2,
-    "rolled_back": 3,
-    "beside": 6,
-    "dropped": 5,
-    "unused": 4,
-    "lost": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +36,10 @@ class DrawnLane:
     def at(self, moment: float) -> float:
         """Where a moment lies."""
         return self.x + (moment - self.begin) * self.scale
+
+    def place(self, event: Event) -> tuple[float, float]:
+        """Where a model's work begins, and how wide it is."""
+        return self.at(event.start), max(event.seconds * self.scale - 1.0, 0.5)
 
 
 def draw_svg(rounds: Sequence[TracedRound], title: str, subtitle: str = "") -> str:
@@ -83,89 +82,66 @@ def draw_round(one: TracedRound, lane: DrawnLane) -> str:
     """Draw one round: a bar for the target, and one for each branch of the draft, cut by what became of its tokens."""
     parts = []
     if one.target:
-        x, wide = lane.at(one.target.start), _wide(one.target.end - one.target.start, lane)
-        parts.append(rect(x, lane.y, wide, TARGET, COLOURS["target"], tip=_target_tip(one)))
-        parts.append(
-            text(x + wide / 2, lane.y + 15, f"+{one.emitted}", anchor="middle", kind="light") if wide >= LEGIBLE else ""
-        )
+        x, wide = lane.place(one.target)
+        parts.append(rect(x, lane.y, wide, TARGET, LOOKS["target"].hue, tip=_target_tip(one, one.target)))
+        if wide >= LEGIBLE:
+            parts.append(text(x + wide / 2, lane.y + 15, f"+{one.emitted}", anchor="middle", kind="light"))
     if one.draft:
-        parts += _branches(one, lane)
+        parts += _branches(one, one.draft, lane)
     return "".join(parts)
 
 
-def _branches(one: TracedRound, lane: DrawnLane) -> list[str]:
-    assert one.draft
-    x, wide = lane.at(one.draft.start), _wide(one.draft.end - one.draft.start, lane)
-    lanes = one.fates or (Fate(),)
-    high, longest = DRAFT / len(lanes), max((fate.total for fate in lanes), default=0)
+def _branches(one: TracedRound, draft: Event, lane: DrawnLane) -> list[str]:
+    x, wide = lane.place(draft)
+    top, high = lane.y + TARGET + GAP, DRAFT / max(len(one.fates), 1)
+    longest = max((fate.total for fate in one.fates), default=0)
+    if not longest:  # it read, and drafted nothing
+        nothing = f"round {one.number}: drafted nothing"
+        return [rect(x, top, wide, high - 1, LOOKS["unused"].hue, faint=True, tip=nothing)]
     parts = []
-    for number, fate in enumerate(lanes):
-        y = lane.y + TARGET + GAP + number * high
-        if not longest:  # it read, and drafted nothing
-            parts.append(
-                rect(x, y, wide, high - 1, COLOURS["unused"], faint=True, tip=f"round {one.number}: drafted nothing")
-            )
-        parts += _cells(one, fate, x, y, wide / max(longest, 1), max(high - 1, 1.0))
+    for number, fate in enumerate(one.fates):
+        parts += _cells(one, fate, x, top + number * high, wide / longest, max(high - 1, 1.0))
     return parts
 
 
-def _cells(one: TracedRound, fate: Fate, x: float, y: float, cell: float, high: float) -> list[str]:
+def _cells(one: TracedRound, fate: Fates, x: float, y: float, cell: float, high: float) -> list[str]:
     cells, at = [], 0
-    for kind, count in zip(FATES, fate.counts, strict=True):
-        if count:
-            tip = f"round {one.number}: {count} {MEANING[kind]}"
-            cells.append(rect(x + at * cell, y, count * cell - 0.8, high, COLOURS[kind], tip=tip))
-            at += count
+    for kind, count in shares(fate):
+        tip = f"round {one.number}: {count} {LOOKS[kind].meaning}"
+        cells.append(rect(x + at * cell, y, count * cell - 0.8, high, LOOKS[kind].hue, tip=tip))
+        at += count
     return cells
 
 
-def _target_tip(one: TracedRound) -> str:
-    event = one.target
-    assert event
-    took = seconds_text(event.end - event.start)
-    if event.accepted is None or not event.pending:
-        return f"round {one.number}, {took}: {event.rows} rows, {one.emitted} emitted"
-    return f"round {one.number}, {took}: {event.accepted} of {event.pending} accepted, {one.emitted} emitted"
+def _target_tip(one: TracedRound, event: Event) -> str:
+    judged = event.accepted is not None and event.pending > 0
+    did = f"{event.accepted} of {event.pending} accepted" if judged else f"{event.rows} rows"
+    return f"round {one.number}, {seconds_text(event.seconds)}: {did}, {one.emitted} emitted"
 
 
 def _prefill(one: TracedRound, y: float) -> str:
-    spent = [(event, 0.0 if event.who == "target" else TARGET + GAP) for event in one.events]
-    bars = "".join(
-        rect(
-            LEFT,
-            y + below,
-            PREFILL - 8,
-            TARGET,
-            COLOURS["target" if event.who == "target" else "unused"],
-            faint=True,
-            tip="not to scale",
-        )
-        for event, below in spent
-    )
-    labels = "".join(
-        text(LEFT + 4, y + below + 15, f"▸ {seconds_text(event.end - event.start)}", kind="small")
-        for event, below in spent
-    )
+    bars, labels = "", ""
+    for event in one.events:
+        look, top = (LOOKS["target"], y) if event.who == "target" else (LOOKS["unused"], y + TARGET + GAP)
+        bars += rect(LEFT, top, PREFILL - 8, TARGET, look.hue, faint=True, tip="not to scale")
+        labels += text(LEFT + 4, top + 15, f"▸ {seconds_text(event.seconds)}", kind="small")
     return bars + labels + text(LEFT, y - 4, "prompt", kind="small")
 
 
 def _names(y: float, row: Sequence[TracedRound], rounds: Sequence[TracedRound]) -> str:
-    begin = rounds[1].start if len(rounds) > 1 else 0.0
-    since = text(LEFT - 8, y + 64, seconds_text(row[0].start - begin) if row else "", anchor="end", kind="small")
-    numbers = f"rounds {row[0].number} to {row[-1].number}" if row else ""
-    draft = (
-        text(LEFT - 8, y + TARGET + GAP + 17, "draft", anchor="end", kind="small")
-        if any(one.draft for one in rounds)
-        else ""
-    )
-    rule = line(LEFT, y + TARGET + GAP + DRAFT + 3, WIDTH - RIGHT, y + TARGET + GAP + DRAFT + 3)
-    return (
-        text(LEFT - 8, y + 15, "target", anchor="end", kind="small")
-        + draft
-        + since
-        + text(LEFT, y + 64, numbers, kind="small")
-        + rule
-    )
+    """The models' names before a row, and below it when it begins and which rounds it has."""
+    draft, foot = y + TARGET + GAP, y + TARGET + GAP + DRAFT + 3
+    parts = [_margin(y + 15, "target")]
+    if any(one.draft for one in rounds):
+        parts.append(_margin(draft + 17, "draft"))
+    if row:
+        parts.append(_margin(y + 64, seconds_text(row[0].start - rounds[1].start)))
+        parts.append(text(LEFT, y + 64, f"rounds {row[0].number} to {row[-1].number}", kind="small"))
+    return "".join(parts) + line(LEFT, foot, WIDTH - RIGHT, foot)
+
+
+def _margin(y: float, words: str) -> str:
+    return text(LEFT - 8, y, words, anchor="end", kind="small")
 
 
 def _scale(rounds: Sequence[TracedRound]) -> float:
@@ -187,22 +163,13 @@ def _rows(rounds: Sequence[TracedRound], scale: float) -> list[list[TracedRound]
     return rows
 
 
-def _wide(seconds: float, lane: DrawnLane) -> float:
-    return max(seconds * lane.scale - 1.0, 0.5)
-
-
 def _keys(rounds: Sequence[TracedRound]) -> list[LegendKey]:
-    fate = sum((one.fate for one in rounds), Fate())
-    kinds: list[SpanKind] = ["target", *(kind for kind, count in zip(FATES, fate.counts, strict=True) if count)]
-    keys = [LegendKey(MEANING[kind], COLOURS[kind]) for kind in kinds]
+    keys = [LegendKey(LOOKS[kind].meaning, LOOKS[kind].hue) for kind in kinds_in(rounds)]
     return [keys[0]._replace(name="target: one forward, +n tokens"), *keys[1:]]
 
 
 def subtitle(rounds: Sequence[TracedRound], tokens: int, modelled: bool) -> str:
     """Say under the title what is seen."""
-    spent = times(rounds)
-    clock = "modelled time" if modelled else "measured time"
-    return (
-        f"{tokens} tokens in {spent.rounds} rounds and {seconds_text(spent.decoding)} after the prompt; {clock}, "
-        "to the right"
-    )
+    spent, clock = times(rounds), "modelled" if modelled else "measured"
+    decoding = f"{tokens} tokens in {spent.rounds} rounds and {seconds_text(spent.decoding)} after the prompt"
+    return f"{decoding}; {clock} time, to the right"

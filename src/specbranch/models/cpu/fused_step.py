@@ -31,9 +31,8 @@ class Operations:
     """A list under construction, then in use as a table."""
 
     rows: list[list[int]] = field(default_factory=list)
-    entered: list[int] = field(
-        default_factory=list
-    )  # by layer, operations after which the buffer x holds what it is given
+    # by layer, operations after which the buffer x holds what it is given
+    entered: list[int] = field(default_factory=list)
     written: int = 0  # operations after which all keys and values are stored
     table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 

@@ -184,9 +184,10 @@ class _Tile:
         order is the same."""
         kind = _KINDS[self.stored]
         turns = "\n".join(self._turn(turn) for turn in range(self.turns))
+        sums = f"phi <{{L}} x float> [zeroinitializer, %begin], [%sofar{{o}}.{{r}}.{self.turns}, %long]"
         return f"""long:
   %lk = phi i64 [0, %begin], [%lk.next, %long]
-{self._each("  %sofar{o}.{r}.0 = phi <{L} x float> [zeroinitializer, %begin], [%sofar{o}.{r}." + str(self.turns) + ", %long]")}
+{self._each("  %sofar{o}.{r}.0 = " + sums)}
 {self._each_out(f"  %lw{{o}} = getelementptr {kind}, ptr %w{{o}}, i64 %lk")}
 {self._each_out(f"  %ln{{o}} = getelementptr {kind}, ptr %lw{{o}}, i64 %ahead")}
 {self._each_out("  call void @llvm.prefetch.p0(ptr %ln{o}, i32 0, i32 2, i32 1)")}
@@ -196,24 +197,18 @@ class _Tile:
   %lk.more = icmp slt i64 %lk.next, %far
   br i1 %lk.more, label %long, label %short
 short:
-{self._each("  %start{o}.{r} = phi <{L} x float> [zeroinitializer, %begin], [%sofar{o}.{r}." + str(self.turns) + ", %long]")}
+{self._each("  %start{o}.{r} = " + sums)}
   %any = icmp slt i64 %far, %whole
   br i1 %any, label %loop, label %looped"""
 
     def _turn(self, turn: int) -> str:
         kind, at = _KINDS[self.stored], turn * self.lanes
-        fused = (
-            "call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %t"
-            + str(turn)
-            + "w{o}, <{L} x float> %t"
-            + str(turn)
-            + "x{r}, "
-        )
+        fused = _fused(f"t{turn}w{{o}}", f"t{turn}x{{r}}", f"sofar{{o}}.{{r}}.{turn}")
         return f"""{self._each_out(f"  %t{turn}wp{{o}} = getelementptr {kind}, ptr %lw{{o}}, i64 {at}")}
 {self._weights("load {kind}, ptr %t" + str(turn) + "wp{o}, align {bytes}", f"t{turn}w")}
 {self._each_row(f"  %t{turn}xp{{r}} = getelementptr float, ptr %lx{{r}}, i64 {at}")}
 {self._each_row(f"  %t{turn}x{{r}} = load <{{L}} x float>, ptr %t{turn}xp{{r}}, align 4")}
-{self._each(f"  %sofar{{o}}.{{r}}.{turn + 1} = {fused}<{{L}} x float> %sofar{{o}}.{{r}}.{turn})")}"""
+{self._each(f"  %sofar{{o}}.{{r}}.{turn + 1} = {fused}")}"""
 
     def _loop(self) -> str:
         # The prefetch reaches for the next tile's weights while this one's are in use: rows of weights are too short
@@ -228,7 +223,7 @@ short:
 {self._each_out("  call void @llvm.prefetch.p0(ptr %wn{o}, i32 0, i32 2, i32 1)")}
 {self._each_row("  %xp{r} = getelementptr float, ptr %x{r}, i64 %k")}
 {self._each_row("  %xv{r} = load <{L} x float>, ptr %xp{r}, align 4")}
-{self._each("  %new{o}.{r} = call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %wv{o}, <{L} x float> %xv{r}, <{L} x float> %old{o}.{r})")}
+{self._each("  %new{o}.{r} = " + _fused("wv{o}", "xv{r}", "old{o}.{r}"))}
   %k.next = add i64 %k, {self.lanes}
   %more = icmp slt i64 %k.next, %whole
   br i1 %more, label %loop, label %looped"""
@@ -248,7 +243,7 @@ rest:
 {self._weights(load_weights, "wm")}
 {self._each_row("  %xr{r} = getelementptr float, ptr %x{r}, i64 %whole")}
 {self._each_row("  %xm{r} = " + load + "(ptr %xr{r}, " + masked)}
-{self._each("  %end{o}.{r} = call <{L} x float> @llvm.fma.v{L}f32(<{L} x float> %wm{o}, <{L} x float> %xm{r}, <{L} x float> %sum{o}.{r})")}
+{self._each("  %end{o}.{r} = " + _fused("wm{o}", "xm{r}", "sum{o}.{r}"))}
   br label %fold"""
 
     def _weights(self, load: str, name: str) -> str:
@@ -318,13 +313,20 @@ store:
   ret void"""
 
 
+def _fused(first: str, second: str, added: str) -> str:
+    """Write a fused multiply-add of vectors, as a template."""
+    kind = "<{L} x float>"
+    return f"call {kind} @llvm.fma.v{{L}}f32({kind} %{first}, {kind} %{second}, {kind} %{added})"
+
+
 def _all_rows(outs: int) -> str:
     """Write a function that takes a tile's outputs through all rows, a few rows at a time."""
     sizes = range(1, TILE_ROWS + 1)
     targets = " ".join(f"i64 {rows}, label %take{rows}" for rows in sizes)
     call = "(ptr %xr, ptr %w, ptr %scale, ptr %bias, ptr %yr, i64 %n, i64 %stride)"
     takes = "\n".join(f"take{rows}:\n  call void @tile{outs}x{rows}{call}\n  br label %taken" for rows in sizes)
-    return f"""define internal void @rows{outs}(ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %n, i64 %stride, i64 %rows) {{
+    arguments = "ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %n, i64 %stride, i64 %rows"
+    return f"""define internal void @rows{outs}({arguments}) {{
 begin:
   br label %next
 next:
@@ -376,6 +378,7 @@ end:
 
 def _stretch(name: str, step: int, stored: WeightBits, start: str, before: str, then: str) -> str:
     """Write a loop over outputs from `start` to %stop in whole steps."""
+    own = ", ".join(f"ptr %{name}.{part}" for part in ("w", "scale", "b", "y"))
     return f"""{name}:
   %{name}.o = phi i64 [{start}, %{before}], [%{name}.next, %{name}.go]
   %{name}.next = add i64 %{name}.o, {step}
@@ -388,5 +391,5 @@ def _stretch(name: str, step: int, stored: WeightBits, start: str, before: str, 
   %{name}.shift = getelementptr float, ptr %bias, i64 %{name}.o
   %{name}.b = select i1 %plain, ptr null, ptr %{name}.shift
   %{name}.y = getelementptr float, ptr %y, i64 %{name}.o
-  call void @rows{step}(ptr %x, ptr %{name}.w, ptr %{name}.scale, ptr %{name}.b, ptr %{name}.y, i64 %n, i64 %outs, i64 %rows)
+  call void @rows{step}(ptr %x, {own}, i64 %n, i64 %outs, i64 %rows)
   br label %{name}"""

@@ -310,10 +310,12 @@ def _head_group(shape: KernelShape) -> str:
     """
     group, kind = shape.heads // shape.kv_heads, f"<{shape.head_dim} x float>"
     arguments = ", ".join(f"ptr noalias %{name}" for name in ("q", "pages", "line", "out"))
+    counters = dict.fromkeys(("b", "g", "j", "c", "e", "u", "z", "f"), "i64")
+    of_group = f"[{group} x float]"
     return f"""declare float @llvm.vector.reduce.fadd.v{shape.head_dim}f32(float, {kind})
 define internal void @group({arguments}, i64 %at, i64 %prefix, i64 %count, float %scale) {{
-{_variables(b="i64", g="i64", j="i64", c="i64", e="i64", u="i64", z="i64", f="i64", total="float", best="float", sums=kind)}
-{_variables(scores=f"[{PAGE} x float]", tops=f"[{group} x float]", totals=f"[{group} x float]", sums_of=f"[{group} x {kind}]")}
+{_variables(**counters, total="float", best="float", sums=kind)}
+{_variables(scores=f"[{PAGE} x float]", tops=of_group, totals=of_group, sums_of=f"[{group} x {kind}]")}
 {_loop("z", "0", str(group), _begin_head(kind))}
   %at.value = add i64 %at, {shape.values}
 {_loop("b", "0", "%count", _block(shape.head_dim, group), step=PAGE)}
@@ -442,6 +444,7 @@ def _attend(shape: KernelShape) -> str:
     """Write attention; an item is a key head and a row, rows of one head after each other, as they share what is
     cached."""
     width = shape.heads // shape.kv_heads * shape.head_dim
+    arguments = "ptr %q.here, ptr %pages, ptr %line, ptr %o.here, i64 %at, i64 %prefix, i64 %count, float %scale.float"
     body = f"""  %head = udiv i64 %item, %rows
   %row = urem i64 %item, %rows
 {_entry("%row")}
@@ -456,7 +459,7 @@ def _attend(shape: KernelShape) -> str:
   %o.at = add i64 %o.row, %q.head
   %o.here = getelementptr float, ptr %out, i64 %o.at
 {_fraction("scale")}
-  call void @group(ptr %q.here, ptr %pages, ptr %line, ptr %o.here, i64 %at, i64 %prefix, i64 %count, float %scale.float)"""
+  call void @group({arguments})"""
     return _operation("attend", ("q", "table", "out"), ("rows", "items", "layer", "scale"), "%items", body)
 
 

@@ -1,8 +1,8 @@
 """A decoder's small operations for few rows on CPUs, and the running of a whole step, as machine code (llvmlite).
 
-At one row the small operations cost in dispatch what a third of the matrices cost in memory traffic. Here a step is a list of operations
-that the threads go through together, with one call from Python. Owns the compiled code and its launch; the text is in
-`row_kernel_text`, the list in `fused_step`.
+At one row the small operations cost in dispatch what a third of the matrices cost in memory traffic. Here a step is a
+list of operations that the threads go through together, with one call from Python. Owns the compiled code and its
+launch; the text is in `row_kernel_text`, the list in `fused_step`.
 
 Invariant: a row's result depends on that row and on the tokens it sees, in their order in the sequence: not on the rows
 beside it, the number of threads, or where in the tail its tokens lie. So a token scored alone, in a chain or in a tree

@@ -9,39 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from specbranch.errors import ModelError, UnsupportedArchitecture
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 
-__all__ = ["Architecture", "Family", "GgufHeader", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
+if TYPE_CHECKING:
+    from specbranch.models.files.gguf_file import GgufFile
+
+__all__ = ["Architecture", "Family", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 USE_TRANSFORMERS = "Load it with runner='transformers'."
-
-
-class GgufHeader(Protocol):
-    """What `Architecture.from_gguf` reads of a GGUF file."""
-
-    @property
-    def name(self) -> str:
-        """What to call the file in a sentence."""
-        ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Its key-value pairs."""
-        ...
-
-    def __contains__(self, tensor: str) -> bool:
-        """Whether the file has this tensor."""
-        ...
-
-    def values(self, tensor: str) -> list[float]:
-        """The values of a small tensor."""
-        ...
+COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +68,8 @@ class Architecture:
     window: int | None  # active sliding window
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    charged: int | None = (
-        None  # rows of the output head where they are not the vocabulary's: those behind it are never looked at
-    )
+    # rows of the output head where they are not the vocabulary's: those behind it are never looked at
+    charged: int | None = None
 
     @property
     def head_rows(self) -> int:
@@ -96,16 +77,7 @@ class Architecture:
         return self.charged or self.vocabulary
 
     def __post_init__(self) -> None:
-        for field in (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate",
-            "vocabulary",
-            "context_length",
-        ):
+        for field in COUNTS:
             if getattr(self, field) < 1:
                 raise ModelError(f"{self.name} declares {field} = {getattr(self, field)}; expected a whole number ≥ 1.")
         if self.heads % self.kv_heads:
@@ -150,7 +122,7 @@ class Architecture:
         )
 
     @classmethod
-    def from_gguf(cls, file: GgufHeader) -> Self:
+    def from_gguf(cls, file: GgufFile) -> Self:
         """Read the header of a GGUF file."""
         keys = _GgufKeys(file)
         refuse_if_cannot_roll_back({"model_type": keys.family}, 0, file.name)
@@ -226,12 +198,12 @@ def _refuse_variants(config: Mapping[str, Any], name: str) -> None:
 
 
 def _count(config: Mapping[str, Any], key: str, name: str) -> int:
-    value = config.get(key)
+    return _whole(config.get(key), f"The configuration of {name} has {key}")
+
+
+def _whole(value: Any, said: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(
-            f"The configuration of {name} has {key} = {value!r}; expected a whole number ≥ 1. The file may be "
-            "incomplete."
-        )
+        raise ModelError(f"{said} = {value!r}; expected a whole number ≥ 1. The file may be incomplete.")
     return value
 
 
@@ -298,7 +270,7 @@ def _mscale(factor: float, weight: float) -> float:
 class _GgufKeys:
     """The metadata of a GGUF file under its architecture's prefix."""
 
-    file: GgufHeader
+    file: GgufFile
 
     @property
     def family(self) -> str:
@@ -308,13 +280,7 @@ class _GgufKeys:
         return self.file.metadata.get(f"{self.family}.{key}", default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(
-                f"{self.file.name} has {self.family}.{key} = {value!r}; expected a whole number ≥ 1. The file may be "
-                "incomplete."
-            )
-        return value
+        return _whole(self.get(key, default), f"{self.file.name} has {self.family}.{key}")
 
     def refuse_variants(self, head_dim: int) -> None:
         if (turned := self.get("rope.dimension_count", head_dim)) != head_dim:

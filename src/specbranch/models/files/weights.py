@@ -122,6 +122,21 @@ def read_weights(
     return Weights(embedding, layers, reader.vector("norm", arch.hidden), head)
 
 
+def read_layers(
+    arch: Architecture,
+    source: TensorSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: WeightsName | None,
+) -> tuple[tuple[LayerWeights, ...], Tensor]:
+    """Read the layers and the last norm alone.
+
+    Matrices that are to be stored smaller are in float32 until then, so that what was in int8 comes out as it was.
+    """
+    reader = _Reader(arch, source, device, dtype, stored, torch.float32 if stored else dtype)
+    return tuple(reader.layer(index) for index in range(arch.layers)), reader.vector("norm", arch.hidden)
+
+
 def read_part(
     arch: Architecture,
     source: TensorSource,
@@ -156,6 +171,7 @@ class _Reader:
     device: torch.device
     dtype: torch.dtype
     stored: WeightsName | None
+    read_in: torch.dtype | None = None  # matrices of the layers; nothing: in `dtype`
 
     def kept(self, matrix: Matrix) -> Matrix:
         return matrix if self.stored is None else matrix.stored_as(self.stored)
@@ -178,7 +194,7 @@ class _Reader:
         return self.stacked({part: size}, (), "weight", layer)
 
     def matrix(self, parts: dict[str, int], columns: int, bias: bool, layer: int) -> Matrix:
-        weight = self.stacked(parts, (columns,), "weight", layer)
+        weight = self.stacked(parts, (columns,), "weight", layer, self.read_in)
         return self.kept(Matrix(weight, self.stacked(parts, (), "bias", layer) if bias else None))
 
     def vocabulary_matrix(self, part: str, rows: int) -> Tensor:
@@ -187,9 +203,16 @@ class _Reader:
         self.source.read(self._name(part, "weight", 0), held, leading=True)
         return held
 
-    def stacked(self, parts: dict[str, int], inner: tuple[int, ...], suffix: str, layer: int) -> Tensor:
+    def stacked(
+        self,
+        parts: dict[str, int],
+        inner: tuple[int, ...],
+        suffix: str,
+        layer: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Read several tensors one below the other."""
-        held = torch.empty(sum(parts.values()), *inner, device=self.device, dtype=self.dtype)
+        held = torch.empty(sum(parts.values()), *inner, device=self.device, dtype=dtype or self.dtype)
         for part, rows in zip(parts, torch.split(held, list(parts.values())), strict=True):
             self.source.read(self._name(part, suffix, layer), rows)
             if part in ("q", "k") and self._interleaved:

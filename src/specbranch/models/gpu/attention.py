@@ -49,9 +49,8 @@ def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, step: Views) -
     """
     rows, heads, head_dim = queries.shape
     places, seen = _seen_places(step)
-    k, v = (
-        side[places // PAGE, :, places % PAGE].transpose(1, 2) for side in (keys, values)
-    )  # [rows, kv_heads, places, head_dim]
+    # [rows, kv_heads, places, head_dim]
+    k, v = (side[places // PAGE, :, places % PAGE].transpose(1, 2) for side in (keys, values))
     exact = torch.promote_types(queries.dtype, torch.float32)
     q = queries.view(rows, keys.shape[1], -1, head_dim).to(exact) / math.sqrt(head_dim)
     scores = torch.matmul(q, k.to(exact).transpose(-1, -2)).masked_fill(~seen[:, None, None], -torch.inf)
@@ -84,16 +83,15 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
     sums = queries.new_empty(rows, heads, slots, head_dim)
     tops, totals = queries.new_empty(2, rows, heads, slots, dtype=torch.float32)
-    out = queries.new_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[
-        :rows
-    ]  # products read whole tiles of rows
+    # products read whole tiles of rows
+    out = queries.new_empty(-(-rows // GROUP_ROWS) * GROUP_ROWS, heads * head_dim)[:rows]
     scale = math.log2(math.e) / math.sqrt(head_dim)  # the kernels take powers of 2
     early = begins_early(queries.device)
     programs = rows + groups * tiling["TILES"] * (slots - 1)
     sections = (step.shared, step.own_count, step.groups, step.tables, step.own)
     kernels.partial_results[(programs, kv_heads)](
-        queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, pages, slots, **shape, **tiling,
-        EARLY=early, num_warps=WARPS, num_stages=STAGES, **launch(early),
+        queries, keys, values, sums, tops, totals, *sections, scale, keys.stride(0), rows, pages, slots, **shape,
+        **tiling, EARLY=early, num_warps=WARPS, num_stages=STAGES, **launch(early),
     )  # fmt: skip
     kernels.join[(rows, heads)](
         sums,

@@ -1,8 +1,8 @@
 """The Triton kernels of attention by positions: partial results of own lines and of shared blocks, and their joining.
 
-Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from how many
-positions it shares; not from the rows beside it, from the number of programs launched, or from where in the pool anything lies. Needs
-Triton, so nobody imports it but `attention`, when it is asked to.
+Owns the order of every sum. Invariant: which numbers a row adds, and in which order, follows from its own line and from
+how many positions it shares; not from the rows beside it, from the number of programs launched, or from where in the
+pool anything lies. Needs Triton, so nobody imports it but `attention`, when it is asked to.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale, page_stride, slots,
-              HEADS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-              LINE: tl.constexpr):  # fmt: skip
+              HEADS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+              PAGE: tl.constexpr, LINE: tl.constexpr):  # fmt: skip
     """Attend to a row's own line, LINE places at a time, with the heads that share a key head."""
     g = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
@@ -44,10 +44,12 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
 
 
 @triton.jit
-def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride, slots,
+def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale,
+                  page_stride, slots,
                   TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
                   LONG: tl.constexpr):  # fmt: skip
-    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared positions end."""
+    """Attend to one block of shared positions, with all rows of a tile at once; `end` is where each row's shared
+    positions end."""
     d = tl.arange(0, WIDTH)
     queries = tl.load(q + at[:, None] * DIM + d[None, :], mask=live[:, None] & (d < DIM)[None, :], other=0.0)
     top = tl.full((TILE,), float("-inf"), tl.float32)
@@ -60,14 +62,14 @@ def _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, bloc
         )
     else:
         for part in range(count):
-            top, total, acc = _read(queries, keys + offset, values + offset, end, start + part * BLOCK, most, scale, top, total, acc, DIM,
-                                    WIDTH, PAGE, BLOCK)  # fmt: skip
+            top, total, acc = _read(queries, keys + offset, values + offset, end, start + part * BLOCK, most, scale,
+                                    top, total, acc, DIM, WIDTH, PAGE, BLOCK)  # fmt: skip
     _leave(sums, tops, totals, acc, top, total, at.to(tl.int64) * slots + 1 + block, live, DIM, WIDTH)
 
 
 @triton.jit
-def _read(queries, keys, values, end, start, most, scale, top, total, acc, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+def _read(queries, keys, values, end, start, most, scale, top, total, acc,
+          DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Add what BLOCK positions of a page give to what was read before."""
     d = tl.arange(0, WIDTH)
     j = start + tl.arange(0, BLOCK)
@@ -86,7 +88,7 @@ def _read(queries, keys, values, end, start, most, scale, top, total, acc, DIM: 
 
 @triton.jit
 def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Leave a partial result to be joined: an average of values, which half precision holds as well as it holds values."""
+    """Leave a partial result to be joined: an average of values, which half precision holds as well as values."""
     d = tl.arange(0, WIDTH)
     average = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(tops + into, top, mask=live)
@@ -100,19 +102,22 @@ def _leave(sums, tops, totals, acc, top, total, into, live, DIM: tl.constexpr, W
 
 # Rows and pages are no reason to compile another kernel, not even where they are 1.
 @triton.jit(do_not_specialize=["rows", "pages", "slots"])
-def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride, rows, pages, slots,
-                    HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr,
-                    TILE_ROWS: tl.constexpr, TILES: tl.constexpr, OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line, 1 + b is block b."""
+def partial_results(q, keys, values, sums, tops, totals, shared, own_count, groups, tables, own, scale, page_stride,
+                    rows, pages, slots,
+                    HEADS: tl.constexpr, SHARE: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+                    WIDTH: tl.constexpr, PAGE: tl.constexpr, LINE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+                    LONG: tl.constexpr, NEAR: tl.constexpr, TILE_ROWS: tl.constexpr, TILES: tl.constexpr,
+                    OWN_TILE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """One program a key head and either row or block of a tile of rows; result 0 of a row and head is its own line,
+    result 1 + b is block b."""
     if EARLY:  # see product_kernels
         gdc_wait()
         gdc_launch_dependents()
     head = tl.program_id(1)  # of rows and blocks there may be more than a second axis has room for
     program = tl.program_id(0)
     if program < rows:
-        _own_line(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head, scale, page_stride,
-                  slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
+        _own_line(q, keys, values, sums, tops, totals, tl.load(own_count + program), own + program * OWN, program, head,
+                  scale, page_stride, slots, HEADS, SHARE, OWN_TILE, DIM, WIDTH, PAGE, LINE)  # fmt: skip
     else:
         tile = (program - rows) // (slots - 1)
         block = (program - rows) % (slots - 1)
@@ -129,14 +134,14 @@ def partial_results(q, keys, values, sums, tops, totals, shared, own_count, grou
             page = tl.load(tables + group * pages + start // PAGE)
             at = row * HEADS + head * SHARE + m % PADDED
             count = tl.where(is_near, 1, LONG)
-            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head, scale, page_stride,
-                          slots, TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK, LONG)  # fmt: skip
+            _shared_block(q, keys, values, sums, tops, totals, end, page, at, live, block, start, count, most, head,
+                          scale, page_stride, slots, TILE_ROWS * PADDED, DIM, WIDTH, PAGE, BLOCK, LONG)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])
 def join(sums, tops, totals, shared, out, slots,
-         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, NEAR: tl.constexpr,
-         CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+         HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+         NEAR: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Join the results of one row and head: the own line, then as many blocks as the row shares."""
     if EARLY:
         gdc_wait()

@@ -76,8 +76,9 @@ class Chooser:
             logits, self._ids, choosing, tops, places, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
         )  # fmt: skip
         kernels.settle[(rows,)](
-            self._ids, choosing, counts, tops, places, sums, self.picks, lines, self._arrived, self.width, per, tiles, lines.shape[1],
-            ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles), ROWS=power_of_two(rows), **shared,
+            self._ids, choosing, counts, tops, places, sums, self.picks, lines, self._arrived, self.width, per, tiles,
+            lines.shape[1], ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles), ROWS=power_of_two(rows),
+            **shared,
         )  # fmt: skip
         return lines
 

@@ -1,7 +1,8 @@
-"""The Triton kernels that choose among logits: the best entries of every row, noise included, and whom the chosen tokens lead to.
+"""The Triton kernels that choose among logits: the best entries of every row, noise included, and whom the chosen
+tokens lead to.
 
-Owns the order of every sum. Invariant: what a row gives depends on its logits, its temperature and its noise alone. Needs Triton, so nobody
-imports it but `choice`, when it is asked to. For EARLY see `product_kernels`.
+Owns the order of every sum. Invariant: what a row gives depends on its logits, its temperature and its noise alone.
+Needs Triton, so nobody imports it but `choice`, when it is asked to. For EARLY see `product_kernels`.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -51,8 +52,8 @@ def _best(values, places, out_values, out_places, COUNT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["width", "stride", "per"])
-def scan(logits, ids, choosing, tops, places, sums, width, stride, per, TILE: tl.constexpr, COUNT: tl.constexpr, LISTED: tl.constexpr,
-         EARLY: tl.constexpr):  # fmt: skip
+def scan(logits, ids, choosing, tops, places, sums, width, stride, per,
+         TILE: tl.constexpr, COUNT: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """The best entries of one tile of one row, and the sum of its exponentials."""
     if EARLY:
         gdc_wait()
@@ -71,8 +72,9 @@ def scan(logits, ids, choosing, tops, places, sums, width, stride, per, TILE: tl
 
 
 @triton.jit(do_not_specialize=["width", "per", "tiles", "across"])
-def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, width, per, tiles, across, ENTRIES: tl.constexpr,
-           COUNT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, width, per, tiles, across,
+           ENTRIES: tl.constexpr, COUNT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
     """One row's token, confidence and best entries; the last row to come follows the chosen tokens from every root."""
     if EARLY:
         gdc_wait()

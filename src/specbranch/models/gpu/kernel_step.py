@@ -25,10 +25,8 @@ from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import PAGE, Memory
 
 ROW_TILE = 16
-MOST_TOGETHER = {
-    True: 64,
-    False: 32,
-}  # rows of a tile, by whether weights are the first operand: 64 as the first take other instructions
+# rows of a tile, by whether weights are the first operand: 64 as the first take other instructions
+MOST_TOGETHER = {True: 64, False: 32}
 FAST_MEMORY = 200 << 10  # bytes of a program
 NAMES = ("qkv", "out", "gate_up", "down")
 Stored = Literal["plain", "int8", "int4"]  # plain: in the precision that is computed in
@@ -156,9 +154,8 @@ class KernelStep(GpuStep):
     moves = True
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
-        super().__init__(
-            decoder, memory, small=PLAIN
-        )  # those are not used here, and compiled ones take seconds to import
+        # those are not used here, and compiled ones take seconds to import
+        super().__init__(decoder, memory, small=PLAIN)
         from specbranch.models.gpu import product_kernels
 
         self._kernels = product_kernels
@@ -210,34 +207,37 @@ class KernelStep(GpuStep):
         )
         side = arch.kv_heads * arch.head_dim
         self._kernels.embed[(rows + (0 if step.moves is None else 2 * arch.layers),)](
-            step.tokens, self.picks, counts, moves, self.decoder.embedding, norm, self._stream, self._scaled, self._squares["down"], memory,
-            rows, arch.hidden, moves.stride(0), memory.stride(0), WIDTH=power_of_two(arch.hidden), NORMS=self._norms["down"],
-            PIECE=power_of_two(side), SIDE=side, PAGE=PAGE, DIM=arch.head_dim, EARLY=self._early, num_warps=8, **launch(self._early),
+            step.tokens, self.picks, counts, moves, self.decoder.embedding, norm, self._stream, self._scaled,
+            self._squares["down"], memory, rows, arch.hidden, moves.stride(0), memory.stride(0),
+            WIDTH=power_of_two(arch.hidden), NORMS=self._norms["down"], PIECE=power_of_two(side), SIDE=side, PAGE=PAGE,
+            DIM=arch.head_dim, EARLY=self._early, num_warps=8, **launch(self._early),
         )  # fmt: skip
 
     def _attended(self, index: int, product: Product, step: Views, rows: int) -> Tensor:
         arch, (keys, values) = self.decoder.arch, self._sides[index]
         norm = self.decoder.layers[index].qk_norm
         self._kernels.qkv[(product.row_tiles(rows), product.outs // product.cut.tile)](
-            self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos, self.decoder.sin,
-            step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps, rows, arch.hidden,
-            HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE, BIASED=product.bias is not None,
-            NORMED=norm is not None, NORMS=self._norms["down"], **product.how(rows, self._early),
+            self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos,
+            self.decoder.sin, step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps,
+            rows, arch.hidden, HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE,
+            BIASED=product.bias is not None, NORMED=norm is not None, NORMS=self._norms["down"],
+            **product.how(rows, self._early),
         )  # fmt: skip
         queries = self._queries[:rows].view(rows, arch.heads, arch.head_dim)
         return self.attend(queries, keys, values, step)
 
     def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, rows: int) -> None:
         self._kernels.added[(product.row_tiles(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
-            x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived, rows, product.outs,
-            product.ins, BIASED=product.bias is not None, NORMS=self._norms[name], **product.how(rows, self._early),
+            x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived,
+            rows, product.outs, product.ins, BIASED=product.bias is not None, NORMS=self._norms[name],
+            **product.how(rows, self._early),
         )  # fmt: skip
 
     def _gate(self, product: Product, rows: int) -> None:
         outs = product.outs // 2
         self._kernels.gated[(product.row_tiles(rows), -(-outs // (product.cut.tile // 2)))](
-            self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs, product.ins,
-            BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(rows, self._early),
+            self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs,
+            product.ins, BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(rows, self._early),
         )  # fmt: skip
 
     def _score(self, rows: int) -> Tensor:
@@ -248,8 +248,8 @@ class KernelStep(GpuStep):
             ]
         out, (weight, _, scale) = self._scored[rows], product.tensors()
         self._kernels.scored[(product.row_tiles(rows), -(-product.outs // product.cut.tile))](
-            self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs, product.ins,
-            NORMS=self._norms["down"], **product.how(rows, self._early),
+            self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs,
+            product.ins, NORMS=self._norms["down"], **product.how(rows, self._early),
         )  # fmt: skip
         return out
 

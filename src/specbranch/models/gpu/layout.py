@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ MOST_ROWS = 512  # in a step
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
 ALIGNED = 32  # numbers: sections begin at whole cache lines, whatever the bucket
 PER_ROW = 5  # sections of one number a row; they come first, so that they can be written as one table
+OWN_LINES, COUNTS, MOVES = 3, 4, 5  # sections, by number
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # said: by nobody, or what cannot be taken
 ONE = int(np.float32(1.0).view(np.int32))
@@ -39,9 +41,8 @@ class Choosing(NamedTuple):
     second_key: np.ndarray | Tensor
     noisy: np.ndarray | Tensor  # 1 where noise is added
     parent: np.ndarray | Tensor  # a row of the same step, itself at the top
-    said: (
-        np.ndarray | Tensor
-    )  # the token that has to be chosen at the parent for this row to be reached; ROOT_ROW: it is, NO_ROW: never
+    # the token that has to be chosen at the parent for this row to be reached; ROOT_ROW: it is, NO_ROW: never
+    said: np.ndarray | Tensor
 
 
 class Bucket(NamedTuple):
@@ -69,9 +70,8 @@ class Views:
     own: Tensor  # [rows, OWN] flat places in the order of positions; beyond `own_count` they mean nothing
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
     counts: Tensor | None = None  # how many moves there are, and how deep the longest way from a root is
-    moves: Tensor | None = (
-        None  # [2, some] flat places: what lies at the first is copied to the second, one after the other
-    )
+    # [2, some] flat places: what lies at the first is copied to the second, one after the other
+    moves: Tensor | None = None
 
 
 def bucket_of(work: Sequence[Rows], least: Bucket = LEAST) -> Bucket:
@@ -134,38 +134,38 @@ def pack(
     """Write rows out for a device; padding is written to, and read from, the flat place `spare`."""
     work = [part for part in work if part.tokens]
     bucket = bucket_of(work, least)
-    packed = np.zeros(packed_size(bucket), dtype=np.int32)
-    per_row, groups, tables, own, counts, moved = _sections(packed, bucket)
-    lines = _lines(work)
-    rows = len(lines.shared)
-    _pad(per_row, tables, own, spare, rows)
-    first_pages = _write_groups(work, groups, tables)
-    table = (tables - _counting(bucket.pages)) << SHIFT  # what makes of a place a flat one, by page
-    flat = lines.places + table.take((lines.places >> SHIFT) + first_pages, mode="clip")
-    own[:rows, : flat.shape[1]] = flat
-    slots = flat[_counting(rows), lines.counts - 1]  # a row is the last of its own line
-    tokens = [token for part in work for token in part.tokens]
-    per_row[:PER_ROW, :rows] = tokens, lines.positions, slots, lines.shared, lines.counts
+    packed = _blank(bucket, spare).copy()
+    per_row, groups, tables, own = _sections(packed, bucket)
+    rows = sum([len(part.tokens) for part in work])
+    own[rows:] = spare
+    per_row[0, :rows] = [token for part in work for token in part.tokens]
+    _write_groups(work, groups, tables)
+    _write_lines(work, per_row[1:PER_ROW, :rows], own[:rows])
     if choosing is not None:
-        per_row[PER_ROW:, :rows] = choosing
-        counts[1] = deepest(choosing.parent)
+        for field, numbers in enumerate(choosing, PER_ROW):
+            per_row[field, :rows] = numbers
+        packed[_offsets(bucket)[COUNTS] + 1] = deepest(choosing.parent)
     if moves is not None:
-        counts[0] = moves.shape[1]
-        moved[:, : moves.shape[1]] = moves
+        packed[_offsets(bucket)[COUNTS]] = moves.shape[1]
+        _section(packed, bucket, MOVES)[:, : moves.shape[1]] = moves
     return packed, bucket
 
 
 def padding(bucket: Bucket, spare: int) -> np.ndarray:
     """A packed step without a row: it reads and writes the flat place `spare`."""
-    packed = np.zeros(packed_size(bucket), dtype=np.int32)
-    per_row, _, tables, own, _, _ = _sections(packed, bucket)
-    _pad(per_row, tables, own, spare, 0)
+    packed = _blank(bucket, spare).copy()
+    _section(packed, bucket, OWN_LINES)[:] = spare
     return packed
 
 
-def _pad(per_row: np.ndarray, tables: np.ndarray, own: np.ndarray, spare: int, rows: int) -> None:
-    tables[:], own[rows:], per_row[2, rows:], per_row[4, rows:] = spare >> SHIFT, spare, spare, 1
+@lru_cache(maxsize=256)
+def _blank(bucket: Bucket, spare: int) -> np.ndarray:
+    """A packed step in which nothing but own lines has to be written where there is no row."""
+    packed = np.zeros(packed_size(bucket), dtype=np.int32)
+    per_row, _, tables, _ = _sections(packed, bucket)
+    tables[:], per_row[2], per_row[4] = spare >> SHIFT, spare, 1
     per_row[PER_ROW], per_row[-2], per_row[-1] = ONE, _counting(per_row.shape[1]), ROOT_ROW
+    return packed
 
 
 def deepest(parents: np.ndarray | Tensor) -> int:
@@ -176,37 +176,59 @@ def deepest(parents: np.ndarray | Tensor) -> int:
     return max(depth)
 
 
-class _Lines(NamedTuple):
-    positions: np.ndarray  # [rows]
-    shared: np.ndarray  # [rows]
-    counts: np.ndarray  # [rows]
-    places: np.ndarray  # [rows, longest line], in the sequence
-
-
-def _lines(work: Sequence[Rows]) -> _Lines:
-    """Find every row's own line, all sequences at once."""
+def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
+    """Write down the rows' positions, their places, how much they share, and their own lines, with their lengths."""
+    positions, slots, shared, counts = per_row
     tail = _tails(tuple([seen for part in work for seen in part.seen]))
-    prefix = (
-        work[0].prefix
-        if len(work) == 1
-        else np.repeat([part.prefix for part in work], [len(part.tokens) for part in work])
-    )
-    positions = tail.depth + prefix
-    shared = np.minimum(np.maximum((positions // GROUP - 1) * GROUP, 0), tail.run + prefix)
-    counts = positions - shared + 1
+    firsts = [max(part.prefix // GROUP - 1, 0) * GROUP for part in work]  # no own line begins before
+    window = _window(work, firsts)
+    prefix, end = _prefixes(work, firsts)
+    np.add(tail.depth, prefix, out=positions)
+    np.maximum((positions & -GROUP) - GROUP, 0, out=shared)
+    if tail.deepest > GROUP:
+        np.minimum(shared, tail.run + prefix, out=shared)
+    np.subtract(positions, shared - 1, out=counts)
     longest = int(counts.max())
     if longest > OWN:
         raise ValueError(f"a row's own line has {longest} places, {OWN} fit; commit before the tail grows so deep")
-    places = shared[:, None] + _counting(longest)
+    before = prefix - shared  # how much of a line is prefix
+    lines = (end - before)[:, None] + _counting(longest)  # by places in the window
     if tail.row.size:
-        places[tail.row, tail.rank + (prefix - shared)[tail.row]] += tail.off
-    return _Lines(positions, shared, counts, places)
+        lines[tail.row, before[tail.row] + tail.rank] += tail.off
+    window.take(lines, out=own[:, :longest], mode="clip")
+    slots[:] = own[_counting(len(own)), counts - 1]  # a row is the last of its own line
+
+
+def _window(work: Sequence[Rows], firsts: Sequence[int]) -> np.ndarray:
+    """The flat places of every sequence from a place on up to its last row's, one sequence behind the other."""
+    pieces: list[np.ndarray] = []
+    for part, first in zip(work, firsts, strict=True):
+        end = part.start + len(part.tokens)
+        for page in range(first >> SHIFT, (end - 1 >> SHIFT) + 1):
+            begin = page << SHIFT
+            within = _counting(PAGE)[max(first - begin, 0) : end - begin]
+            pieces.append(within + (part.table.pages[page] << SHIFT))
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _prefixes(work: Sequence[Rows], firsts: Sequence[int]) -> tuple[int | np.ndarray, int | np.ndarray]:
+    """How long each row's prefix is, and where in the window it ends; where there is one sequence, one number."""
+    if len(work) == 1:
+        return work[0].prefix, work[0].prefix - firsts[0]
+    sizes = [part.start + len(part.tokens) - first for part, first in zip(work, firsts, strict=True)]
+    ends = [
+        at - first + part.prefix for part, first, at in zip(work, firsts, accumulate(sizes, initial=0), strict=False)
+    ]
+    each = np.array([[part.prefix for part in work], ends], dtype=np.int32)
+    prefix, end = each.repeat([len(part.tokens) for part in work], axis=1)
+    return prefix, end
 
 
 class _Tails(NamedTuple):
     """What rows see of their tails. A run from the prefix on lies at its own positions; what comes after it is told
     one by one."""
 
+    deepest: int
     depth: np.ndarray  # [rows] how much comes before the row itself
     run: np.ndarray  # [rows]
     row: np.ndarray  # [seen beyond runs]
@@ -217,45 +239,47 @@ class _Tails(NamedTuple):
 @lru_cache(maxsize=4096)  # trees of the same shape come again and again
 def _tails(seen: tuple[int, ...]) -> _Tails:
     width = -(-max(seen).bit_length() // 8)
-    packed = np.frombuffer(b"".join([one.to_bytes(width, "little") for one in seen]), dtype=np.uint8).reshape(
-        len(seen), width
-    )
-    bits = np.unpackbits(packed, axis=1, bitorder="little")
-    depth = np.array([one.bit_count() - 1 for one in seen])
-    run = np.array([(one ^ (one + 1)).bit_length() - 1 for one in seen])
+    packed = np.frombuffer(b"".join([one.to_bytes(width, "little") for one in seen]), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(seen), width), axis=1, bitorder="little")
+    depth = [one.bit_count() - 1 for one in seen]
+    run = np.array([(one ^ (one + 1)).bit_length() - 1 for one in seen], dtype=np.int32)
     row, bit = bits.nonzero()
     rank = bits.cumsum(axis=1, dtype=np.int64)[row, bit] - 1
-    beyond = rank >= run[row]
-    return _Tails(depth, run, row[beyond], rank[beyond], (bit - rank)[beyond])
+    beyond = (rank >= run[row]).nonzero()[0]
+    return _Tails(
+        max(depth),
+        np.array(depth, dtype=np.int32),
+        run,
+        row[beyond],
+        rank[beyond],
+        (bit - rank)[beyond].astype(np.int32),
+    )
 
 
-def _write_groups(work: Sequence[Rows], groups: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """Fill in groups and tables; returns where each row's table begins among all tables [rows, 1]."""
-    begins: list[int] = []
+def _write_groups(work: Sequence[Rows], groups: np.ndarray, tables: np.ndarray) -> None:
+    """Fill in groups and tables."""
     first = at = 0
     for part in work:
         count, pages = len(part.tokens), part.table.pages[: tables.shape[1]]
         for done in range(0, count, GROUP_ROWS):
-            here = min(GROUP_ROWS, count - done)
-            groups[at] = first + done, here
+            groups[at] = first + done, min(GROUP_ROWS, count - done)
             tables[at, : len(pages)] = pages
-            begins += [at * tables.shape[1]] * here
             at += 1
         first += count
-    return np.array(begins)[:, None]
 
 
 def _sections(packed: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
-    """The numbers of rows as one table, and the sections behind it."""
-    return [
-        packed[at : at + prod(shape)].reshape(shape)
-        for shape, at in zip(_shapes(bucket), _offsets(bucket), strict=False)
-    ]
+    """The numbers of rows as one table, and the sections that every step fills in behind it."""
+    return [_section(packed, bucket, number) for number in range(COUNTS)]
+
+
+def _section(packed: np.ndarray, bucket: Bucket, number: int) -> np.ndarray:
+    return np.ndarray(_shapes(bucket)[number], np.int32, packed, _offsets(bucket)[number] * packed.itemsize)
 
 
 @cache
 def _counting(count: int) -> np.ndarray:
-    return np.arange(count)
+    return np.arange(count, dtype=np.int32)
 
 
 @cache

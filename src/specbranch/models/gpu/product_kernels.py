@@ -1,14 +1,15 @@
-"""The Triton kernels of a decoding step's products, with what comes before and after each: norm, rotation, residual, gate.
+"""The Triton kernels of a decoding step's products, with what comes before and after each: norm, rotation, residual,
+gate.
 
-Owns the order of every sum. Invariant: a row's bits depend neither on the rows beside it nor on how many there are. Rows are taken in
-tiles (ROWS: 16, or more where there are more), the numbers of a product in one order, in a fixed number of parts and by instructions of one
-kind. How a compiler spreads a tile over threads hangs on the tile, so sums over columns are of whole numbers, and no product is fused with
-a sum (`enable_fp_fusion`). The stream of a layer is left as it is and,
-multiplied by the next norm's weights, as the next product reads it; each tile leaves the sum of its squares, and who reads on divides by
-their root. Weights are plain numbers (STORED 0), whole ones with a scale for each output (8), or nibbles with a scale for each group of 128
-inputs (4). Buffers have whole tiles of rows: those that nobody asked for are computed too, and written where nobody reads. Where kernels
-may begin early (EARLY), each waits for the one before it to end before it reads anything, and tells the next to come when it has read all
-it needs.
+Owns the order of every sum. Invariant: a row's bits depend neither on the rows beside it nor on how many there are.
+Rows are taken in tiles (ROWS: 16, or more where there are more), the numbers of a product in one order, in a fixed
+number of parts and by instructions of one kind. How a compiler spreads a tile over threads hangs on the tile, so sums
+over columns are of whole numbers, and no product is fused with a sum (`enable_fp_fusion`). The stream of a layer is
+left as it is and, multiplied by the next norm's weights, as the next product reads it; each tile leaves the sum of its
+squares, and who reads on divides by their root. Weights are plain numbers (STORED 0), whole ones with a scale for each
+output (8), or nibbles with a scale for each group of 128 inputs (4). Buffers have whole tiles of rows: those that
+nobody asked for are computed too, and written where nobody reads. Where kernels may begin early (EARLY), each waits for
+the one before it to end before it reads anything, and tells the next to come when it has read all it needs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -21,7 +22,7 @@ from triton.language.target_info import cuda_capability_geq
 
 
 def _nibbles_in(kind: str, ones: int, offset: int) -> str:
-    """PTX that makes eight floats of the nibbles of four bytes: `ones` before each, `offset` subtracted from each pair."""
+    """PTX that makes eight floats of four bytes' nibbles: `ones` before each, `offset` subtracted from each pair."""
     halves = [("and.b32 t, $4, 0x0f0f0f0f;", 0), ("shr.u32 t, $4, 4; and.b32 t, t, 0x0f0f0f0f;", 2)]
     picked = ((0, 0x4140), (1, 0x4342))  # a byte, then the ones, twice
     lines = []
@@ -41,7 +42,8 @@ FLOAT16_NIBBLES = tl.constexpr(_nibbles_in("f16x2", 0x64, 0x6408))
 def _product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
              PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
              EARLY: tl.constexpr):  # fmt: skip
-    """Multiply some rows of x by some rows of w, over one part of their length; returns [ROWS, TILE]. `there`: which of w's rows exist."""
+    """Multiply some rows of x by some rows of w, over one part of their length; returns [ROWS, TILE]. `there`: which of
+    w's rows exist."""
     if STORED == 4:
         acc = _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS, TILE, STEP, PARTS, FULL)
     else:
@@ -54,8 +56,9 @@ def _product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr,
 
 
 @triton.jit
-def _whole_product(x, w, columns, there, first, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-                   SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
+def _whole_product(x, w, columns, there, first, K, part,
+                   ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+                   EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
     steps = tl.cdiv(K, STEP)
     begin = steps * part // PARTS
     r = first + tl.arange(0, ROWS)
@@ -83,8 +86,8 @@ def _whole_product(x, w, columns, there, first, K, part, ROWS: tl.constexpr, TIL
 def _nibbles(both, DTYPE: tl.constexpr):
     """The low and the high halves of bytes, less 8, as floats.
 
-    In machine code four bytes at a time: beside the bits of 128 (of 1024 in float16) a nibble is the number's own end, so 136 (1032) is
-    subtracted and nothing is converted.
+    In machine code four bytes at a time: beside the bits of 128 (of 1024 in float16) a nibble is the number's own end,
+    so 136 (1032) is subtracted and nothing is converted.
     """
     if cuda_capability_geq(9, 0):
         if tl.bfloat16 == DTYPE:
@@ -102,9 +105,10 @@ def _nibbles(both, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-                    PARTS: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """A step is a group of 128 inputs: the low nibbles of its 64 bytes are the first half of them, the high ones the second."""
+def _nibble_product(x, w, scale, columns, there, first, N, K, part,
+                    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+                    FULL: tl.constexpr):  # fmt: skip
+    """A step is a group of 128 inputs: the low nibbles of its 64 bytes are the first half, the high ones the second."""
     tl.static_assert(STEP == 128)
     groups = K // 128
     begin = groups * part // PARTS
@@ -130,7 +134,8 @@ def _nibble_product(x, w, scale, columns, there, first, N, K, part, ROWS: tl.con
 
 @triton.jit
 def _summed(x, COUNT: tl.constexpr):
-    """Add up the COUNT numbers of each row, none below zero: in whole parts of a power of two, so the sum is the same in any order."""
+    """Add up the COUNT numbers of each row, none below zero: in whole parts of a power of two, so the sum is the same
+    in any order."""
     UNITS: tl.constexpr = (1 << 30) // COUNT  # of the power of two below the greatest
     power = tl.max(x, 1).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
@@ -154,10 +159,10 @@ def _halves(acc, ROWS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, memory, rows, H, per, page_stride,
-          WIDTH: tl.constexpr, NORMS: tl.constexpr, PIECE: tl.constexpr, SIDE: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
-    """Begin the stream of one row with its token, a negative one being what a row of the step before chose. Programs beyond the rows
-    move what a verdict left behind to its new place, each in one layer's keys or values."""
+          WIDTH: tl.constexpr, NORMS: tl.constexpr, PIECE: tl.constexpr, SIDE: tl.constexpr, PAGE: tl.constexpr,
+          DIM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Begin the stream of one row with its token, a negative one being what a row of the step before chose. Programs
+    beyond the rows move what a verdict left behind to its new place, each in one layer's keys or values."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -187,11 +192,14 @@ def embed(tokens, picks, counts, moves, table, norm, stream, scaled, squares, me
 
 
 @triton.jit(do_not_specialize=["rows"])
-def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps, rows, K,
-        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
-        NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-        EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """Queries, keys and values of some rows, turned; keys and values go to their places. A tile has as much of each half of a head."""
+def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queries, keys, values, page_stride, eps,
+        rows, K,
+        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr,
+        NORMED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+        PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+        EARLY: tl.constexpr):  # fmt: skip
+    """Queries, keys and values of some rows, turned; keys and values go to their places. A tile has as much of each
+    half of a head."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
@@ -235,8 +243,9 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
 
 @triton.jit(do_not_specialize=["rows"])
 def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-          SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+          PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
     """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order."""
     if EARLY:
         gdc_wait()
@@ -277,8 +286,9 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows,
 
 @triton.jit(do_not_specialize=["rows"])
 def gated(x, w, bias, scale, squares, out, eps, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-          SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+          PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
     """silu(gate)·up of some rows; a tile has as many columns of each."""
     if EARLY:
         gdc_wait()
@@ -307,8 +317,9 @@ def gated(x, w, bias, scale, squares, out, eps, rows, N, K,
 
 @triton.jit(do_not_specialize=["rows"])
 def scored(x, w, scale, squares, out, eps, rows, N, K,
-           NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-           EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+           NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+           SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
     """Logits of some rows, in float32."""
     if EARLY:
         gdc_wait()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.core.noise import keys
-from specbranch.core.request import Request, Spot
+from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Done, Feed, Growing, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, TAIL
-from specbranch.core.trees import GrowingTree, Tree
+from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
 from specbranch.models import sample, verdict
 from specbranch.models.batch import Rows, dealt
@@ -34,21 +33,21 @@ from specbranch.models.decoder import Decoder
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.choice import BEFORE, Chooser
+from specbranch.models.gpu.growing import NO_MOVES, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
-from specbranch.models.gpu.trees import DEEPEST, ENTRIES, LANES, MOVES, NODES, STEPS, DeviceTree, growing_bucket
+from specbranch.models.gpu.trees import ENTRIES
 from specbranch.models.kv import PAGE, Copy
 from specbranch.models.model import ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import proposed
-from specbranch.models.sheet import Arrays, is_noisy, temperature_of
+from specbranch.models.sheet import Arrays
 from specbranch.models.transfer import Reading
 
-NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
 
 
@@ -75,10 +74,9 @@ class GpuRunner(NativeRunner):
         with self._in_turn():  # weights and pages were made on the caller's stream
             self._graphs = Graphs(step_of(decoder, self.memory), most)
             self._graphs.choose_with(self._chooser())
-            self._graphs.tree = self._tree = DeviceTree(most, self.device, self.pool.pages * PAGE)
-        self._moves: list[
-            tuple[int, np.ndarray, int]
-        ] = []  # still to be made: sequence, places, and the lowest that is written
+            self._grower = TreeGrower(self._graphs, most, self.pool.pages * PAGE, self.transfer)
+        # still to be made: sequence, places, and the lowest that is written
+        self._moves: list[tuple[int, np.ndarray, int]] = []
         self._ahead: Ahead | None = None
 
     @property
@@ -147,89 +145,45 @@ class GpuRunner(NativeRunner):
         """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no
         more than its width."""
         held, self._ahead = self._held[growing.seq], None
-        fits = (NODES - len(growing.tree)) // growing.growth.children - 1  # so many may have children
-        room = min(held.slots.room - len(growing.unread), growing.growth.most, fits)
-        if not self._can_grow(growing, room):
+        room = self._grower.room(growing, held.slots, self._requests[growing.seq])
+        places = len(held.slots) + len(growing.unread) + room
+        if not room:
             return None
         try:
             with self._here():
                 with suppress(CacheFull):  # step by step a tree may grow in what there is
-                    self._reach(held, len(held.slots), len(held.slots) + len(growing.unread) + room)
-                if len(held.table.pages) * PAGE < len(held.slots) + len(growing.unread) + room:
+                    self._reach(held, len(held.slots), places)
+                if len(held.table.pages) * PAGE < places:
                     return None
-                bucket = growing_bucket(len(held.slots) + len(growing.unread) + room, self._graphs.step.least)
+                bucket = self._grower.bucket(places)
                 self._plant(growing, room, bucket)
-                steps, count = self._grown_steps(bucket, done)
-                nodes, places = self._tree.nodes(self.transfer.down(self._tree.held(count)))
-            new = sorted(
-                (place, n) for n, place in enumerate(places) if nodes[n].fed and place >= len(held.slots.tokens)
-            )
-            above = [nodes[n].parent for _, n in new]
-            held.slots.grow(
-                [nodes[n].token for _, n in new], [ROOT if parent == ROOT else places[parent] for parent in above]
-            )
+                return self._grower.grown(growing, held.slots, *self._grower.steps(bucket, done, self._grow_on))
         finally:
             held.table.shrink(len(held.slots))
-        grown = GrowingTree(growing.tree)
-        grown.nodes, grown.read = nodes, True
-        grown.steps = [*([len(growing.unread)] if growing.unread else []), *steps]
-        return grown.tree()
-
-    def _can_grow(self, growing: Growing, room: int) -> bool:
-        """Whether a tree grows by what the device's choice alone says, and fits there."""
-        growth, end = growing.growth, len(self.slots(growing.seq).prefix) + len(growing.unread)
-        spot = Spot(self._requests[growing.seq], end, list)
-        asks = bool(growing.unread) or growing.tree.read
-        fits = len(growth.step) <= LANES and growth.children <= ENTRIES
-        return (
-            asks
-            and fits
-            and room > 0
-            and asking.is_chosen_in_graph(spot)
-            and len(growing.unread) <= self._graphs.step.most_rows
-        )
 
     def _plant(self, growing: Growing, room: int, bucket: Bucket) -> None:
-        """Bring a tree to the device, read what is unread of its text and commit that, and have the first step
-        chosen."""
-        seq, count = growing.seq, len(growing.unread)
-        slots, request = self.slots(seq), self._requests[seq]
-        end, tail = len(slots.prefix) + count, 0 if count else len(slots.tokens)
-        spot = Spot(request, end, list)
-        noise = (int(np.float32(temperature_of(spot)).view(np.int32)), keys_of(request, end) if is_noisy(spot) else ())
-        moves = np.concatenate([NO_MOVES, *(places for _, places, _ in self._moves)], axis=1)
-        if count or not self._graphs.step.moves or moves.shape[1] > MOVES:  # they are made with the text's step, or now
-            moves = NO_MOVES
-            if not count:
+        """Bring a tree to the device, and have its first step chosen. What is unread of its text is read for that,
+        and committed."""
+        seq, count, moves = growing.seq, len(growing.unread), NO_MOVES
+        held, request = self._held[seq], self._requests[seq]
+        if not count and self._moves:  # else they are made with the text's step
+            moves = self._waiting_moves()
+            if not self._grower.carries(moves):
+                moves = NO_MOVES
                 self._up({})
-        growth = replace(growing.growth, deepest=min(growing.growth.deepest, DEEPEST))
-        tree = self._tree.planted(
-            replace(growing, growth=growth), end, tail, room, self._held[seq].table.pages, noise, moves
-        )
-        self.transfer.into(self._tree.state, tree)
+        self._grower.plant(growing, held.slots, request, held.table, room, moves)
         if not count:
-            self._tree.grow(None, self._graphs.input, bucket)
+            self._grower.choose(bucket)
             return
-        work = [Feed(seq, growing.unread, tuple(range(ROOT, count - 1)))]
-        with self._grown(work) as rows:
-            self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket.pages)
+        spot = Spot(request, len(held.slots.prefix) + count, list)
+        with self._grown([Feed(seq, growing.unread, tuple(range(ROOT, count - 1)))]) as rows:
+            self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
         self.keep(seq, range(count), count)
 
-    def _grown_steps(self, bucket: Bucket, done: Done) -> tuple[list[int], int]:
-        """Run the steps that the device chooses; returns how many nodes each read, and how many there are in the
-        end."""
-        widths: list[int] = []
-        count, width = self._tree.told(0)
-        while width and len(widths) < STEPS and not done():
-            try:
-                self._graphs.run_brought(bucket, 0, ENTRIES, True)
-                self._moves = []
-            except BaseException:
-                self._forget_moves()
-                raise
-            widths.append(width)
-            count, width = self._tree.told(len(widths))
-        return widths, count
+    def _grow_on(self, bucket: Bucket) -> None:
+        """Run the step that the device chose for the tree, and have the next one chosen."""
+        with self._moving():
+            self._graphs.run_brought(bucket, 0, ENTRIES, True)
 
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
@@ -264,9 +218,8 @@ class GpuRunner(NativeRunner):
         wanted = (
             not trials or self._tapped or any(trial.logprobs is not None or trial.wants_forecast for trial in trials)
         )
-        wanted = wanted or {feed.seq for feed in work} != {
-            trial.seq for trial in trials
-        }  # others are judged later, by rows that are held
+        # others are judged later, by rows that are held
+        wanted = wanted or {feed.seq for feed in work} != {trial.seq for trial in trials}
         if wanted or not self._is_one_step(rows) or not asking.are_chosen_in_graph(spots):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
@@ -313,31 +266,38 @@ class GpuRunner(NativeRunner):
         assert ran.lines is not None
         return ran, self.transfer.later(ran.lines[: len(choosing.said)])
 
-    def _start(self, rows: list[Rows], choosing: Choosing, count: int, pages: int = 0) -> Ran:
-        """Run rows as one step that chooses; `pages`: by which a tree grows whose steps have so many."""
+    def _start(self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None) -> Ran:
+        """Run rows as one step that chooses; `tree_step`: the bucket of the steps of a tree that grows on from it."""
         moves, least = self._moves_for(choosing), self._graphs.step.least
-        packed, bucket = pack(
-            rows, self.pool.pages * PAGE, choosing, moves, least._replace(pages=max(pages, least.pages))
-        )
-        try:
+        if tree_step is not None:  # the graph writes the tree's first step, with as many pages as its own
+            least = least._replace(pages=max(tree_step.pages, least.pages))
+        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, least)
+        with self._moving():
             self.transfer.into(self._graphs.input, packed)
             if moves is not None and not self._graphs.step.moves:
                 self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
-            ran = self._graphs.run_brought(bucket, 0, count, pages > 0)
+            return self._graphs.run_brought(bucket, 0, count, tree_step is not None)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """What is launched in here makes the moves that wait; where it fails, what was to move is forgotten."""
+        try:
+            yield
             self._moves = []
         except BaseException:
             self._forget_moves()
             raise
-        return ran
+
+    def _waiting_moves(self) -> np.ndarray:
+        return np.concatenate([places for _, places, _ in self._moves], axis=1)
 
     def _moves_for(self, choosing: Choosing) -> np.ndarray | None:
         """The moves that go with a step; where it has no room for them, they are made before it."""
         if not self._moves:
             return None
-        moves = np.concatenate([places for _, places, _ in self._moves], axis=1)
-        in_order = (
-            self._graphs.step.moves or len(self._moves) == 1
-        )  # a place may be left by one keep and filled by the next
+        moves = self._waiting_moves()
+        # a place may be left by one keep and filled by the next
+        in_order = self._graphs.step.moves or len(self._moves) == 1
         if in_order and moves.shape[1] <= most_moves(len(choosing.said)):
             return moves
         self._up({})
@@ -453,14 +413,10 @@ class GpuRunner(NativeRunner):
         if not arrays and not self._moves:
             return {}
         waiting = {f"moves {number}": moves for number, (_, moves, _) in enumerate(self._moves)}
-        try:
+        with self._moving():
             sent = self.transfer.up({**waiting, **arrays})
             for name in waiting:
                 self.memory.move(*sent[name])
-            self._moves = []
-        except BaseException:
-            self._forget_moves()
-            raise
         return sent
 
     def _forget_moves(self) -> None:
@@ -542,11 +498,6 @@ def _judged(
         if said is not None:
             said[trial.seq] = token
     return found
-
-
-def keys_of(request: Request, position: int) -> list[int]:
-    """The noise's keys of a position and of those a tree may reach behind it."""
-    return [key for behind in range(DEEPEST + 1) for key in keys(request.seed, request.sample, position + behind)]
 
 
 def _wide(logits: Tensor) -> Tensor:

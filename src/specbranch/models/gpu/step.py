@@ -32,9 +32,8 @@ VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture: they compile, and choose how to multiply
 MOST_GRAPHS = 64
 PINNED_ROWS = 16
-StepKind = tuple[
-    Bucket, int, int, bool
-]  # with the number of tapped layers, of best entries, and whether a tree grows by them
+# a bucket, the number of tapped layers, that of best entries, and whether a tree grows by them
+StepKind = tuple[Bucket, int, int, bool]
 
 
 class GpuStep:
@@ -56,9 +55,8 @@ class GpuStep:
         self._written = [memory.data[:, index].permute(0, 3, 1, 2, 4) for index in range(arch.layers)]
         norms = [layer.attention_norm for layer in decoder.layers]
         self._next_norms = (*norms[1:], decoder.norm)
-        self.picks = torch.zeros(
-            MOST_ROWS, dtype=torch.int32, device=device
-        )  # what rows chose last; a token −1 − i stands for the i-th
+        # what rows chose last; a token −1 − i stands for the i-th
+        self.picks = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
     def pin(self, pages: int) -> None:
         """Have steps always as wide as this, up to so many pages.
@@ -118,9 +116,8 @@ class Graphs:
         self.captures = wanted and self._device.type == "cuda"
         self._step.pin(power_of_two(most_pages))
         largest = Bucket(MOST_ROWS, MOST_ROWS, max(power_of_two(most_pages), LEAST.pages))
-        self.input = torch.zeros(
-            packed_size(largest), dtype=torch.int32, device=self._device
-        )  # where graphs read a packed step
+        # where graphs read a packed step
+        self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)
         self.chooser = chooser
         self.tree: DeviceTree | None = None
         self._outs: dict[int, Tensor] = {}  # by tapped layers; 0: logits
@@ -170,9 +167,8 @@ class Graphs:
         if isinstance(packed, np.ndarray):
             host = torch.from_numpy(packed)
             packed = host.new_empty(host.shape, pin_memory=True).copy_(host) if self._device.type == "cuda" else host
-        self.input[: packed.shape[0]].copy_(
-            packed, non_blocking=True
-        )  # torch keeps pinned memory until the copy is done
+        # torch keeps pinned memory until the copy is done
+        self.input[: packed.shape[0]].copy_(packed, non_blocking=True)
 
     def _forward(self, bucket: Bucket, layers: int, count: int, grows: bool) -> Ran:
         step = views(self.input, bucket)

@@ -1,5 +1,5 @@
-"""The Triton kernel by which a tree grows on a device: `core.trees.Sapling`'s arithmetic on arrays, in float64, in the
-same order.
+"""The Triton kernel by which a tree grows on a device: `core.trees.GrowingTree`'s arithmetic on arrays, in float64, in
+the same order.
 
 One program of one warp: what is to be read next is chosen between two steps of a draft, in some microseconds.
 Invariant: the same trees come of it as of `DeviceTree._plainly`. Needs Triton, so nobody imports it but `trees`, when
@@ -93,7 +93,7 @@ def _flat(state, place, live):
 
 
 @triton.jit
-def _sprout(state, nodes, lines, across, count, now, live):
+def _add_candidates(state, nodes, lines, across, count, now, live):
     """Take in what the draft proposes after the nodes read last; returns how many nodes there are then."""
     lane = tl.arange(0, LANES)
     rank = tl.arange(0, ENTRIES)
@@ -193,30 +193,30 @@ def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
     unread = tl.load(at + READ, mask=there, other=1.0) == 0.0
     within = tl.load(at + DEPTH, mask=there, other=0.0) < tl.load(state + DEEPEST)
     is_open = there & unread & within & (worth * reach > bar) & ((parent == ROOT) | (opened > 0.0))
-    gain = tl.where(is_open, reach * tl.maximum(1.0 - tl.load(at + KNOWN, mask=there, other=0.0), 0.0), -1.0)
+    gains = tl.where(is_open, reach * tl.maximum(1.0 - tl.load(at + KNOWN, mask=there, other=0.0), 0.0), -1.0)
     room = tl.minimum(tl.load(state + MOST).to(tl.int32) - fed, tl.load(state + ROOM).to(tl.int32))
     limit = tl.minimum(room, tl.load(state + PACES).to(tl.int32))
     target_delay = tl.load(state + TARGET_DELAY)
     draft_delay = tl.where(spent < free, tl.load(state + DRAFT_DELAY), 0.0)
-    row = tl.load(state + ROW_PRICE)
+    row_price = tl.load(state + ROW_PRICE)
     least = tl.load(state + LEAST)
     best = limit * 0
-    best_gain = bar * 0.0
-    gain = bar * 0.0
+    best_profit = bar * 0.0
+    total = bar * 0.0
     width = limit * 0
-    top = tl.max(gain, 0)
+    top = tl.max(gains, 0)
     while (width < limit) & (top >= least):
-        found = tl.min(tl.where(gain == top, n, NOWHERE), 0)
+        found = tl.min(tl.where(gains == top, n, NOWHERE), 0)
         tl.store(state + NOW + width, found.to(tl.float64))
-        gain = tl.where(n == found, -1.0, gain)
-        gain += tl.maximum(worth * top - row, 0.0)
+        gains = tl.where(n == found, -1.0, gains)
+        total += tl.maximum(worth * top - row_price, 0.0)
         end = spent + (tl.load(state + PRICES + width) + draft_delay)
         beyond = tl.maximum(end - tl.maximum(free + target_delay, spent), 0.0) + target_delay
-        profit = gain - tl.where(spent < free, beyond, end - spent)
+        profit = total - tl.where(spent < free, beyond, end - spent)
         width += 1
-        best = tl.where(profit > best_gain, width, best)
-        best_gain = tl.where(profit > best_gain, profit, best_gain)
-        top = tl.max(gain, 0)
+        best = tl.where(profit > best_profit, width, best)
+        best_profit = tl.where(profit > best_profit, profit, best_profit)
+        top = tl.max(gains, 0)
     return best
 
 
@@ -303,7 +303,7 @@ def grow(state, lines, packed, groups, tables, own, counts, moves, told, across,
         noted = live & (now >= 0)
         tl.store(nodes + tl.maximum(now, 0) * FIELDS + READ, lane.to(tl.float64) * 0.0 + 1.0, mask=noted)
         fed += tl.sum(noted.to(tl.int32), 0)
-        count = _sprout(state, nodes, lines, across, count, now, live)
+        count = _add_candidates(state, nodes, lines, across, count, now, live)
     width = count * 0
     if count <= SMALL:
         width = _choose(state, nodes, count, fed, spent, SMALL)

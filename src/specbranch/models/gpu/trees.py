@@ -2,7 +2,7 @@
 out there.
 
 Owns the tree's layout in the device's memory: one array of float64, in which whole numbers are exact, so that one copy
-brings it up and one read brings it back. Invariant: what grows is what `core.trees.Sapling` grows from the same
+brings it up and one read brings it back. Invariant: what grows is what `core.trees.GrowingTree` grows from the same
 proposals, operation by operation. Two ways lead there: a Triton kernel, and that very code, which the kernel is
 compared with and which serves where there is no GPU.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import exp
 
 import numpy as np
@@ -45,26 +46,24 @@ STEPS = 64  # of one growth, at most
 LOST = 10.0  # seconds without a word from the device after which it is asked what happened
 
 SCALARS = (
-    "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature", "noisy",
-    "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest", "most", "lanes", "room", "planted",
+    "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature",
+    "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
+    "most", "lanes", "room", "planted",
 )  # fmt: skip
-FIELDS = (
-    *Node._fields,
-    "place",
-    "known",
-)  # of a node; place: in the tail, once it was read; known: the chances of its children, summed
+# of a node; place: in the tail, once it was read; known: the chances of its children, summed
+FIELDS = (*Node._fields, "place", "known")
+PLACE = FIELDS.index("place")
+KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
 LOOKED = 2 * WORDS * STANDINGS
 PARTS = {
-    "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES, "looked": LOOKED,
-    "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
+    "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES,
+    "looked": LOOKED, "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
 }  # fmt: skip
-AT = dict(
-    zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True)
-)  # where each part begins; nodes come last
+# where each part begins; nodes come last
+AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))
 
-NoiseKeys = tuple[
-    int, Sequence[int]
-]  # the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
+# the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
+NoiseKeys = tuple[int, Sequence[int]]
 
 
 class DeviceTree:
@@ -94,9 +93,10 @@ class DeviceTree:
         spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
         array = np.zeros(self._first + len(nodes) * len(FIELDS))
         array[: len(SCALARS)] = (
-            len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare, len(pages), moves.shape[1],
-            noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time, growth.target_delay, growth.draft_delay, growth.row_price, growth.children,
-            growth.rows, growth.deepest, growth.most, len(growth.step), room, len(nodes),
+            len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
+            len(pages), moves.shape[1], noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time,
+            growth.target_delay, growth.draft_delay, growth.row_price, growth.children, growth.rows, growth.deepest,
+            growth.most, len(growth.step), room, len(nodes),
         )  # fmt: skip
         array[AT["now"]] = ROOT
         chances = growth.chances
@@ -110,7 +110,8 @@ class DeviceTree:
         ):
             array[AT[name] : AT[name] + len(part)] = part
         array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
-        array[self._first :] = _numbers(nodes, growing.held)
+        if nodes:
+            array[self._first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
             self.forget_told()
         self._growth = growth
@@ -153,13 +154,10 @@ class DeviceTree:
         return self._nodes(read)
 
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
-        table = read[self._first :].reshape(-1, len(FIELDS))
-        whole, real = table.astype(np.int64).T.tolist(), table.T.tolist()
-        columns = [
-            real[at] if name in ("chance", "reach", "said") else whole[at] for at, name in enumerate(Node._fields)
-        ]
-        columns[-2:] = ([flag > 0 for flag in column] for column in columns[-2:])  # read, sent
-        return list(map(Node, *columns)), whole[FIELDS.index("place")]
+        columns = read[self._first :].reshape(-1, len(FIELDS)).T
+        numbers = [columns[at].astype(kind).tolist() for at, kind in enumerate(KINDS)]
+        places: list[int] = columns[PLACE].astype(np.int64).tolist()
+        return list(map(Node._make, zip(*numbers, strict=True))), places
 
     def _by_kernel(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         from specbranch.models.gpu.tree_kernels import grow
@@ -168,8 +166,9 @@ class DeviceTree:
         assert step.counts is not None and step.moves is not None and bucket.rows == LANES
         across = 0 if lines is None else lines.shape[1]
         grow[(1,)](
-            self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts, step.moves,
-            self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self._first, bucket.pages, num_warps=1, enable_fp_fusion=False,
+            self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts,
+            step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self._first, bucket.pages,
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _plainly(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
@@ -179,7 +178,7 @@ class DeviceTree:
         now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
         count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
         nodes, places = self._nodes(state[: self._first + count * len(FIELDS)])
-        growing = _sapling(nodes)
+        growing = _growing_tree(nodes)
         read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
         if read and read != [ROOT]:
             growing.feed(read)
@@ -211,8 +210,8 @@ class DeviceTree:
         self._told[step] = 32 * len(growing.nodes) + chosen
 
     def _pack(
-        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int], now: Mapping[str, float],
-        with_moves: bool,
+        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int],
+        now: Mapping[str, float], with_moves: bool,
     ) -> None:  # fmt: skip
         """Write out the step that reads some nodes."""
         state, prefix, count = self.state.numpy(), int(now["prefix"]), len(nexts)
@@ -239,7 +238,7 @@ def growing_bucket(places: int, least: Bucket) -> Bucket:
     return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-places // PAGE)), least.pages))
 
 
-def _sapling(nodes: list[Node]) -> GrowingTree:
+def _growing_tree(nodes: list[Node]) -> GrowingTree:
     growing = GrowingTree(NO_TREE)
     growing.nodes = nodes
     return growing
@@ -261,10 +260,15 @@ def _candidates(line: list[float], children: int) -> tuple[list[int], list[float
     return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
 
 
-def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> list[float]:
+def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
     """Nodes as numbers, with their places and what is known of their children."""
-    known = [0.0] * len(nodes)
+    count, fields = len(nodes), len(Node._fields)
+    known = [0.0] * count
     for node in nodes:
         if node.parent != ROOT:
             known[node.parent] += node.chance
-    return [number for n, node in enumerate(nodes) for number in (*node, places.get(n, -1), known[n])]
+    table = np.empty((count, len(FIELDS)))
+    table[:, :fields] = np.fromiter(chain.from_iterable(nodes), np.float64, count * fields).reshape(count, fields)
+    table[:, fields] = [places.get(n, -1) for n in range(count)]
+    table[:, fields + 1] = known
+    return table.reshape(-1)

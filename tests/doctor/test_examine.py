@@ -3,24 +3,22 @@ says."""
 
 from __future__ import annotations
 
-from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specbranch.assembly import ModelChoice
-from specbranch.bench import doctor
 from specbranch.distill.agreement import Agreement
-from specbranch.doctor.checks import Finding, Patient, Prediction, examine, recommendation
+from specbranch.doctor.examine import DoctorReport, Patient, examine
+from specbranch.doctor.finding import Finding
+from specbranch.doctor.pair import agreement, costs, kernels
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.native import load_native
 from specbranch.pairs import Pair
 from specbranch.sim.profile import CostProfile
 from tiny_pair import make_pair
-
-Usage = namedtuple("Usage", "total used free")
 
 
 def patient(target: str, draft: str) -> Patient:
@@ -32,7 +30,7 @@ def about(findings: list[Finding], what: str) -> Finding:
 
 
 @pytest.fixture(scope="module")
-def examined(pair: tuple[str, str]) -> tuple[doctor.Report, list[Finding], list[str]]:
+def examined(pair: tuple[str, str]) -> tuple[DoctorReport, list[Finding], list[str]]:
     told: list[Finding] = []
     steps: list[str] = []
     report = examine(patient(*pair), told.append, lambda what, done, total: steps.append(what))
@@ -40,38 +38,27 @@ def examined(pair: tuple[str, str]) -> tuple[doctor.Report, list[Finding], list[
 
 
 def test_a_sound_pair_is_well_and_every_method_is_predicted(
-    examined: tuple[doctor.Report, list[Finding], list[str]],
+    examined: tuple[DoctorReport, list[Finding], list[str]],
 ) -> None:
     report, told, steps = examined
     assert report.is_well and told == report.findings and steps[-1] == "Done"
-    assert {
-        "Python",
-        "torch",
-        "CPU",
-        "GPU",
-        "Memory",
-        "Cache folder",
-        "Target",
-        "Draft",
-        "Vocabulary",
-        "Agreement",
-        "Costs",
-        "Method",
-    } <= {finding.about for finding in told}
+    here = {"Python", "torch", "CPU", "GPU", "Memory", "Cache folder"}
+    both = {"Target", "Draft", "Vocabulary", "Agreement", "Costs", "Method"}
+    assert here | both <= {finding.about for finding in told}
     methods = {one.method: one for one in report.predictions}
     assert {"autoregressive", "speculative", "pearl", "specbranch", "lookup", "auto"} <= methods.keys()
     assert methods["autoregressive"].speedup == 1.0 and all(one.speedup > 0 for one in report.predictions)
 
 
 def test_kernels_are_told_with_the_storage_of_weights(pair: tuple[str, str], tmp_path: Path) -> None:
-    small = doctor._kernel("target", load_native(pair[0], context_length=64, weights="int8"))
+    small = kernels("target", load_native(pair[0], context_length=64, weights="int8"))
     if load_kernel("int8") is not None:
         assert small.level == "ok" and "is used, with weights in int8" in small.said
     wide = LlamaConfig(
         vocab_size=99, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
     )
     LlamaForCausalLM(wide).save_pretrained(tmp_path)
-    slow = doctor._kernel("draft", load_native(tmp_path, context_length=64, weights="int4"))
+    slow = kernels("draft", load_native(tmp_path, context_length=64, weights="int4"))
     assert slow.level == "note" and "no compiled step for int4" in slow.said and "--draft-weights" in slow.advice
 
 
@@ -85,6 +72,11 @@ def test_a_model_that_is_not_here_is_a_problem_and_the_rest_is_not_called_well(
     assert found.level == "problem" and "specbranch models pull smollm2-135m" in found.advice
     assert "not looked at" in about(report.findings, "Pair").said
     assert not (tmp_path / "empty" / "models").exists(), "nothing is fetched"
+
+
+def test_an_executor_that_cannot_run_the_pair_is_a_problem(pair: tuple[str, str]) -> None:
+    report = examine(replace(patient(*pair), executor="streams"))
+    assert about(report.findings, "Pair").level == "problem" and "on a GPU" in about(report.findings, "Pair").said
 
 
 def test_a_damaged_folder_is_a_problem(tmp_path: Path, pair: tuple[str, str]) -> None:
@@ -116,87 +108,17 @@ def test_another_vocabulary_is_a_problem(pair: tuple[str, str], tmp_path: Path) 
     assert found.level == "problem" and "different vocabularies" in found.said
 
 
-def test_a_full_disk_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 10**7))
-    found = doctor.cache()
-    assert found.level == "problem" and "SPECBRANCH_CACHE" in found.advice
-
-
-def test_an_old_library_is_a_problem_and_a_missing_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, said in (("2.3.1+cpu", "too old"), (None, "not installed")):
-        monkeypatch.setattr(doctor, "_version", lambda package, version=version: version)
-        torch = next(finding for finding in doctor.libraries() if finding.about == "torch")
-        assert torch.level == "problem" and said in torch.said and "2.11" in torch.advice
-
-
-def test_a_missing_extra_is_no_problem_and_its_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "optuna" else real(package))
-    found = {finding.about: finding for finding in doctor.libraries()}
-    assert found["optuna"].level == "ok" and "only searching for a setting" in found["optuna"].said
-    assert "pip install 'specbranch[tune]'" in found["optuna"].advice
-    assert found["accelerate"].advice == ""
-
-
-@pytest.mark.parametrize(("free", "level"), [(0.2, "problem"), (0.8, "note"), (8.0, "ok"), (None, "note")])
-def test_little_memory_is_noted(monkeypatch: pytest.MonkeyPatch, free: float | None, level: str) -> None:
-    monkeypatch.setattr(doctor, "_free_memory", lambda: None if free is None else free * 2**30)
-    assert doctor.memory().level == level
-
-
-def test_threads_that_do_not_fit_the_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
-    for threads, said in ((1, "unset OMP_NUM_THREADS"), (8, "OMP_NUM_THREADS=4")):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found = doctor.processor()
-        assert found.level == "note" and said in found.advice
-
-
 @pytest.mark.parametrize(("top1", "level"), [(0.1, "problem"), (0.4, "note"), (0.7, "ok")])
 def test_a_draft_that_hardly_agrees_is_told(top1: float, level: str) -> None:
-    found = doctor.agreement(Agreement(100, top1, top1 + 0.1, ()))
+    found = agreement(Agreement(100, top1, top1 + 0.1, ()))
     assert found.level == level and f"{top1:.0%}" in found.said
 
 
 def test_a_dear_draft_is_noted() -> None:
     cheap, dear = (CostProfile(target=((1, 1.0), (4, 1.5)), draft=((1, step),)) for step in (0.1, 0.8))
-    assert (
-        doctor.costs(cheap).level == "ok"
-        and "c = 10.0" in doctor.costs(cheap).said
-        and "1.50 times" in doctor.costs(cheap).said
-    )
-    assert doctor.costs(dear).level == "note"
-
-
-def test_the_quickest_method_is_recommended_with_its_setting() -> None:
-    made = [Prediction("autoregressive", {}, 1.0, 1.0), Prediction("adaptive", {"num_speculative_tokens": 3}, 1.6, 2.0)]
-    best, finding = recommendation(made)
-    assert best.method == "adaptive" and finding.level == "ok"
-    assert finding.advice == "Use --method adaptive --num-speculative-tokens 3."
-
-
-def test_plain_decoding_is_recommended_where_nothing_gains() -> None:
-    made: list[Any] = [
-        Prediction("autoregressive", {}, 1.0, 1.0),
-        Prediction("pearl", {"num_speculative_tokens": 3}, 1.01, 2.0),
-    ]
-    best, finding = recommendation(made)
-    assert best.method == "autoregressive" and finding.level == "note" and "--method autoregressive" in finding.advice
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("draft", "gains"), [(0.001, True), (10.0, False)])
-def test_the_prediction_follows_the_costs(pair: tuple[str, str], draft: float, gains: bool) -> None:
-    from specbranch.distill.agreement import AnsweredPrompt
-    from specbranch.measure.workers import load_workers
-
-    workers = load_workers(ModelChoice(pair[0], device="cpu"), ModelChoice(pair[1], device="cpu"), "tiny")
-    texts = [AnsweredPrompt(tuple(prompt), doctor._answer(workers, prompt)) for prompt in workers.prompts()]
-    profile = CostProfile(target=((1, 1.0), (16, 1.0)), draft=((1, draft),), overlap=False)
-    found = {one.method: one.speedup for one in doctor.predict(workers, texts, profile)}
-    assert (found["speculative"] > 1) is gains
+    found = costs(cheap)
+    assert found.level == "ok" and "c = 10.0" in found.said and "1.50 times" in found.said
+    assert costs(dear).level == "note"
 
 
 @pytest.mark.default_model

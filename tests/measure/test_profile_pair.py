@@ -4,68 +4,36 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from measured_toys import BRIEF, toys
 
 from specbranch import LLM
 from specbranch.assembly import ModelChoice
-from specbranch.errors import BadParameter, ModelError
+from specbranch.core.runner import Verdicts
+from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.messages import Recipe
-from specbranch.exec.verifier import Verifier
-from specbranch.measure import pair as measure
-from specbranch.measure.pair import Compared, Effort, MedianTiming, Probe
-from specbranch.measure.side_by_side import Companion, measure_slowing
-from specbranch.measure.workers import Workers, load_workers, pair_name
+from specbranch.measure.check_profile import CHECKED, Compared, check
+from specbranch.measure.host_time import ModelTimer
+from specbranch.measure.loaded_pair import load_pair, pair_name
+from specbranch.measure.probes import WARM_UP, Effort, MedianTiming, Probe, take_turns
+from specbranch.measure.profile_pair import measure
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.shipped import load_profile
-from toybench import SlowRunner, drafter_recipe, law
-
-BRIEF = Effort(
-    repeats=2,
-    least=1,
-    seconds=2.0,
-    rows=(1, 2, 4),
-    widths=(1, 2, 4),
-    widths_far=(1, 4),
-    host_tokens=6,
-    check_tokens=6,
-    check_repeats=1,
-)
-
-
-class Words:
-    """A tokenizer of six tokens."""
-
-    eos_ids = ()
-
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return [len(word) % 6 for word in messages[0]["content"].split()][:12]
-
-
-def toys(target_seconds: float = 0.004, draft_seconds: float = 0.001, executor: Any = "serial") -> Workers:
-    verifier = Verifier(SlowRunner(law(), target_seconds))
-    drafter = Drafter(SlowRunner(law(0.2), draft_seconds))
-    words: Any = Words()
-    return Workers("toys", words, verifier, drafter, drafter_recipe(0.2, seconds=draft_seconds), "t", "d", executor)
 
 
 @pytest.fixture(scope="module")
 def measured() -> CostProfile:
-    return measure.measure(toys(), BRIEF)
+    return measure(toys(), BRIEF)
 
 
 def test_what_is_measured_is_at_least_what_the_models_take(measured: CostProfile) -> None:
-    assert [rows for rows, _ in measured.target] == [1, 2, 4, 256] and [rows for rows, _ in measured.draft] == [
-        1,
-        2,
-        4,
-        256,
-    ]
+    for curve in (measured.target, measured.draft):
+        assert [rows for rows, _ in curve] == [1, 2, 4, 256]
     assert all(seconds >= 0.004 for _, seconds in measured.target)
     assert all(seconds >= 0.001 for _, seconds in measured.draft)
     assert measured.host > 0
@@ -84,21 +52,27 @@ def test_a_profile_says_where_it_comes_from(measured: CostProfile, tmp_path: Pat
 
 
 class Lazy:
-    """A model that is waited for when its verdicts are called for."""
+    """A model that is waited for when its verdicts are called for, and grows trees by itself."""
 
-    def verify(self, work: object, trials: object) -> Callable[[], list[object]]:
-        return lambda: time.sleep(0.01) or []
+    def verify(self, work: object, trials: object) -> Verdicts:
+        return Verdicts(lambda: time.sleep(0.01) or [], lambda: False)
+
+    def grow(self, growing: object, done: object) -> None:
+        time.sleep(0.01)
 
     def slots(self, seq: int) -> None:
         time.sleep(0.1)
 
 
 def test_waiting_for_verdicts_is_the_models_time_and_bookkeeping_is_not() -> None:
-    watch, worker = measure._Watch(), Drafter(runner := cast(Any, Lazy()))
+    watch, worker = ModelTimer(), Drafter(runner := cast(Any, Lazy()))
     with watch.on(worker):
-        assert worker.runner.verify((), ())() == []
+        verdicts = worker.runner.verify((), ())
+        assert not verdicts.ready() and verdicts() == []
         worker.slots(0)
         assert 0.01 <= watch.seconds < 0.1
+        worker.runner.grow(cast(Any, None), lambda: True)
+        assert 0.02 <= watch.seconds < 0.1
     assert worker.runner is runner
 
 
@@ -111,7 +85,7 @@ def test_medians_count_the_first_turns_do_not_and_the_order_changes() -> None:
 
     turns = {"a": [9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 90.0], "b": [9.0] * 7, "c": [9.0] * 7}
     probes = [Probe(name, 1, functools.partial(timed, name, iter(seconds))) for name, seconds in turns.items()]
-    figures = measure._take_turns(probes, Effort(repeats=5, seconds=60.0), lambda what: None)
+    figures = take_turns(probes, Effort(repeats=5, seconds=60.0), lambda what: None)
     assert figures["a", 1] == MedianTiming(3.0, pytest.approx(1 / 3)) and figures["b", 1] == MedianTiming(9.0, 0.0)
     thirds = [tuple(order[at : at + 3]) for at in range(0, len(order), 3)]
     assert all(sorted(third) == ["a", "b", "c"] for third in thirds) and len(set(thirds)) > 1
@@ -120,13 +94,13 @@ def test_medians_count_the_first_turns_do_not_and_the_order_changes() -> None:
 def test_probes_are_repeated_no_more_once_time_is_up_but_often_enough() -> None:
     calls: list[int] = []
     probe = Probe("a", 1, lambda: float(len(calls)) if calls.append(1) is None else 0.0)
-    measure._take_turns([probe], Effort(repeats=50, least=3, seconds=0.0), lambda what: None)
-    assert len(calls) == measure.WARM_UP + 3
+    take_turns([probe], Effort(repeats=50, least=3, seconds=0.0), lambda what: None)
+    assert len(calls) == WARM_UP + 3
 
 
 def test_the_check_gives_both_times_of_the_same_requests(measured: CostProfile) -> None:
-    found = measure.check(measured, toys(), BRIEF)
-    assert [one.method for one in found] == list(measure.CHECKED)
+    found = check(measured, toys(), BRIEF)
+    assert [one.method for one in found] == list(CHECKED)
     for one in found:
         assert one.measured > 0.004 and one.modelled > 0.004
     assert Compared("m", 2.0, 3.0, 0.0).off == 0.5
@@ -134,69 +108,14 @@ def test_the_check_gives_both_times_of_the_same_requests(measured: CostProfile) 
 
 def test_the_check_charges_what_the_profile_says() -> None:
     dear = CostProfile(target=((1, 100.0),), draft=((1, 1.0),), overlap=False)
-    plain = next(one for one in measure.check(dear, toys(0.0, 0.0), BRIEF) if one.method == "autoregressive")
+    plain = next(one for one in check(dear, toys(0.0, 0.0), BRIEF) if one.method == "autoregressive")
     prompts = len(toys().prompts())
     assert plain.modelled == pytest.approx(100.0 * (BRIEF.check_tokens - 1) * prompts) and plain.off > 100
 
 
-class Hindered:
-    """Two models by a clock of their own: each draft step beside the target costs it and the step so much more, the
-    first time a lot."""
-
-    def __init__(self, target: float, draft: float) -> None:
-        self.target, self.draft = target, draft
-        self.steps = self.times = 0
-        self.beside = False
-
-    def begin(self, steps: int) -> None:
-        self.steps, self.beside = steps, False
-
-    def finish(self) -> float:
-        steps, self.steps = self.steps, 0
-        return steps * (0.002 + self.beside * self.draft)
-
-    def forward(self) -> float:
-        self.beside = self.steps > 0
-        self.times += self.beside
-        setting_up = 1.0 if self.beside and self.times == 1 else 0.0
-        return 0.021 + setting_up + self.steps * self.target
-
-
-@pytest.mark.parametrize(("target", "draft"), [(0.004, 0.001), (0.0, 0.003), (-0.001, -0.001)])
-def test_what_each_costs_the_other_is_told_by_the_step_and_never_below_nothing(target: float, draft: float) -> None:
-    models: Any = Hindered(target, draft)
-    ticks: list[int] = []
-    found = measure_slowing(models, models.forward, 1, lambda: ticks.append(1))
-    assert found.steps == 8 and len(ticks) == models.times == 2  # 8 steps of 2 ms fill four fifths of 21 ms
-    assert (found.target, found.draft) == (pytest.approx(max(target, 0.0)), pytest.approx(max(draft, 0.0)))
-
-
-def test_a_companion_takes_the_steps_it_is_told_beside_the_target() -> None:
-    workers = toys(0.02, 0.002, "process")
-    with measure.Held(workers.verifier, 1, [1, 2, 3, 4, 5]) as held, Companion(workers.recipe, [1, 2, 3]) as companion:
-        for steps in (1, 5):
-            companion.begin(steps)
-            assert held.forward(4) >= 0.02 and companion.finish() >= steps * 0.002  # they sleep so long, or longer
-
-
-def test_two_processes_side_by_side_make_a_profile_that_overlaps() -> None:
-    profile = measure.measure(toys(0.01, 0.002, "process"), BRIEF)
-    assert profile.overlap and "half of the threads" in profile.note
-    assert profile.slow_down < 0.02 and profile.draft_slow_down < 0.02  # they sleep: neither is in the other's way
-
-
-def _broken() -> Drafter:
-    raise ModelError("no such draft")
-
-
-def test_a_draft_that_cannot_start_is_a_sentence() -> None:
-    with pytest.raises(ModelError, match=r"could not start: .*no such draft"):
-        Companion(Recipe(f"{__name__}:_broken"), [1])
-
-
 def test_progress_counts_up_to_its_end() -> None:
     told: list[tuple[int, int]] = []
-    measure.measure(toys(), replace(BRIEF, seconds=60.0), lambda what, done, total: told.append((done, total)))
+    measure(toys(), replace(BRIEF, seconds=60.0), lambda what, done, total: told.append((done, total)))
     assert [done for done, _ in told] == list(range(1, len(told) + 1)) and told[-1][0] == told[-1][1]
 
 
@@ -214,9 +133,9 @@ def test_a_pair_is_named(given: tuple[str | None, str, str], name: str) -> None:
 
 @pytest.fixture(scope="module")
 def real(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workers = load_workers(ModelChoice(pair[0], device="cpu"), ModelChoice(pair[1], device="cpu"), "tiny")
+    loaded = load_pair(ModelChoice(pair[0], device="cpu"), ModelChoice(pair[1], device="cpu"), "tiny")
     file = tmp_path_factory.mktemp("profile") / "tiny.json"
-    measure.measure(workers, BRIEF).save(file)
+    measure(loaded, BRIEF).save(file)
     return file
 
 
@@ -243,9 +162,9 @@ def test_a_target_alone_may_use_the_profile_of_a_pair(pair: tuple[str, str], rea
 @pytest.mark.default_model
 @pytest.mark.slow
 def test_the_default_pair_can_be_measured(default_model: Path) -> None:
-    workers = load_workers(
+    loaded = load_pair(
         ModelChoice("smollm2-135m", device="cpu"), ModelChoice("smollm2-default", device="cpu"), "smollm2-default"
     )
-    profile = measure.measure(workers, replace(BRIEF, repeats=1))
+    profile = measure(loaded, replace(BRIEF, repeats=1))
     assert profile.pair == "smollm2-default" and profile.target_identity != profile.draft_identity
-    assert {one.method for one in measure.check(profile, workers, BRIEF)} == set(measure.CHECKED)
+    assert {one.method for one in check(profile, loaded, BRIEF)} == set(CHECKED)

@@ -1,7 +1,7 @@
 """A pair loaded to be measured: both workers, and what tells its models from others.
 
-Owns loading for `measure` and `doctor`. Invariant: with the process executor both models have half of the threads, here
-as in the draft's own process, because that is how they run there.
+Owns loading for everything that measures or examines a pair. Invariant: with the process executor both models have half
+of the threads, here as in the draft's own process, because that is how they run there.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 from specbranch.assembly import (
     ModelChoice,
+    assemble,
     common_vocabulary,
     drafter_recipe,
     fitted_to_target,
     half_the_threads,
     identity,
-    load_tokenizer,
-    make_drafter,
-    make_verifier,
 )
 from specbranch.config import ExecutorName
 from specbranch.core.loop import Executor
@@ -29,6 +27,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
+from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
@@ -42,10 +41,10 @@ SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class LoadedPair:
     """Target and draft at work in this process; the child of a process executor makes its draft by the recipe."""
 
-    pair: str
+    name: str
     tokenizer: Tokenizer
     verifier: Verifier
     drafter: Drafter
@@ -65,42 +64,48 @@ class Workers:
         except BadParameter:
             return self.tokenizer.encode(words)
 
+    def text(self, length: int) -> list[int]:
+        """Return some text of ours, as long as asked for."""
+        words = [token for prompt in self.prompts() for token in prompt]
+        return (words * (length // len(words) + 1))[:length]
+
     def real(self) -> Executor:
         """Return the executor itself; to be closed."""
-        return (
-            Process(self.verifier, self.recipe) if self.executor == "process" else Serial(self.verifier, self.drafter)
-        )
+        if self.executor == "process":
+            return Process(self.verifier, self.recipe)
+        return (Streams if self.executor == "streams" else Serial)(self.verifier, self.drafter)
 
     def modelled(self, profile: CostProfile) -> VirtualClock:
         """Return a clock that charges by a profile what the same models do."""
         return VirtualClock(self.verifier, MeteredDrafter(self.drafter.runner), profile)
 
 
-def load_workers(target: ModelChoice, draft: ModelChoice, pair: str, executor: ExecutorName = "serial") -> Workers:
-    """Load both models, with caches that are long enough to measure in."""
+def load_pair(target: ModelChoice, draft: ModelChoice, name: str, executor: ExecutorName = "serial") -> LoadedPair:
+    """Load both models, with caches that are long enough to measure in; refuses an executor that cannot run them."""
     draft = fitted_to_target(draft, target.name)
-    names = target.name, draft.name
     if executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
     target, draft = (
         replace(choice, context_length=choice.context_length or CONTEXT, shorten=True) for choice in (target, draft)
     )
-    tokenizer = load_tokenizer(target)
-    shared = common_vocabulary(tokenizer, draft)
-    verifier = make_verifier(target)
-    vocabulary = min(shared, verifier.runner.vocabulary)
-    drafter = make_drafter(draft, vocabulary, verifier.runner)
-    recipe = drafter_recipe(draft, vocabulary)
-    return Workers(pair, tokenizer, verifier, drafter, recipe, identity(names[0]), identity(names[1]), executor)
+    parts = assemble(target, draft, "streams" if executor == "streams" else "serial")
+    assert isinstance(parts.executor, Serial) and parts.executor.draft
+    shared = min(common_vocabulary(parts.tokenizer, draft), parts.verifier.runner.vocabulary)
+    workers = parts.verifier, parts.executor.draft, drafter_recipe(draft, shared)
+    return LoadedPair(name, parts.tokenizer, *workers, identity(target.name), identity(draft.name), executor)
+
+
+def precision(runner: Runner) -> str:
+    """The precision a model computes in; nothing where it does not say."""
+    return str(getattr(runner, "dtype", "")).removeprefix("torch.")
 
 
 def stored_in(runner: Runner) -> str:
     """How a model's matrices are stored: a name, or the precision it computes in where it knows nothing else."""
-    return str(getattr(runner, "weights", getattr(runner, "dtype", ""))).removeprefix("torch.")
+    return str(getattr(runner, "weights", precision(runner)))
 
 
 def pair_name(pair: str | None, target: str, draft: str) -> str:
     """Name a pair: by its own name, or by those of its models."""
-    return pair or (
-        draft if draft == Path(draft).name and "/" not in draft else f"{Path(draft).name} & {Path(target).name}"
-    )
+    is_plain = draft == Path(draft).name and "/" not in draft
+    return pair or (draft if is_plain else f"{Path(draft).name} & {Path(target).name}")

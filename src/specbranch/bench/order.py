@@ -1,0 +1,159 @@
+"""What a bench is asked for: pairs, methods, prompts and clocks.
+
+Owns `BenchOrder` and the checks of what it is made from. Invariant: names are checked here, before anything is loaded
+or fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from specbranch import pairs as known
+from specbranch.bench.clocks import Clock
+from specbranch.bench.lab import Workload
+from specbranch.bench.methods import OUTSIDE, Setting, chosen_methods, given_setting
+from specbranch.bench.subjects import PairOrder, Running
+from specbranch.bench.tuning import PROMPTS, TRIALS, can_be_tuned, has_several_values
+from specbranch.config import WEIGHTS, ExecutorName
+from specbranch.errors import BadParameter, unknown
+from specbranch.extras import OPTUNA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOrder:
+    """Everything that decides what a bench runs, how, and where its results go."""
+
+    pairs: tuple[PairOrder, ...]
+    methods: tuple[str, ...]  # plain decoding first
+    settings: tuple[Setting, ...] = ()  # given by hand, run beside the methods
+    workloads: tuple[Workload, ...]  # they differ in temperature alone
+    clocks: tuple[Clock, ...]  # the wall clock alone, or profiles
+    running: Running
+    suites: tuple[str, ...] = ()
+    prompts: tuple[Path, ...] = ()  # files
+    data: Path | None = None
+    limit: int | None = None
+    contexts: tuple[int, ...] = ()  # tokens of prompt and answer; none: prompts as they are
+    may_leave_out_contexts: bool = False  # a context that the target was not made for is left out, not refused
+    repeats: int = 1
+    tune: bool = True
+    trials: int = TRIALS
+    tuning_prompts: int = PROMPTS
+    profile: Path | None = None  # methods are tuned by it for the wall clock; None: this machine is measured
+    force_profile: bool = False
+    predictor: str | None = None
+    keep_experience: bool = False
+    timeline: bool = False
+    records: Path | None = None
+    out: Path
+    command: str = ""  # as provenance tells it
+
+    @property
+    def by_the_wall(self) -> bool:
+        """Whether time is measured rather than modelled."""
+        return self.clocks[0].is_wall
+
+    @property
+    def tunes(self) -> bool:
+        """Whether there is anything to tune."""
+        return self.tune and any(map(can_be_tuned, self.methods))
+
+    @property
+    def has_outside(self) -> bool:
+        """Whether a method from outside is to be run."""
+        return any(name in OUTSIDE for name in self.methods)
+
+
+def chosen_pairs(
+    names: Sequence[str],
+    target: str | None,
+    draft: str | None,
+    usual: Mapping[str, Any] | None = None,
+    of_pair: Mapping[str, Mapping[str, Any]] | None = None,
+    preset: str | None = None,
+) -> tuple[PairOrder, ...]:
+    """Return what is asked of each pair: what is usual, unless a preset has something else for it."""
+    usual, of_pair = usual or {}, of_pair or {}
+    if target or draft:
+        known.chosen_models(names[0] if names else None, target, draft)
+        pairs = [PairOrder(target=target, draft=draft, **usual)]
+    else:
+        chosen = dict.fromkeys(names or (known.DEFAULT_PAIR,))
+        for name in chosen:
+            known.draft_folder(known.find_pair(name).name)
+        pairs = [PairOrder(pair=name, **{**usual, **of_pair.get(name, {})}) for name in chosen]
+    if of_pair:
+        for pair in pairs:
+            _refuse_without_shapes(pair, str(preset), of_pair)
+    return tuple(pairs)
+
+
+def checked_methods(
+    names: Sequence[str], pairs: Sequence[PairOrder], clocks: Sequence[Clock], tune: bool
+) -> tuple[str, ...]:
+    """Return the methods asked for, plain decoding first, refusing what these pairs and clocks cannot run."""
+    chosen = chosen_methods(names, all(pair.has_draft for pair in pairs))
+    if clocks[0].is_wall and (knowing := [name for name in chosen if ":oracle" in name]):
+        why = "knows the target's text beforehand, which only a replay does"
+        raise BadParameter(f"{knowing[0]} {why}. Give a --clock, or leave it out.")
+    if tune and any(map(has_several_values, chosen)):
+        OPTUNA.require("or give --no-tune")
+    if not clocks[0].is_wall and (outside := [name for name in chosen if name in OUTSIDE]):
+        why = f"run by the wall clock only, and --clock {clocks[0].name} was given"
+        raise BadParameter(f"{', '.join(outside)} {why}. Leave one of them out.")
+    return chosen
+
+
+def given_settings(texts: Sequence[str], pairs: Sequence[PairOrder]) -> tuple[Setting, ...]:
+    """Read the settings given by hand."""
+    found = tuple(given_setting(_read_setting(text)) for text in texts)
+    chosen_methods([setting.method for setting in found], all(pair.has_draft for pair in pairs))
+    return found
+
+
+def checked_running(
+    executor: str, device: str | None, draft_device: str | None, draft_weights: str | None, by_the_wall: bool
+) -> Running:
+    """Return where and how models run, refusing devices that are not there."""
+    if executor not in get_args(ExecutorName):
+        raise unknown("executor", executor, get_args(ExecutorName))
+    if draft_weights is not None and draft_weights not in WEIGHTS:
+        raise unknown("storage of weights", draft_weights, WEIGHTS)
+    if not by_the_wall and executor != "serial":
+        raise BadParameter(
+            f"--executor {executor} runs by the wall clock only, and --clock was given. Leave one of them out."
+        )
+    for asked in (device, draft_device):
+        if asked is not None:
+            from specbranch.assembly import chosen_device
+
+            chosen_device(asked)
+    checked: dict[str, Any] = {"executor": executor, "draft_weights": draft_weights}
+    return Running(device=device, draft_device=draft_device, **checked)
+
+
+def _refuse_without_shapes(pair: PairOrder, preset: str, of_pair: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise if a preset that runs pairs in larger shapes has none for this one, and none was given."""
+    lacking = ["--target-shape"] if pair.target_shape is None else []
+    lacking += ["--draft-shape"] if pair.draft_shape is None and pair.has_draft else []
+    if lacking:
+        raise BadParameter(
+            f"Preset {preset} has shapes for the pairs {', '.join(of_pair)}, not for "
+            f"{pair.pair or pair.target or pair.draft}. Add {' and '.join(lacking)} (own: as it is), or take --preset "
+            "gpu-real, where models are as they are."
+        )
+
+
+def _read_setting(text: str) -> dict[str, Any]:
+    example = '\'{"method": "pearl"}\''
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise BadParameter(f"--config is no JSON ({error}); expected an object such as {example}.") from None
+    if not isinstance(values, dict) or "method" not in values:
+        raise BadParameter(f"--config is {text}; expected a JSON object with a method, such as {example}.")
+    return values

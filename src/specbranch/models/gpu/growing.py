@@ -1,0 +1,122 @@
+"""A tree's way to the device and back: whether it can grow there, what is brought up, its steps, what has grown.
+
+Owns the order of a growth; the layout of the tree there is `trees`', the cache and what is launched the runner's.
+Invariants: the host waits for the device only to hear how wide the next step is, and for the tree at the end; what a
+growth that is broken off has read is not in the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from specbranch.core.noise import keys
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Done, Growing
+from specbranch.core.slots import ROOT, Slots
+from specbranch.core.trees import GrowingTree, Node, Tree
+from specbranch.models.gpu import asking
+from specbranch.models.gpu.layout import Bucket
+from specbranch.models.gpu.step import Graphs
+from specbranch.models.gpu.trees import (
+    DEEPEST,
+    ENTRIES,
+    LANES,
+    MOVES,
+    NODES,
+    STEPS,
+    DeviceTree,
+    NoiseKeys,
+    growing_bucket,
+)
+from specbranch.models.kv import Table
+from specbranch.models.sheet import is_noisy, temperature_of
+from specbranch.models.transfer import Transfer
+
+NO_MOVES = np.zeros((2, 0), dtype=np.int64)
+
+
+class TreeGrower:
+    """Grows one tree at a time where its model is."""
+
+    def __init__(self, graphs: Graphs, most_pages: int, spare: int, transfer: Transfer) -> None:
+        """`most_pages`: at most in a sequence's table; `spare`: the flat place for padding."""
+        self._graphs, self._transfer = graphs, transfer
+        self._tree = graphs.tree = DeviceTree(most_pages, transfer.device, spare)
+
+    def room(self, growing: Growing, slots: Slots, request: Request) -> int:
+        """How many nodes of a tree may be read where its model is; 0: the tree is to be grown step by step."""
+        growth, unread = growing.growth, len(growing.unread)
+        text_answered = unread > 0 or growing.tree.read  # the draft says what follows the text, or has said it before
+        fits = len(growth.step) <= LANES and growth.children <= ENTRIES and unread <= self._graphs.step.most_rows
+        if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, unread)):
+            return 0
+        parents = (NODES - len(growing.tree)) // growth.children - 1  # that may have children
+        return max(min(slots.room - unread, growth.most, parents), 0)
+
+    def bucket(self, places: int) -> Bucket:
+        """The bucket of all steps of a tree behind so many places."""
+        return growing_bucket(places, self._graphs.step.least)
+
+    def carries(self, moves: np.ndarray) -> bool:
+        """Whether the first step of a tree can make these moves."""
+        return self._graphs.step.moves and moves.shape[1] <= MOVES
+
+    def plant(
+        self, growing: Growing, slots: Slots, request: Request, table: Table, room: int, moves: np.ndarray
+    ) -> None:
+        """Bring a tree to the device; its first step makes the moves."""
+        unread = len(growing.unread)
+        growth = replace(growing.growth, deepest=min(growing.growth.deepest, DEEPEST))
+        spot = _spot(request, slots, unread)
+        tail = 0 if unread else len(slots.tokens)
+        planted = replace(growing, growth=growth)
+        array = self._tree.planted(planted, spot.position, tail, room, table.pages, _noise(spot), moves)
+        self._transfer.into(self._tree.state, array)
+
+    def choose(self, bucket: Bucket) -> None:
+        """Have the first step chosen, of a tree whose text was read before."""
+        self._tree.grow(None, self._graphs.input, bucket)
+
+    def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
+        """Launch the steps that the device chooses; returns how many nodes each read, and how many there are in the
+        end."""
+        widths: list[int] = []
+        count, width = self._tree.told(0)
+        while width and len(widths) < STEPS and not done():
+            launch(bucket)
+            widths.append(width)
+            count, width = self._tree.told(len(widths))
+        return widths, count
+
+    def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int) -> Tree:
+        """Read the tree back, and add to the sequence what was read of it."""
+        nodes, places = self._tree.nodes(self._transfer.down(self._tree.held(count)))
+        _add_read(nodes, places, slots)
+        tree = GrowingTree(growing.tree)
+        tree.nodes, tree.read = nodes, True
+        tree.steps = [len(growing.unread), *steps] if growing.unread else steps
+        return tree.tree()
+
+
+def _spot(request: Request, slots: Slots, unread: int) -> Spot:
+    """Where the first token of a tree will stand."""
+    return Spot(request, len(slots.prefix) + unread, list)
+
+
+def _noise(spot: Spot) -> NoiseKeys:
+    """The temperature, and the keys of a place and of those a tree may reach behind it."""
+    request, temperature = spot.request, int(np.float32(temperature_of(spot)).view(np.int32))
+    if not is_noisy(spot):
+        return temperature, ()
+    positions = range(spot.position, spot.position + DEEPEST + 1)
+    return temperature, [key for position in positions for key in keys(request.seed, request.sample, position)]
+
+
+def _add_read(nodes: list[Node], places: list[int], slots: Slots) -> None:
+    """Add the nodes that were read of a tree to the tail, each at its place."""
+    new = sorted((place, n) for n, place in enumerate(places) if nodes[n].fed and place >= len(slots.tokens))
+    above = [nodes[n].parent for _, n in new]
+    slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else places[parent] for parent in above])

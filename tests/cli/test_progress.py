@@ -1,0 +1,30 @@
+"""Bars on standard error: one at a time, and none where nobody looks."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbranch.cli.progress import counted
+
+
+def test_a_bar_is_drawn_where_somebody_looks_and_lines_stay(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with counted() as bars:
+        for done in range(3):
+            bars("Measuring the target", done, 2)
+        bars("Writing", 512, None, "512 tokens")
+        bars.say("step 20: top-1 0.5")
+    shown = capsys.readouterr()
+    assert "Writing" in shown.err and "512 tokens" in shown.err and "step 20: top-1 0.5" in shown.err
+    assert shown.out == ""
+
+
+def test_where_nobody_looks_lines_alone_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with counted() as bars:
+        bars("Measuring the target", 1, 2)
+        bars("Checking against the clock", 1, 3)
+        bars.say("step 20: top-1 0.5")
+    assert capsys.readouterr() == ("", "step 20: top-1 0.5\n")
