@@ -192,3 +192,10 @@ def test_importing_needs_no_torch(what: str) -> None:
     code = f"import sys, {what}; sys.exit(', '.join(sorted({HEAVY!r} & sys.modules.keys())) or None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_in_the_docs_shows_these_layers() -> None:
+    sys.path.insert(0, str(SOURCE.parents[1] / "scripts"))
+    from draw_layers import drawn, layers
+
+    assert (SOURCE.parents[1] / "docs" / "layers.svg").read_text(encoding="utf-8") == drawn(layers())
