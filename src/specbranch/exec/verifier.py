@@ -112,7 +112,7 @@ class Verifier(Worker):
         # Behind `rest` node i of the order becomes node len(rest) + i, and its root the last of `rest`, or ROOT; what
         # is aside comes last.
         below = (
-            *(len(rest) + order.parent(n) for n in range(count)),
+            *[len(rest) + parent for parent in order.parents or range(ROOT, count - 1)],
             *(root if p < 0 else len(rest) + count + p for p in aside.parents),
         )
         wants_forecast = self.forecaster is not None and self.request(session).wants_forecast

@@ -65,8 +65,13 @@ def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:
     request: Request | None = None
     for row, spot in spots:
         if spot.request is not request:  # a request's rows come one after the other
-            request, temperature, noisy = spot.request, temperature_of(spot), is_noisy(spot)
-        if not request.greedy:  # those are chosen among as they are, too
+            request, greedy, temperature, noisy = (
+                spot.request,
+                spot.request.greedy,
+                temperature_of(spot),
+                is_noisy(spot),
+            )
+        if not greedy:  # those are chosen among as they are, too
             at.append(row)
             temperatures.append(temperature)
             noise += (*keys(request.seed, request.sample, spot.position), 1) if noisy else (0, 0, 0)

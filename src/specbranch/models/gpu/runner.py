@@ -202,8 +202,8 @@ class GpuRunner(NativeRunner):
         """Where the tokens after a trial's root and after each of its nodes will stand."""
         slots, request, root = self.slots(trial.seq), self._requests[trial.seq], trial.root
         positions = [len(slots.prefix) if root == ROOT else slots.position(root) + 1]
-        for index in range(len(trial.nodes)):
-            positions.append(positions[trial.order.parent(index) + 1] + 1)
+        for parent in trial.order.parents or range(ROOT, len(trial.nodes) - 1):
+            positions.append(positions[parent + 1] + 1)
         allowed = trial.allowed or [None] * len(positions)
         nodes = (root, *trial.nodes)
         return [
@@ -397,7 +397,8 @@ class GpuRunner(NativeRunner):
         return min(self._graphs.step.most_rows, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
 
     def _is_one_step(self, rows: list[Rows]) -> bool:
-        return 0 < sum(len(part.tokens) for part in rows) <= self._most_rows(rows) if rows else False
+        count = sum([len(part.tokens) for part in rows])
+        return 0 < count <= GROUP_ROWS or GROUP_ROWS < count <= self._most_rows(rows)
 
     def _chooser(self) -> Chooser:
         columns = self.decoder.columns
@@ -489,11 +490,11 @@ def _judged(
     trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
     """Make verdicts of lines; notes what each sequence says, where a step was started that presumes it."""
-    tokens, reached = lines[:, 0].astype(np.int64).tolist(), lines[:, 1].tolist()
+    tokens, reached = lines[:, :2].T.tolist()
     found = []
     for trial, (root, *nodes) in zip(trials, at, strict=True):
         path = tuple(index for index, row in enumerate(nodes) if reached[row])
-        token = tokens[nodes[path[-1]] if path else root]
+        token = int(tokens[nodes[path[-1]] if path else root])
         found.append(Judged(path, token))
         if said is not None:
             said[trial.seq] = token
