@@ -20,7 +20,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.forecast import Signal
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Executor, Loop
-from specbranch.core.market import RowGrant, RowOffer
+from specbranch.core.market import LaneGrant, RowGrant, RowOffer
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.planner import Planner
@@ -259,7 +259,7 @@ class Wanderer(Planner):
     def lane_offer(self, tree: Tree, unread: int) -> None:
         """Nobody is asked."""
 
-    def while_waiting(self, tree: Tree, unread: int, rate: float) -> Growth | None:
+    def while_waiting(self, tree: Tree, unread: int, grant: LaneGrant) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None
 
     def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:

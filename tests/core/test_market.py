@@ -19,7 +19,7 @@ def row_offers(seed: int, sessions: int, costs: CostProfile, most: int = 5) -> d
     rng = random.Random(seed)
     return {
         number: RowOffer(
-            tuple(sorted((rng.random() for _ in range(rng.randint(0, most))), reverse=True)),
+            tuple(sorted((rng.uniform(0.03, 1.0) for _ in range(rng.randint(0, most))), reverse=True)),
             rng.uniform(20, 120),
             costs,
             100,
@@ -68,26 +68,37 @@ def test_nothing_is_granted_without_costs_nor_without_offers() -> None:
     from specbranch.core.costs import LearnedCosts
 
     unknown = RowOffer((0.9,), 10.0, LearnedCosts(), 0)
-    assert granted({7: unknown})[7].count == 0 and granted({}) == {} and let_draft({}, 0.0) == {}
+    assert granted({7: unknown})[7].count == 0 and granted({}) == {} and let_draft({}) == {}
 
 
 def lanes(gain: float, costs: CostProfile, rate: float = 60.0, unread: int = 1) -> LaneOffer:
-    return LaneOffer((gain,), unread, rate, costs, 100)
+    return LaneOffer((gain,), unread, rate, rate, costs, 100)
+
+
+def allowed(offers: dict[int, LaneOffer], waiting: float = 0.0, others: int = 0) -> set[int]:
+    return {number for number, grant in let_draft(offers, waiting, others).items() if grant.may}
 
 
 def test_a_draft_is_asked_if_all_together_gain_more_than_all_wait() -> None:
-    assert let_draft({1: lanes(0.5, MIXED)}, 0.0) == {1: 60.0}
-    assert let_draft({1: lanes(0.1, MIXED)}, 0.0) == {1: 0.0}
-    assert let_draft({1: lanes(0.5, MIXED)}, waiting=600.0) == {1: 0.0}, "many wait for one"
-    many = let_draft({number: lanes(0.3, MIXED) for number in range(8)}, 0.0)
-    assert set(many.values()) == {480.0}, "they share a step"
+    assert allowed({1: lanes(0.5, MIXED)}) == {1} and not allowed({1: lanes(0.1, MIXED)})
+    assert not allowed({1: lanes(0.5, MIXED)}, waiting=600.0), "many wait for one"
+    assert allowed({number: lanes(0.3, MIXED) for number in range(8)}) == set(range(8)), "they share a step"
 
 
 def test_those_that_promise_too_little_are_left_out() -> None:
-    found = let_draft({1: lanes(0.8, STEEP, rate=20.0), 2: lanes(0.05, STEEP, rate=20.0)}, 0.0)
-    assert found == {1: 40.0, 2: 0.0}
+    assert allowed({1: lanes(0.8, STEEP, rate=20.0), 2: lanes(0.05, STEEP, rate=20.0)}) == {1}
 
 
 def test_beside_others_that_draft_anyway_only_what_is_added_is_paid() -> None:
-    alone, beside = (let_draft({1: lanes(0.1, MIXED)}, 0.0, others)[1] for others in (0, 4))
-    assert alone == 0.0 and beside > 0.0
+    assert not allowed({1: lanes(0.1, MIXED)}) and allowed({1: lanes(0.1, MIXED)}, others=4) == {1}
+
+
+def test_what_is_unread_for_long_is_paid_over_many_steps() -> None:
+    assert not allowed({1: lanes(0.5, MIXED, unread=60)})
+    assert allowed({number: lanes(0.5, MIXED, unread=60) for number in range(4)}) == set(range(4))
+
+
+def test_steps_are_priced_by_what_a_second_is_worth_to_all_and_alone_by_the_session_itself() -> None:
+    grants = let_draft({number: lanes(0.5, MIXED) for number in range(4)}, waiting=60.0)
+    assert grants[0].steps[7] == pytest.approx(300.0 * MIXED.draft_seconds(8))
+    assert let_draft({1: lanes(0.5, MIXED)})[1].steps == ()

@@ -13,7 +13,7 @@ from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally
 from specbranch.core.loop import Loop
-from specbranch.core.market import RowGrant, granted
+from specbranch.core.market import LaneGrant, RowGrant, granted
 from specbranch.core.methods import METHODS
 from specbranch.core.planner import SURE, Planner
 from specbranch.core.runner import Ask, Feed, Proposal
@@ -336,7 +336,7 @@ def test_more_is_taken_in_and_read_at_once_only_where_the_draft_reads_on_beside_
             branches="branches" not in without,
         )
         planner.begin(10)
-        growth = planner.while_waiting(NO_TREE, 1, 1.0)
+        growth = planner.while_waiting(NO_TREE, 1, LaneGrant(True))
         assert growth is not None and len(growth.step) == lanes
         assert (growth.children, growth.least) == (like.children, like.least), without
 

@@ -6,6 +6,7 @@ never of which tokens these were.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -199,12 +200,13 @@ def _at(points: CostPoints, rows: int, slope: float) -> float:
     """Interpolate between the numbers of rows that were timed; beyond them go on by the slope between the ends."""
     if not points:
         return 0.0
-    below = [p for p in points if p[0] <= rows]
-    above = [p for p in points if p[0] >= rows]
-    if below and above:
-        (x0, y0), (x1, y1) = below[-1], above[0]
-        return y0 if x0 == x1 else y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+    at = bisect_left(points, (rows,))
+    if at < len(points) and points[at][0] == rows:
+        return points[at][1]
+    if 0 < at < len(points):
+        (x0, y0), (x1, y1) = points[at - 1], points[at]
+        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
     (x0, y0), (x1, y1) = points[0], points[-1]
     rise = max((y1 - y0) / (x1 - x0), 0.0) if x1 > x0 else slope * y0
-    near = points[-1] if below else points[0]
+    near = points[-1] if at else points[0]
     return max(near[1] + rise * (rows - near[0]), 0.25 * near[1])

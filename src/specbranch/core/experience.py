@@ -63,7 +63,7 @@ class Tally:
     def __init__(self, usual: tuple[float, ...], trust: float = 20.0, memory: float = 4000.0) -> None:
         self.seen = [trust] * len(usual)
         self.true = [trust * share for share in usual]
-        self._memory, self._trust = memory, trust
+        self.trust, self._memory = trust, memory
 
     def add(self, at: int, true: bool) -> None:
         """Take in an observation."""
@@ -71,10 +71,6 @@ class Tally:
             self.seen[at], self.true[at] = 0.5 * self.seen[at], 0.5 * self.true[at]
         self.seen[at] += 1.0
         self.true[at] += true
-
-    def counted(self) -> list[float]:
-        """How often each class was met, about; a little before any was."""
-        return [max(seen - self._trust, 0.0) + 1.0 for seen in self.seen]
 
     def shares(self) -> tuple[float, ...]:
         """How often, by class."""
@@ -109,15 +105,14 @@ class Insight:
     def promise(self, price: float) -> float:
         """How many tokens the draft's candidates at a place promise beyond the price of their rows, as a share of what
         they promise where rows cost nothing."""
-        free = self._promised(0.0)
-        return self._promised(price) / free if free > 0.0 else 0.0
-
-    def _promised(self, price: float) -> float:
-        found = 0.0
+        found = free = 0.0
         for tally in (self.first, self.other):
-            for share, seen in zip(tally.shares(), tally.counted(), strict=True):
-                found += seen * max(share - price, 0.0)
-        return found
+            for true, seen in zip(tally.true, tally.seen, strict=True):
+                share, met = true / seen, max(seen - tally.trust, 0.0) + 1.0
+                free += met * share
+                if share > price:
+                    found += met * (share - price)
+        return found / free
 
     def learn(self, of: Told, at: int, value: float) -> None:
         """Take in an observation, and note it where news are wanted."""

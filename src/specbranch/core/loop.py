@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from specbranch.core.costs import LearnedCosts
-from specbranch.core.market import LaneOffer, Offer, RowGrant, RowOffer, granted, let_draft
+from specbranch.core.market import Grant, LaneOffer, Offer, RowOffer, granted, let_draft
 from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.request import Request
@@ -76,7 +76,7 @@ class Loop:
 
     def join(self, session: Session, rounds: MethodRounds) -> None:
         """Take a session in; it takes part from the next round on."""
-        session.stats.started = self.executor.now()
+        session.stats.started, session.company = self.executor.now(), len(self._live) + 1
         if self.costs is not None and not self._live:
             self.costs.pause()
         try:
@@ -143,7 +143,7 @@ class Loop:
         if session.finished:
             self.leave(session)
 
-    def _send(self, session: Session, rounds: MethodRounds, told: Reports | float | RowGrant) -> None:
+    def _send(self, session: Session, rounds: MethodRounds, told: Reports | Grant) -> None:
         if isinstance(told, Reports) and told.error:
             session.fail(told.error)
             return
@@ -179,7 +179,7 @@ class Loop:
         rows = sum(1 + len(orders.verify.tokens) for orders in self._orders.values() if orders.verify)
         self._answer(granted(offers, rows))
 
-    def _answer(self, answers: Mapping[int, float | RowGrant]) -> None:
+    def _answer(self, answers: Mapping[int, Grant]) -> None:
         """Tell sessions what became of their offers, and hear what they want then."""
         for number, answer in answers.items():
             session, rounds = self._live[number]

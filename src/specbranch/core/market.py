@@ -11,10 +11,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from statistics import fmean
 
 from specbranch.core.costs import Costs
 
 MOST_ROWS = 512  # of a forward
+MOST_LANES = 64  # nodes of a draft step that several sessions share
+WIDTHS = (1, 2, 4, 8, 16)  # nodes of each session that are looked at for a first step
+LEAST = 0.02  # in company nothing is sent that is reached so seldom
+USUAL = 3  # tokens that a draft has to read first if it drafts in every round
+ONCE = 0.05  # share of the time for what is unread beyond that which one step has to pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,55 +40,82 @@ class RowGrant:
     count: int
     rows: int
     rate: float  # tokens a second that all sessions count on together
+    steps: tuple[float, ...] = ()  # what steps of the draft beside it cost, by the nodes of all; none: as if alone
 
 
 @dataclass(frozen=True, slots=True)
 class LaneOffer:
-    """What a session would have its draft read while the target waits; it is told what a second is worth to all who
-    wait, in tokens, or 0: not now."""
+    """What a session would have its draft read while the target waits; it is told whether it may."""
 
     gains: tuple[float, ...]  # tokens that reading each of its best nodes promises, best first
     unread: int  # tokens to be read before the first; 0: none, the nodes themselves are read at once
     rate: float  # tokens a second that the session's time is worth
+    first_rate: float  # the same, for its first step: where that opens the way to others it may cost less
     costs: Costs
     context: float
 
 
+@dataclass(frozen=True, slots=True)
+class LaneGrant:
+    """Whether a session may draft, and what steps cost, by the nodes of all that do; none: as if alone."""
+
+    may: bool
+    steps: tuple[float, ...] = ()
+
+
 Offer = RowOffer | LaneOffer
+Grant = RowGrant | LaneGrant
 
 
-def let_draft(offers: Mapping[int, LaneOffer], waiting: float, others: int = 0) -> dict[int, float]:
-    """Return what a second is worth to all sessions, for each that may draft in the next round, else 0.
+def let_draft(offers: Mapping[int, LaneOffer], waiting: float = 0.0, others: int = 0) -> dict[int, LaneGrant]:
+    """Return who may draft in the next round.
 
-    All sessions wait for those that draft: `waiting` is what a second of all others is worth, in tokens; `others` draft
+    All sessions wait for those that do: `waiting` is what a second of the rest is worth, in tokens; `others` draft
     anyway.
     """
     first = next(iter(offers.values()), None)
-    if first is None or not (first.costs.knows_draft or others):
-        return dict.fromkeys(offers, 0.0)
-    costs, context = first.costs, sum(offer.context for offer in offers.values()) / len(offers)
-    rate = waiting + sum(offer.rate for offer in offers.values())
+    if first is None or not first.costs.knows_draft:
+        return dict.fromkeys(offers, LaneGrant(False))
+    costs, context = first.costs, fmean(offer.context for offer in offers.values())
+    rate = waiting + sum(offer.first_rate for offer in offers.values())
     ranked = sorted(offers, key=lambda session: -offers[session].gains[0])
+    chosen = set(ranked[: _best_group([offers[session] for session in ranked], rate, others)])
+    steps: tuple[float, ...] = ()
+    if chosen and (len(offers) > 1 or waiting or others):
+        rate = waiting + sum(offer.rate for offer in offers.values())
+        steps = step_prices(costs, rate, context, MOST_LANES)
+    return {session: LaneGrant(session in chosen, steps) for session in offers}
+
+
+def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
+    """How many of the sessions that promise most to let draft: as many as promise most beyond what they cost all."""
     best, most = 0, 0.0
-    for count in range(1, len(ranked) + 1):
-        group = [offers[session] for session in ranked[:count]]
-        profit = max(_profit(group, width, rate, costs, context, others) for width in range(1, _widest(group) + 1))
-        if profit > most:
-            best, most = count, profit
-    chosen = set(ranked[:best])
-    return {session: rate if session in chosen else 0.0 for session in offers}
+    widest = max(1 if offer.unread else len(offer.gains) for offer in ranked)
+    alone = len(ranked) + others == 1
+    for width in range(1, widest + 1) if alone else (one for one in WIDTHS if one <= widest):
+        gain, rows, whole = 0.0, others, others
+        for count, offer in enumerate(ranked, start=1):
+            gain += sum(offer.gains[:width])
+            nodes = min(width, len(offer.gains))
+            rows += min(offer.unread, offer.unread if alone else USUAL) or nodes
+            whole += offer.unread or nodes
+            profit = gain - rate * _seconds(offer, rows, whole, others)
+            if profit > most:
+                best, most = count, profit
+    return best
 
 
-def _widest(group: list[LaneOffer]) -> int:
-    return max(1 if offer.unread else len(offer.gains) for offer in group)
+def _seconds(offer: LaneOffer, rows: int, whole: int, others: int) -> float:
+    """What a first step takes beyond that of others; what is unread for long is read once, for many steps."""
+    costs, context = offer.costs, offer.context
+    usual = costs.draft_seconds(rows, context)
+    once = ONCE * (costs.draft_seconds(whole, context) - usual) if whole > rows else 0.0
+    return usual + once - (costs.draft_seconds(others, context) if others else 0.0)
 
 
-def _profit(group: list[LaneOffer], width: int, rate: float, costs: Costs, context: float, others: int) -> float:
-    """What a first step of all brings beyond what it costs all."""
-    gain = sum(sum(offer.gains[:width]) for offer in group)
-    rows = others + sum(offer.unread or min(width, len(offer.gains)) for offer in group)
-    free = costs.draft_seconds(others, context) if others else 0.0
-    return gain - rate * (costs.draft_seconds(rows, context) - free)
+def step_prices(costs: Costs, rate: float, context: float, widest: int) -> tuple[float, ...]:
+    """What steps of the draft cost, by the nodes they read, if a second is worth so many tokens."""
+    return tuple([rate * costs.draft_seconds(width, context) for width in range(1, widest + 1)])
 
 
 def granted(offers: Mapping[int, RowOffer], others: int = 0) -> dict[int, RowGrant]:
@@ -94,18 +127,22 @@ def granted(offers: Mapping[int, RowOffer], others: int = 0) -> dict[int, RowGra
     first, base = next(iter(offers.values()), None), len(offers) + others
     if first is None or not first.costs.knows_target:
         return dict.fromkeys(offers, RowGrant(0, base, 0.0))
-    costs, context = first.costs, sum(offer.context for offer in offers.values()) / len(offers)
+    costs, context = first.costs, fmean(offer.context for offer in offers.values())
     plain = costs.target_seconds(base, context)
     rate = sum(offer.rate for offer in offers.values())
     order, best, most, promised = list[int](), 0, 0.0, 0.0
     for session, reach in _by_reach(offers, MOST_ROWS - base):
+        if reach < LEAST and base > 1:
+            break
         order.append(session)
         promised += reach
         profit = promised - rate * (costs.target_seconds(base + len(order), context) - plain)
         if profit > most:
             best, most = len(order), profit
     counts = Counter(order[:best])
-    return {session: RowGrant(counts[session], base + best, rate) for session in offers}
+    shared = costs.overlap and costs.knows_draft and base > 1
+    steps = step_prices(costs, rate, context, MOST_LANES) if shared else ()
+    return {session: RowGrant(counts[session], base + best, rate, steps) for session in offers}
 
 
 def _by_reach(offers: Mapping[int, RowOffer], most: int) -> list[tuple[int, float]]:

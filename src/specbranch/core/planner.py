@@ -14,13 +14,12 @@ from itertools import takewhile
 
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
-from specbranch.core.market import LaneOffer, RowGrant, RowOffer
+from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, step_prices
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, farthest, look_class, standing
 
 SPARED = 0.7  # a node read while the target works is worth at most this share of a step: it could be read later
-MOST_LANES = 64  # of a step that several sessions share
 LOOKED = 14  # tokens looked up at a time
 LINE = 0.06  # the main line is not sent beyond this reach: what is rejected there costs more than it brings
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
@@ -92,7 +91,7 @@ class Planner:
         rows = self._most_rows - 1
         row = self._rate * (self._target_seconds(company * (rows + 1)) - self._target_seconds(company)) / rows
         self._growth = Growth(
-            self._step_prices(self._rate * company),
+            self._step_prices(),
             self._chances,
             worth=self.insight.cover.shares()[0],
             children=self._breadth.candidates,
@@ -125,30 +124,33 @@ class Planner:
         gains = self._gains(tree, growth)
         if tree.read:
             worth = [max(growth.worth * gain - growth.row_price, 0.0) for gain in gains if gain >= growth.least]
-            return LaneOffer(tuple(worth[: growth.lanes]), 0, self._rate, self.costs, self._context) if worth else None
+            return (
+                LaneOffer(tuple(worth[: growth.lanes]), 0, self._rate, self._rate, self.costs, self._context)
+                if worth
+                else None
+            )
         plain = 1.0 / self._target_seconds(self._company)
-        rate = FIRST * self._rate + (1.0 - FIRST) * plain
+        first_rate = FIRST * self._rate + (1.0 - FIRST) * plain
         gain = growth.worth * gains[0] * (self.insight.promise(growth.row_price) if self._company > 1 else 1.0)
-        return LaneOffer((gain,), max(unread, 1), rate, self.costs, self._context)
+        return LaneOffer((gain,), max(unread, 1), self._rate, first_rate, self.costs, self._context)
 
-    def while_waiting(self, tree: Tree, unread: int, rate: float) -> Growth | None:
-        """How to grow a tree while the target waits, if a second is worth so many tokens to all who do; None: go on
-        with what there is."""
+    def while_waiting(self, tree: Tree, unread: int, grant: LaneGrant) -> Growth | None:
+        """How to grow a tree while the target waits; None: go on with what there is."""
         growth, costs = self._growth, self.costs
         if not self._can_draft or not costs.knows_target:
             return None
         if not costs.knows_draft:
             return replace(growth, step=(0.0,), most=2)  # to be timed
-        if rate:
-            return replace(growth, step=self._step_prices(rate))
+        if grant.may:
+            return replace(growth, step=grant.steps) if grant.steps else growth
         if not tree.read and self.experience.affords(costs.draft_seconds(max(unread, 1), self._context)):
-            return replace(growth, most=0)
+            return replace(growth, step=(0.0,), most=0)
         return None
 
-    def _step_prices(self, rate: float) -> tuple[float, ...]:
-        """What steps cost by the rows of all sessions, if a second is worth so many tokens."""
-        widest = self._breadth.lanes if self._company == 1 else max(self._breadth.lanes, MOST_LANES)
-        return tuple(rate * self.costs.draft_seconds(width, self._context) for width in range(1, widest + 1))
+    def _step_prices(self) -> tuple[float, ...]:
+        """What steps cost a session that is alone; in company that is known with the grant."""
+        lanes = self._breadth.lanes if self._company == 1 else 1
+        return step_prices(self.costs, self._rate, self._context, lanes)
 
     def candidates(self, tree: Tree, room: int) -> list[int]:
         """Which nodes could be verified, by their reach; parents come before children."""
@@ -174,7 +176,7 @@ class Planner:
         costs, waiting = self.costs, self._growth
         if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
             return None
-        rate, steps = grant.rate, self._step_prices(grant.rate)
+        rate, steps = grant.rate, grant.steps or waiting.step
         free = rate * self._target_seconds(grant.rows)
         growth = replace(
             waiting,

@@ -8,7 +8,7 @@ counted of a round is put off until the models work again, so a plan knows nothi
 
 from __future__ import annotations
 
-from specbranch.core.market import RowGrant
+from specbranch.core.market import LaneGrant, RowGrant
 from specbranch.core.orders import Meanwhile, Orders, Reports
 from specbranch.core.planner import Planner
 from specbranch.core.rounds import MethodRounds, prefill
@@ -20,7 +20,8 @@ from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
 def growing(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models
     can work at once."""
-    yield from prefill(session, planner.experience.has_draft)
+    # In company a draft may never be asked: it reads the prompt when it first is.
+    yield from prefill(session, planner.experience.has_draft and session.company == 1)
     meanwhile = Meanwhile()
     try:
         yield from _decoding(session, planner, meanwhile)
@@ -35,8 +36,8 @@ def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> Metho
         session.stats.begin(tree.read)
         tree = planner.looked_up(tree)
         offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None
-        rate = (yield offered) if offered else 0.0
-        if growth := _within(session, planner.while_waiting(tree, session.untold, rate)):
+        may: LaneGrant = (yield offered) if offered else LaneGrant(False)
+        if growth := _within(session, planner.while_waiting(tree, session.untold, may)):
             orders = Orders(draft=session.grow(tree, growth))
             reports = yield orders
             tree = _grown(session, planner, tree, orders, reports)
