@@ -61,7 +61,7 @@ def memory(threads: int) -> dict[str, float]:
     prompt = [1 + i * 7919 % 40000 for i in range(llm.context_length - 32)]
     llm.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    runner: Any = llm._verifier.runner
+    runner: Any = llm.target_runner
     weights = 4 * sum(x.numel() for x in _tensors(runner.decoder))
     cache = sum(cache.data.nbytes for cache in runner._spare)
     rest = peak - weights - cache
@@ -142,7 +142,7 @@ def rows_in_a_step(llm: Any, prompt: list[int]) -> dict[int, float]:
     from specbranch.core.slots import ROOT
     from specbranch.distill.agreement import GREEDY
 
-    runner = llm._verifier.runner
+    runner = llm.target_runner
     runner.open(-1, GREEDY)
     runner.extend(-1, prompt)
     times: dict[int, list[float]] = {rows: [] for rows in (1, 2, 4, 8, 16)}

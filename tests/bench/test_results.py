@@ -326,6 +326,20 @@ class TestFiles:
             Results.load(file)
         assert said in str(caught.value) and str(file) in str(caught.value)
 
+    def test_files_of_earlier_versions_with_keys_that_are_gone_are_read(self, tmp_path: Path) -> None:
+        made = results(made_row())
+        values = made.to_dict()
+        values["rows"][0]["peak_memory"] = None
+        (tmp_path / "results.json").write_text(json.dumps(values))
+        assert Results.load(tmp_path / "results.json") == made
+        file = tmp_path / "runs.jsonl"
+        with RunStore(file, PLAN) as store:
+            store.append(run("pearl"))
+        head, line = file.read_text().splitlines()
+        file.write_text(f"{head}\n{json.dumps({**json.loads(line), 'peak_memory': None})}\n")
+        with RunStore(file, PLAN) as store:
+            assert store.measurements == [run("pearl")]
+
     def test_a_place_that_cannot_be_written_is_said_so(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(BadParameter, match="cannot be written"):

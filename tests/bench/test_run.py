@@ -24,6 +24,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.replay.record import Record
+from specbranch.replay.runners import ProposalStore
 from specbranch.sim.shipped import load_profile
 from specbranch.suites.suite import Prompt, Suite
 from tiny_predictor import made
@@ -238,6 +239,28 @@ def test_plain_decoding_always_runs_and_a_draft_is_asked_for_where_it_is_needed(
         chosen_methods(["hf-assisted"], has_draft=False)
     with pytest.raises(BadParameter, match="Did you mean 'pearl'"):
         chosen_methods(["perl"], has_draft=True)
+
+
+def test_a_draft_is_at_work_where_it_is_needed_or_may_pay() -> None:
+    drafting = {name for name in (*METHODS, "hf-generate", "hf-assisted") if default_setting(name).drafts}
+    assert drafting == {"speculative", "adaptive", "pearl", "tree", "specbranch", "auto", "hf-assisted"}
+
+
+def test_a_lab_that_cannot_be_opened_lets_go_of_what_was(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[type] = []
+
+    def note(kind: Any) -> None:
+        close = kind.close
+        monkeypatch.setattr(kind, "close", lambda self: (closed.append(kind), close(self)))
+
+    note(LLM)
+    note(ProposalStore)
+    (tmp_path / "targets").write_text("no folder")
+    with pytest.raises(BadParameter, match="cannot be used"):
+        Lab(target=pair[0], draft=pair[1], folder=tmp_path)
+    assert closed == [ProposalStore, LLM], "the draft's memory, and both models"
 
 
 def test_a_setting_tells_what_matters_and_nothing_else() -> None:

@@ -14,10 +14,11 @@ import pytest
 from specbranch.bench import tuning
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.methods import SPACES, default_setting
-from specbranch.bench.tuning import TRIALS, Goal, TunedSeconds, Tuner, candidates, tuning_suites
+from specbranch.bench.methods import NOT_SEARCHED, SPACES, Name, default_setting
+from specbranch.bench.tuning import TRIALS, Goal, TunedSeconds, Tuner, can_be_tuned, candidates, tuning_suites
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
+from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.replay.pricing import NotingDecoder
 from specbranch.replay.record import Record
@@ -216,6 +217,13 @@ def test_tuning_prompts_are_not_the_first_that_a_bench_takes() -> None:
     mine = {prompt.digest for suite in tuning_suites() for prompt in suite.prompts}
     theirs = {prompt.digest for name in SHIPPED for prompt in load_suite(name).prompts[:8]}
     assert len(mine) == 16 and not mine & theirs
+
+
+def test_every_method_has_a_space_or_is_left_out_of_searches_by_name() -> None:
+    searched = [name for name in SPACES if ":" not in name]
+    assert sorted((*searched, *NOT_SEARCHED)) == sorted(METHODS), "a new method belongs to SPACES or to NOT_SEARCHED"
+    for name in METHODS:
+        assert can_be_tuned(name) == bool(Name.of(name).knobs), name
 
 
 def test_without_a_draft_only_what_needs_none_is_searched() -> None:

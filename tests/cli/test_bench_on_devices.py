@@ -109,6 +109,21 @@ def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command,
     assert other.code == 2 and "holds runs of other prompts under the name two@160" in other.err
 
 
+def test_of_several_contexts_the_first_is_drawn(
+    command: Command, tiny: Pair, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(
+        "specbranch.bench.job.draw_timeline",
+        lambda lab, setting, record, folder: drawn.append(len(record.task.prompt)),
+    )
+    contexts = ("--context", "160", "--context", "256")
+    brief = ("--methods", "pearl", "--no-tune", "--limit", "1", "--timeline")
+    rows = rows_of(bench(command, prompts, *brief, *contexts, suites=("one",)))
+    assert {row["suite"] for row in rows} == {"one@160", "one@256"}
+    assert len(drawn) == 1 and drawn[0] < 160
+
+
 @pytest.mark.slow
 def test_an_inflated_pair_is_tuned_as_it_is_by_its_own_costs(
     command: Command, tiny: Pair, prompts: Path, no_public_suites: None

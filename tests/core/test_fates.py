@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
-from specbranch.core.fates import Fates, Settled, branch_points, summed, tree_standings
+from specbranch.core.fates import (
+    FATE_NAMES,
+    FATES,
+    THROWN_AWAY,
+    Fates,
+    Settled,
+    branch_points,
+    summed,
+    tree_standings,
+)
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Node, Tree
+
+
+def test_each_fate_has_its_names_and_what_is_thrown_away_its_reason() -> None:
+    assert list(FATES) == [one.name for one in fields(Fates)] == list(FATE_NAMES)
+    assert {fate for fate in FATES if FATE_NAMES[fate].reason} == set(THROWN_AWAY)
+    for names in zip(*FATE_NAMES.values(), strict=True):
+        told = [name for name in names if name]
+        assert len(told) == len(set(told)), "two fates of one name"
+    assert [Fates(**{fate: 1}).total for fate in FATES] == [1] * len(FATES)
 
 
 @pytest.mark.parametrize("ended", [False, True])

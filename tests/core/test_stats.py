@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
 from specbranch.core.orders import NOTHING, Branch, Reports, Span, Verdict
@@ -146,3 +149,61 @@ def test_time_is_the_drafts_the_targets_both_ones_or_the_hosts() -> None:
     assert (stats.draft_busy, stats.target_busy) == (4.0, 6.0)
     assert told["both_busy_seconds"] == 1.5 and told["rounds_overlapped"] == 2
     assert told["host_seconds"] == 1.5 and told["draft_idle_seconds"] == 6.0 and told["target_idle_seconds"] == 4.0
+
+
+NOT_TOLD = {"rounds_all_accepted", "rounds_rejected_inside"}  # by a summary
+AT_HAND = {"started", "_lost", "_rejected"}  # a summary's clock begins at 0, and no round is going on
+
+
+def filled(name: str, number: int) -> Any:
+    """A value for a field that no other field has."""
+    if name in AT_HAND:
+        return getattr(Stats(), name)
+    by_hand = {"choices": [(1, "plain"), (5, "tree")], "first_token": 8.0, "finished": 512.0, "both_busy": 4.0}
+    return by_hand.get(name, [number, 1, 2] if name.endswith("_at") else number)
+
+
+def busy() -> Stats:
+    """Statistics in which every field has something to tell."""
+    names = [one.name for one in fields(Stats)]
+    made = Stats(**{name: filled(name, number) for number, name in enumerate(names, 11)})
+    usual = Stats()
+    assert [name for name in names if getattr(made, name) == getattr(usual, name)] == [
+        name for name in names if name in AT_HAND
+    ]
+    return made
+
+
+def test_what_a_summary_tells_comes_back() -> None:
+    stats, told = busy(), busy().summary()
+    back = Stats.from_summary(told)
+    assert back.summary() == told
+    forgotten = {one.name for one in fields(Stats) if getattr(back, one.name) != getattr(stats, one.name)}
+    assert forgotten == NOT_TOLD, "a field that a summary tells is missing in from_summary, or the other way round"
+
+
+def test_requests_add_up_field_by_field_and_their_first_tokens_are_not_decoded() -> None:
+    one, both = busy(), busy()
+    both.go_on_with(busy())
+    for name in (field.name for field in fields(Stats) if field.name not in AT_HAND | {"emitted", "choices"}):
+        value = getattr(one, name)
+        assert getattr(both, name) == ([2 * count for count in value] if isinstance(value, list) else 2 * value), name
+    assert both.emitted - 1 == 2 * (one.emitted - 1)
+    assert both.by_method == {kind: 2 * count for kind, count in one.by_method.items()}
+    whole = Stats(emitted=1)
+    whole.go_on_with(one)
+    assert whole == one
+
+
+def test_a_longer_chain_is_added_position_by_position() -> None:
+    short, long = Stats(tested_at=[3], accepted_at=[2]), Stats(tested_at=[1, 1], accepted_at=[1, 0])
+    short.go_on_with(long)
+    assert (short.tested_at, short.accepted_at) == ([4, 1], [3, 0])
+
+
+def test_what_earlier_versions_did_not_tell_is_nothing() -> None:
+    told = {"tokens": 5, "ttft_seconds": 1.0, "decode_seconds": 2.0}
+    assert Stats.from_summary(told) == Stats(emitted=5, first_token=1.0, finished=3.0)
+    assert Stats.from_summary({**told, "tested_by_position": [4]}).tested_at == [], (
+        "of no use without what was accepted"
+    )

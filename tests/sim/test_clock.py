@@ -188,6 +188,9 @@ def test_a_profile_survives_a_file(tmp_path: Path) -> None:
         ('{"target": [[1, 1]], "draft": [[1, 1]], "host": -1}', "host is -1; expected seconds ≥ 0"),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "overlap": "no"}', "overlap is 'no'; expected true or false"),
         ('{"target": [[1, 1]], "draft": [[1, 1]], "context": -1}', "context is -1; expected a number of tokens"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "devices": 0}', "devices is 0; expected a whole number ≥ 1"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "devices": 1.5}', "devices is 1.5; expected a whole number ≥ 1"),
+        ('{"target": [[1, 1]], "draft": [[1, 1]], "devices": true}', "devices is True; expected a whole number ≥ 1"),
         (
             '{"target": [[1, 1]], "draft": [[1, 1]], "target_per_context": [[1, -1]]}',
             "target_per_context is [[1, -1]]; expected",

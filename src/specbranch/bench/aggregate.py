@@ -13,7 +13,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
@@ -36,10 +36,6 @@ class Timing:
 Slot = tuple[str, int]  # prompt, repeat
 T = TypeVar("T")
 K = TypeVar("K")
-COUNTED = (  # counters that a summary holds under their own names
-    *("target_forwards", "drafted", "accepted", "unused", "rejections", "rounds_overlapped", "rounds_begun"),
-    *("branch_points", "branch_points_reached", "branch_hits"),
-)
 
 
 def rows_of(measurements: Iterable[PromptRun]) -> tuple[ResultRow, ...]:
@@ -56,10 +52,9 @@ def rows_of(measurements: Iterable[PromptRun]) -> tuple[ResultRow, ...]:
 
 def pooled(turns: Iterable[Mapping[str, Any]]) -> Stats:
     """Add up what summaries of requests say, as one request whose first tokens are all left out of decoding."""
-    total = Stats()
-    total.emitted = 1
+    total = Stats(emitted=1)
     for turn in turns:
-        _add(total, turn)
+        total.go_on_with(Stats.from_summary(turn))
     return total
 
 
@@ -120,7 +115,6 @@ def _row(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> ResultRow:
         repeats=max(map(len, of_prompt.values())),
         tokens=round(sum(median(map(_tokens, same)) for same in of_prompt.values())),
         prompt_set=prompt_set({(run.prompt, run.digest) for run in runs}),
-        peak_memory=max((run.peak_memory for run in runs if run.peak_memory is not None), default=None),
         **_counted(runs),
         **_timed(runs),
         **_paired(runs, base),
@@ -194,30 +188,6 @@ def _checked(runs: list[PromptRun], base: dict[Slot, PromptRun]) -> dict[str, An
     texts = {other.prompt: other.output for other in reversed(base.values())}
     differing = sum(run.output != other.output or run.output != texts[run.prompt] for run, other in pairs)
     return {"lossless": differing == 0, "differing": differing}
-
-
-def _add(total: Stats, turn: Mapping[str, Any]) -> None:
-    rollback, decode = turn.get("rollback", {}), turn["decode_seconds"]
-    total.emitted += max(turn["tokens"] - 1, 0)
-    total.first_token += turn["ttft_seconds"]
-    total.finished += turn["ttft_seconds"] + decode
-    total.rejected += rollback.get("rejected", 0)
-    total.siblings += rollback.get("tree_siblings", 0)
-    total.losing += rollback.get("losing_branches", 0)
-    total.dropped += rollback.get("dropped_by_length", 0)
-    for name in COUNTED:
-        setattr(total, name, getattr(total, name) + (turn.get(name) or 0))
-    for name in ("draft", "target"):
-        idle = turn.get(f"{name}_idle_seconds")
-        setattr(total, f"{name}_busy", getattr(total, f"{name}_busy") + (decode - idle if idle is not None else 0.0))
-    total.both_busy += turn.get("both_busy_seconds", 0.0)
-    if "accepted_by_position" in turn:  # methods from outside and old files lack it
-        total.tested_at = _added(total.tested_at, turn["tested_by_position"])
-        total.accepted_at = _added(total.accepted_at, turn["accepted_by_position"])
-
-
-def _added(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 def _tokens(run: PromptRun) -> int:

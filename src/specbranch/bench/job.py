@@ -151,12 +151,13 @@ class _PairJob:
             context_length=self.pair.context_length,
         ) as lab:
             outside = Transformers(lab)  # it loads nothing until it is asked
+            done = []
             for clock, group in product(order.clocks, self.pair.groups):
                 settings = apart.get(group) or self._settings(lab, machine if clock.is_wall else clock, group)
-                runs = PairRuns(group.suites, order.workloads, settings, order.repeats, self.pair.outside)
-                self._run(lab, runs, clock, outside)
+                done.append(PairRuns(group.suites, order.workloads, settings, order.repeats, self.pair.outside))
+                self._run(lab, done[-1], clock, outside)
             if order.timeline and order.by_the_wall:
-                self._draw(lab, runs)
+                self._draw(lab, done[0])
             return {lab.pair: lab.identity}
 
     def _run(self, lab: Lab, runs: PairRuns, clock: Clock, outside: Transformers) -> None:
@@ -204,7 +205,7 @@ class _PairJob:
         return (*map(tuner.setting, order.methods), *order.settings)
 
     def _draw(self, lab: Lab, runs: PairRuns) -> None:
-        """Draw one answer of each method that shows what both models do."""
+        """Draw one answer, that to the first prompt of all, of each method that shows what both models do."""
         record = lab.records(runs.suites[0].prompts[0], runs.workloads[0])[0]
         for setting in runs.settings:
             if setting.method in DRAWN:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -74,28 +75,33 @@ class Lab:
         running = running or Running()
         self.pair = title or pair_title(pair, target, draft)
         self.models = target, draft
-        self.llm = LLM(
-            target,
-            draft,
-            predictor=predictor,
-            keep_experience=keep_experience,
-            executor=running.executor,
-            device=running.device,
-            draft_device=running.draft_device,
-            draft_weights=running.draft_weights,
-            context_length=context_length,
-        )
-        self.identity = {**told_of("target", target), "target_identity": identity(target), **running.told()}
-        if draft is not None:
-            self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
+        self.folder = folder or cache_folder() / "lab"  # of records, of what the models said, and of searches
         self._running = running.told()
-        place = folder or cache_folder() / "lab"
-        self._records = Records(place / "records", self.identity["target_identity"])
-        self.draft = self._remembering(draft, place)
-        self.forecasts = self._foretelling(predictor, draft, place)
-        known = self.identity["target_identity"]
-        self.target = ReplayedModel(known, ProposalStore(place / "targets" / f"{known}.sqlite"), self.llm.target_runner)
-        self.replays = ReplayedMethods(self.draft, self.forecasts, self.target)
+        with ExitStack() as opened:  # if something fails, what was opened before it is closed
+            self.llm = opened.enter_context(
+                LLM(
+                    target,
+                    draft,
+                    predictor=predictor,
+                    keep_experience=keep_experience,
+                    executor=running.executor,
+                    device=running.device,
+                    draft_device=running.draft_device,
+                    draft_weights=running.draft_weights,
+                    context_length=context_length,
+                )
+            )
+            self.identity = {**told_of("target", target), "target_identity": identity(target), **running.told()}
+            if draft is not None:
+                self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
+            known = self.identity["target_identity"]
+            self._records = Records(self.folder / "records", known)
+            self.draft = self._remembering(draft, opened)
+            self.forecasts = self._foretelling(predictor, draft)
+            self.target = ReplayedModel(known, self._memory("targets", known, opened), self.llm.target_runner)
+            self.replays = ReplayedMethods(self.draft, self.forecasts, self.target)
+            opened.callback(self.replays.close)
+            self._opened = opened.pop_all()
 
     @property
     def digest(self) -> str:
@@ -130,11 +136,7 @@ class Lab:
 
     def close(self) -> None:
         """Let go of models and files."""
-        self.replays.close()
-        for model in (self.draft, self.target):
-            if model is not None:
-                model.memory.close()
-        self.llm.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -144,15 +146,20 @@ class Lab:
     ) -> None:
         self.close()
 
-    def _remembering(self, name: str | None, place: Path) -> ReplayedModel | None:
+    def _memory(self, kind: str, known: str, opened: ExitStack) -> ProposalStore:
+        memory = ProposalStore(self.folder / kind / f"{known}.sqlite")
+        opened.callback(memory.close)
+        return memory
+
+    def _remembering(self, name: str | None, opened: ExitStack) -> ReplayedModel | None:
         worker = self.llm.drafter
         if name is None or worker is None:
             return None
         known = self.identity["draft_identity"]
-        memory = ProposalStore(place / "drafts" / f"{known}.sqlite")
+        memory = self._memory("drafts", known, opened)
         return ReplayedModel(f"{known} {self.identity['target_identity']}", memory, worker.runner)
 
-    def _foretelling(self, given: str | None, draft: str | None, place: Path) -> RecordedSignals | None:
+    def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
         """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as
         everywhere."""
         folder = Path(given) if given is not None else predictor_folder(draft)
@@ -162,7 +169,7 @@ class Lab:
             predictor = Predictor.load(folder)
             predictor.check_pair(self.identity["target_identity"], self.identity.get("draft_identity"))
             return RecordedSignals(
-                predictor, self.llm.target_runner, place / "forecasts", self.identity["target_identity"]
+                predictor, self.llm.target_runner, self.folder / "forecasts", self.identity["target_identity"]
             )
         except ModelError as error:
             log.warning("%s %s", error, ON)

@@ -21,7 +21,7 @@ OUTSIDE = {
     "hf-lookup": "transformers' prompt lookup",
 }
 Knobs = Mapping[str, Sequence[int | float]]
-TWO_STAGE: Knobs = {
+TWO_STAGE_KNOBS: Knobs = {
     "num_speculative_tokens": range(1, 17),
     "stop_below": tuple(n / 20 for n in range(20)),
     "max_branches": range(1, 7),
@@ -31,9 +31,9 @@ SPACES: dict[str, Knobs] = {  # what can be set of a method, and which values a 
     "speculative": {"num_speculative_tokens": range(1, 13)},
     "adaptive": {"num_speculative_tokens": range(1, 13)},
     "pearl": {"num_speculative_tokens": range(1, 17)},
-    "specbranch:confidence": TWO_STAGE,
-    "specbranch:paper": TWO_STAGE,
-    "specbranch:last": TWO_STAGE,
+    "specbranch:confidence": TWO_STAGE_KNOBS,
+    "specbranch:paper": TWO_STAGE_KNOBS,
+    "specbranch:last": TWO_STAGE_KNOBS,
     "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
     "specbranch:oracle": {"num_speculative_tokens": range(1, 17), "max_branches": range(1, 7)},
     "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
@@ -45,6 +45,7 @@ SPACES: dict[str, Knobs] = {  # what can be set of a method, and which values a 
     "tree": {},  # these plan by themselves
     "specbranch": {},
 }
+NOT_SEARCHED = ("auto",)  # it has nothing to set, and with a draft it decodes as specbranch
 MORE = {"speculative": ("policy", "stop_below")}  # settings that rows tell and no search sets
 
 
@@ -67,7 +68,7 @@ class Setting:
     @property
     def drafts(self) -> bool:
         """Whether a draft model is at work, if there is one."""
-        return self.needs_draft or self._kind is METHODS["auto"]
+        return self.needs_draft or (self._kind is not None and self._kind.uses_draft)
 
     @property
     def needs_draft(self) -> bool:
@@ -117,9 +118,10 @@ class Name:
 
     @property
     def knobs(self) -> Knobs:
-        """What can be set of it: of a policy that no search knows what a two-stage one has, of a planner nothing."""
-        plans = self.policy is None and METHODS[self.method].policy == "planner"
-        return SPACES.get(self.like, {} if plans else TWO_STAGE)
+        """What can be set of it: of a policy that no search knows what a two-stage one has."""
+        if self.policy is not None:
+            return SPACES.get(self.like, TWO_STAGE_KNOBS)
+        return {} if self.method in NOT_SEARCHED else SPACES[self.method]
 
     def applied(self, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the settings of the method it is a variant of, changed as the name says."""

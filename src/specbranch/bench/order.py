@@ -17,7 +17,7 @@ from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Workload
 from specbranch.bench.methods import OUTSIDE, Setting, chosen_methods, given_setting
 from specbranch.bench.subjects import PairOrder, Running
-from specbranch.bench.tuning import PROMPTS, TRIALS, can_be_tuned, has_several_values
+from specbranch.bench.tuning import TRIALS, TUNING_PROMPTS, can_be_tuned, has_several_values
 from specbranch.config import WEIGHTS, ExecutorName
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import OPTUNA
@@ -42,7 +42,7 @@ class BenchOrder:
     repeats: int = 1
     tune: bool = True
     trials: int = TRIALS
-    tuning_prompts: int = PROMPTS
+    tuning_prompts: int = TUNING_PROMPTS
     profile: Path | None = None  # methods are tuned by it for the wall clock; None: this machine is measured
     force_profile: bool = False
     predictor: str | None = None

@@ -161,7 +161,7 @@ class Transformers:
 
     @property
     def _device(self) -> torch.device:
-        runner: Any = self._llm._verifier.runner
+        runner: Any = self._llm.target_runner
         device: torch.device = runner.device if hasattr(runner, "device") else runner.model.device
         return device
 

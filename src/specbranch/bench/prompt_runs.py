@@ -16,7 +16,7 @@ from typing import IO, Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
-from specbranch.bench.results import BASELINE, WALL, setting_text
+from specbranch.bench.results import BASELINE, FORMER, WALL, setting_text
 from specbranch.errors import BadParameter
 
 FORMAT, VERSION = "specbranch-bench-runs", 1
@@ -42,7 +42,6 @@ class PromptRun:
     clock: str = WALL
     rule: str = "match"
     setting: Mapping[str, Any] = field(default_factory=dict)
-    peak_memory: int | None = None
     devices: int = 1  # how many the method takes
     models: str = ""  # a digest of target and draft
     charges: str = ""  # a digest of the clock's profile
@@ -62,6 +61,7 @@ class PromptRun:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from plain values."""
         names = {f.name for f in fields(cls)}
+        values = {name: value for name, value in values.items() if name not in FORMER}
         if not values.keys() <= names:
             raise ValueError(f"unknown {', '.join(sorted(values.keys() - names))}")
         return cls(**{**values, "turns": tuple(values["turns"])})

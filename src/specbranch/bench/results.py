@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from specbranch.core.fates import FATE_NAMES, THROWN_AWAY
 from specbranch.errors import BadParameter, unknown
 from specbranch.files import write_whole
 from specbranch.provenance import Provenance
@@ -24,13 +25,9 @@ FORMAT, VERSION = "specbranch-bench", 1
 BASELINE = "autoregressive"
 WALL = "wall"
 LISTS = ("accepted_lengths", "acceptance_by_position", "tested_by_position")
+FORMER = ("peak_memory",)  # keys of rows and runs that earlier versions wrote, always empty
 
-REASONS = {  # why drafted tokens are thrown away
-    "rejected": "rejected by the target",
-    "tree_siblings": "alternatives verified beside",
-    "losing_branches": "on losing branches",
-    "dropped_by_length": "dropped by the length rule",
-}
+REASONS = {FATE_NAMES[fate].counted: FATE_NAMES[fate].reason for fate in THROWN_AWAY}  # of drafted tokens
 
 RowKey = tuple[str, str, str, str, float, str]  # pair, suite, clock, method, temperature, setting
 
@@ -73,7 +70,6 @@ class ResultRow:
     host_share: float | None = None
     begun_with_tree: float | None = None
     begun_of_overlapped: float | None = None
-    peak_memory: int | None = None  # bytes
     run_between_rejections: float | None = None  # decoded tokens per round with a rejected token (the paper's M)
     devices: int = 1  # two where draft and target are on different ones
     tokens_per_second_per_device: float | None = None
@@ -94,8 +90,9 @@ class ResultRow:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build from plain values, refusing keys that do not exist and naming those that are missing."""
+        """Build from plain values, refusing keys that never existed and naming those that are missing."""
         names = [f.name for f in fields(cls)]
+        values = {key: value for key, value in values.items() if key not in FORMER}
         for key in values:
             if key not in names:
                 raise unknown("key of a row", key, names)
@@ -236,10 +233,6 @@ def _interval(row: ResultRow) -> str:
     return f"{row.speedup_low:.2f}–{row.speedup_high:.2f}"
 
 
-def _memory(row: ResultRow) -> str:
-    return figure_text(None if row.peak_memory is None else row.peak_memory / 2**20, ".0f", " MiB")
-
-
 def _lossless(row: ResultRow) -> str:
     return {True: "yes", False: "NO", None: "–"}[row.lossless]
 
@@ -338,7 +331,6 @@ COLUMNS = (
         lambda row: rate_text(row.end_to_end_tokens_per_second),
         "all tokens over all time, the prefills included.",
     ),
-    Column("peak memory", _memory),
     Column("prompts", lambda row: f"{row.prompts} × {row.repeats}"),
     Column("tokens", _figure("tokens", "")),
     Column(

@@ -7,7 +7,7 @@ plain decoding always takes part, so that there is something to hold the others 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import OPTUNA
 from specbranch.files import write_whole
+from specbranch.pairs import draft_path
 from specbranch.progress import StepsDone
 from specbranch.suites.suite import Suite
 
@@ -37,6 +38,7 @@ class TuneOrder:
     methods: tuple[str, ...]  # plain decoding first
     suites: tuple[Suite, ...]
     clock: Clock | None = None  # None: this machine is measured first
+    force_profile: bool = False  # a clock of another pair is taken all the same
     workload: Workload
     trials: int = TRIALS
     running: Running  # how this machine is measured
@@ -94,9 +96,14 @@ def tuned_methods(names: Sequence[str], has_draft: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys((BASELINE, *asked)))
 
 
-def run_tuning(order: TuneOrder, progress: StepsDone) -> TuneOutcome:
-    """Carry out the searches; what was found before Ctrl-C is kept, if there is anything to hold it against."""
+def run_tuning(order: TuneOrder, progress: StepsDone, fetch: Callable[[str], object]) -> TuneOutcome:
+    """Carry out the searches, the models fetched first; what was found before Ctrl-C is kept, if there is anything to
+    hold it against."""
     target, draft = order.pair.models
+    for model in (target,) if draft is None else (draft_path(draft), target):
+        fetch(model)
+    if order.clock is not None and not order.force_profile:
+        order.clock.refuse_other_pair(target, draft)
     goal = Goal(order.clock or _measured(order, progress), order.workload, order.suites, order.trials)
     with Lab(target=target, draft=draft, folder=order.records, title=order.pair.title) as lab:
         tuner, complete = Tuner(lab, goal, progress), True

@@ -36,11 +36,11 @@ from specbranch.sim.profile import CostProfile
 from specbranch.suites.suite import SHIPPED, Suite, load_suite
 
 VERSION = 3  # a search by another version is made again
-PROMPTS = 4  # of each shipped suite
+TUNING_PROMPTS = 4  # of each shipped suite
 TRIALS = 40
 PART = 5  # every trial is looked at on so many answers
 CLOSE = 1.03  # a trial within so many times the best seconds there is tried on all answers
-DRAWN = 24  # the first trials are drawn at random
+RANDOM_TRIALS = 24  # the first trials are drawn at random
 WORSE, ENOUGH = 1.1, 3  # lengths that take 1.1 times the best are bad; three in a row end a search
 SEED = 20260301
 
@@ -108,7 +108,7 @@ def has_several_values(method: str) -> bool:
     return method not in OUTSIDE and len(SPACES.get(Name.of(method).like, {})) > 1
 
 
-def tuning_suites(prompts: int = PROMPTS) -> tuple[Suite, ...]:
+def tuning_suites(prompts: int = TUNING_PROMPTS) -> tuple[Suite, ...]:
     """Return the prompts that methods are tuned on unless others are given: so many of each shipped suite."""
     suites = (load_suite(name) for name in SHIPPED)
     return tuple(replace(suite, prompts=suite.prompts[-prompts:]) for suite in suites)
@@ -178,7 +178,7 @@ class Tuner:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED, n_startup_trials=DRAWN))
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED, n_startup_trials=RANDOM_TRIALS))
         study.enqueue_trial(_places(method))
         known: dict[SpeculativeConfig, float] = {}
         for _ in range(self.goal.trials):
@@ -224,7 +224,7 @@ class Tuner:
 
     @property
     def _folder(self) -> Path:
-        return self.lab._records.folder.parents[1] / "tuned"
+        return self.lab.folder / "tuned"
 
     def _file(self, method: str) -> Path:
         goal = self.goal

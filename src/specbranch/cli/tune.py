@@ -15,7 +15,6 @@ from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName
 from specbranch.errors import BadParameter
-from specbranch.pairs import draft_path
 from specbranch.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
@@ -98,13 +97,13 @@ def tune(as_json: bool, **given: Any) -> None:
     the best setting found up to then.
     """
     from specbranch.bench.tune_job import run_tuning
-    from specbranch.cli.progress import counted
+    from specbranch.cli.progress import counted, pulled
 
     out = given["out"]
     _check_out(out)
     order = _order(given)
     with counted() as progress:
-        found = run_tuning(order, progress)
+        found = run_tuning(order, progress, pulled)
     found.save(out)
     told = found.to_dict()
     click.echo(json.dumps({**told, "out": str(out)}, ensure_ascii=False) if as_json else "\n".join(_table(told, out)))
@@ -113,33 +112,29 @@ def tune(as_json: bool, **given: Any) -> None:
 
 
 def _order(given: dict[str, Any]) -> TuneOrder:
-    """Translate options into an order, and fetch the models it names."""
-    from specbranch.assembly import cost_profile
+    """Translate options into an order."""
     from specbranch.bench.clocks import Clock
     from specbranch.bench.lab import Workload
     from specbranch.bench.order import chosen_pairs
     from specbranch.bench.subjects import Running
     from specbranch.bench.tune_job import TuneOrder, tuned_methods
     from specbranch.bench.tuning import TRIALS
-    from specbranch.cli.progress import pulled
+    from specbranch.sim.shipped import load_profile
 
     (pair,) = chosen_pairs([given["pair"]] if given["pair"] else [], given["target"], given["draft"])
-    (target, draft), profile = pair.models, given["profile"]
-    methods = tuned_methods(listed(given["methods"] or ""), draft is not None)
+    profile = given["profile"]
+    methods = tuned_methods(listed(given["methods"] or ""), pair.has_draft)
     suites = _suites(given)
-    if profile is None and draft is None:
+    if profile is None and not pair.has_draft:
         raise BadParameter(
             "Only a pair can be measured, and a target alone was given. Name a --profile, or give a --draft."
         )
-    if draft is not None:
-        pulled(draft_path(draft))
-    pulled(target)
-    costs = cost_profile(profile, target, draft, given["force_profile"])
     return TuneOrder(
         pair=pair,
         methods=methods,
         suites=suites,
-        clock=None if costs is None else Clock(profile, costs),
+        clock=None if profile is None else Clock(profile, load_profile(profile)),
+        force_profile=given["force_profile"],
         workload=Workload(temperature=given["temperature"], max_tokens=given["max_tokens"]),
         trials=given["trials"] or TRIALS,
         running=Running(executor=given["executor"]),

@@ -1,18 +1,41 @@
 """What becomes of drafted tokens: of a chain, of branches beside it, of a tree. Statistics, traces and timelines all
 go by this.
 
-Owns the words and who gets which. Invariant: a token that is settled is counted once, so the fates of what was drafted
-add up to its tokens.
+Owns the words, `FATE_NAMES`, and who gets which. Invariant: a token that is settled is counted once, so the fates of
+what was drafted add up to its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
+
+Fate = Literal["accepted", "rejected", "siblings", "dropped", "unused", "losing"]  # the fields of `Fates`
+FATES: tuple[Fate, ...] = get_args(Fate)  # in the order in which they are drawn
+THROWN_AWAY: tuple[Fate, ...] = ("rejected", "siblings", "losing", "dropped")  # in the order in which they are told
+
+
+class FateName(NamedTuple):
+    """What tokens of one fate are called where users read of them."""
+
+    traced: str  # in a round of a trace
+    counted: str  # in a request's statistics; what is thrown away stands under "rollback" there
+    told: str  # behind their number, in a sentence
+    reason: str = ""  # why they were thrown away
+
+
+FATE_NAMES: Mapping[Fate, FateName] = {
+    "accepted": FateName("used", "accepted", "in the answer"),
+    "rejected": FateName("rolled_back", "rejected", "rolled back", "rejected by the target"),
+    "siblings": FateName("beside", "tree_siblings", "beside the main line", "alternatives verified beside"),
+    "dropped": FateName("dropped", "dropped_by_length", "dropped by the length rule", "dropped by the length rule"),
+    "unused": FateName("unused", "unused", "never judged"),
+    "losing": FateName("lost", "losing_branches", "on lost branches", "on losing branches"),
+}
 
 
 @dataclass(slots=True)
@@ -27,14 +50,14 @@ class Fates:
     losing: int = 0  # on branches that lost
 
     @property
-    def counts(self) -> tuple[int, int, int, int, int, int]:
-        """The numbers, in their order."""
-        return self.accepted, self.rejected, self.siblings, self.dropped, self.unused, self.losing
-
-    @property
     def total(self) -> int:
         """How many tokens were settled."""
-        return sum(self.counts)
+        return self.accepted + self.rejected + self.siblings + self.dropped + self.unused + self.losing
+
+    def of(self, fate: Fate) -> int:
+        """How many tokens met one fate."""
+        count: int = getattr(self, fate)
+        return count
 
     def add(self, more: Fates) -> None:
         """Count tokens that were counted elsewhere."""

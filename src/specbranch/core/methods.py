@@ -22,7 +22,7 @@ from specbranch.errors import BadParameter, unknown
 __all__ = ["METHODS", "Method", "MethodRounds", "best_fit", "find_method"]
 
 
-TWO_STAGE = ("paper", "last", "oracle")  # policies that only make sense where branches are drafted beside the target
+BRANCHING_POLICIES = ("paper", "last", "oracle")  # they only make sense where branches are drafted beside the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Method:
             raise BadParameter(
                 f"Method {name!r} cannot follow policy {policy!r}; expected {fitting}. Leave the policy out."
             )
-        if policy in TWO_STAGE and not both:
+        if policy in BRANCHING_POLICIES and not both:
             raise BadParameter(
                 f"Policy {policy!r} is one of method 'specbranch', not of {name!r}. Take that method, or another "
                 "policy."

@@ -1,19 +1,32 @@
 """What a request did; every metric is defined here and nowhere else. What became of its drafted tokens goes by `fates`.
 
-Invariant (`check`): drafted = accepted + rejected + siblings + losing + dropped + unused.
+Invariants: drafted = accepted + rejected + siblings + losing + dropped + unused (`check`); what `Stats.summary` tells,
+`Stats.from_summary` has back, so requests are added up here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, Self
 
-from specbranch.core.fates import Fates, Settled, branch_points, tree_standings
+from specbranch.core.fates import FATE_NAMES, FATES, THROWN_AWAY, Fates, Settled, branch_points, tree_standings
 from specbranch.core.orders import Branch, Reports, Span, Verdict
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
+
+SAME_NAME = (
+    *("target_forwards", "drafted", "rejections", "branch_points", "branch_points_reached", "branch_hits"),
+    *("rounds_overlapped", "rounds_begun", "rounds_without_draft", "draft_restarts"),
+)
+AS_THEY_ARE = {  # fields that a summary tells as they are, and what it calls them
+    "emitted": "tokens",
+    "branch_hits_other": "branch_hits_other_head",
+    "both_busy": "both_busy_seconds",
+    **{fate: FATE_NAMES[fate].counted for fate in FATES},
+    **{name: name for name in SAME_NAME},
+}
 
 
 @dataclass(slots=True)
@@ -44,16 +57,17 @@ class Stats(Fates):
     draft_busy: float = 0.0  # decoding only, like the next
     target_busy: float = 0.0
     both_busy: float = 0.0  # of the target's, while the draft worked, too
-    choices: list[tuple[int, str]] = field(default_factory=list)  # what `auto` chose: tokens emitted before, method
+    # The kinds of round of a planned method, such as "chain" or "hedged": tokens emitted before it, kind.
+    choices: list[tuple[int, str]] = field(default_factory=list)
     _lost: bool = False  # since the last target forward
     _rejected: bool = False  # by the last verdict
 
     @property
     def by_method(self) -> dict[str, int]:
-        """Tokens emitted by each method that `auto` chose."""
+        """Tokens emitted by each kind of round of a planned method; nothing of other methods."""
         counts: dict[str, int] = {}
-        for (at, method), (end, _) in pairwise([*self.choices, (self.emitted, "")]):
-            counts[method] = counts.get(method, 0) + end - at
+        for (at, kind), (end, _) in pairwise([*self.choices, (self.emitted, "")]):
+            counts[kind] = counts.get(kind, 0) + end - at
         return counts
 
     @property
@@ -75,10 +89,10 @@ class Stats(Fates):
         """Note that a round begins, and whether the draft has read something for it already."""
         self.rounds_begun += read
 
-    def chose(self, method: str) -> None:
-        """Note that `auto` goes on with a method."""
-        if not self.choices or self.choices[-1][1] != method:
-            self.choices.append((self.emitted, method))
+    def chose(self, kind: str) -> None:
+        """Note that the planner goes on with a kind of round."""
+        if not self.choices or self.choices[-1][1] != kind:
+            self.choices.append((self.emitted, kind))
 
     def take(self, reports: Reports) -> None:
         """Count what was drafted, or that the worker was lost."""
@@ -204,12 +218,7 @@ class Stats(Fates):
             "rollback_rate": _over(self.rejected + self.dropped, line),
             "rejections": self.rejections,
             "run_between_rejections": _over(decoded, self.rejections),
-            "rollback": {
-                "rejected": self.rejected,
-                "tree_siblings": self.siblings,
-                "losing_branches": self.losing,
-                "dropped_by_length": self.dropped,
-            },
+            "rollback": {FATE_NAMES[fate].counted: self.of(fate) for fate in THROWN_AWAY},
             "unused": self.unused,
             "acceptance_by_position": [_over(a, t) for a, t in zip(self.accepted_at, self.tested_at, strict=True)],
             "tested_by_position": list(self.tested_at),
@@ -230,6 +239,56 @@ class Stats(Fates):
             "draft_restarts": self.draft_restarts,
             "tokens_by_method": self.by_method,
         }
+
+    @classmethod
+    def from_summary(cls, told: Mapping[str, Any]) -> Self:
+        """Build from what `summary` told, the clock beginning at 0; what is not told (methods from outside and earlier
+        versions tell less) is 0."""
+        counts = {**told, **told.get("rollback", {})}
+        plain: dict[str, Any] = {name: counts.get(public) or 0 for name, public in AS_THEY_ARE.items()}
+        first, decode = told["ttft_seconds"], told["decode_seconds"]
+        tells_positions = "accepted_by_position" in told  # earlier versions told only what was tested
+        return cls(
+            **plain,
+            first_token=first,
+            finished=first + decode,
+            draft_busy=_busy(decode, told.get("draft_idle_seconds")),
+            target_busy=_busy(decode, told.get("target_idle_seconds")),
+            hits_at=list(told.get("branch_hits_by_position", ())),
+            tested_at=list(told["tested_by_position"]) if tells_positions else [],
+            accepted_at=list(told["accepted_by_position"]) if tells_positions else [],
+            choices=_choices(told.get("tokens_by_method", {}), told["tokens"]),
+        )
+
+    def go_on_with(self, other: Stats) -> None:
+        """Count another request as if this one had gone on with it: its first token ends a prefill, like the first
+        one here, and is no decoded one."""
+        before = max(self.emitted - 1, 0)
+        self.choices += [(at + before, kind) for at, kind in other.choices]
+        self.emitted += max(other.emitted - 1, 0)
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in SUMMED_BY_POSITION:
+            setattr(self, name, _added(getattr(self, name), getattr(other, name)))
+
+
+# What adds up is found by its kind, so that a new counter is not forgotten; flags are of the round at hand.
+SUMMED = tuple(one.name for one in fields(Stats) if type(one.default) in (int, float) and one.name != "emitted")
+SUMMED_BY_POSITION = tuple(one.name for one in fields(Stats) if one.default_factory is list and one.name != "choices")
+
+
+def _busy(whole: float, idle: float | None) -> float:
+    return 0.0 if idle is None else whole - idle
+
+
+def _added(one: Iterable[int], other: Iterable[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+
+
+def _choices(counts: Mapping[str, int], emitted: int) -> list[tuple[int, str]]:
+    """Return kinds of round that would come to these counts, one after the other."""
+    ends = accumulate(counts.values(), initial=emitted - sum(counts.values()))
+    return list(zip(ends, counts, strict=False))
 
 
 def _seconds(span: Span | None) -> float:

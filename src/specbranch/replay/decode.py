@@ -79,8 +79,8 @@ class RecordDecoder:
         trace: Trace | None = None,
         experience: Experience | None = None,
     ) -> Stats:
-        """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what `auto`
-        goes by, and adds to."""
+        """Decode by a method, charged by a profile; returns the request's statistics. `experience` is what a planned
+        method goes by, and adds to."""
         method = find_method(config.method or PLAIN, self.draft is not None)
         if method.guesses and self.target is None:
             raise BadParameter(

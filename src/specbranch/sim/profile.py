@@ -57,6 +57,7 @@ class CostProfile:
         self._require(
             ("context",), lambda value: isinstance(value, int) and _is_seconds(value), "a number of tokens ≥ 0"
         )
+        self._require(("devices",), lambda value: type(value) is int and value >= 1, "a whole number ≥ 1")
         self._require(("provenance",), lambda value: isinstance(value, Mapping), "an object")
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from specbranch.core.fates import Fates, summed
+from specbranch.core.fates import FATE_NAMES, FATES, Fates, summed
 from specbranch.core.trace import Event
 
 RoundEvents = tuple[Event | None, Event | None]  # of a round: the draft's, the target's
@@ -63,7 +63,7 @@ class TracedRound:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, the fates under the names users know."""
-        fates = ("used", "rolled_back", "beside", "dropped", "unused", "lost")
+        whole = self.fate
         return {
             "round": self.number,
             "emitted": self.emitted,
@@ -71,7 +71,7 @@ class TracedRound:
             "accepted": self.target.accepted if self.target else None,
             "branches": list(self.draft.branches) if self.draft else [],
             "kept": self.draft.kept if self.draft else None,
-            "drafted": dict(zip(fates, self.fate.counts, strict=True)),
+            "drafted": {FATE_NAMES[fate].traced: whole.of(fate) for fate in FATES},
             **{f"{event.who}_seconds": event.seconds for event in self.events},
         }
 

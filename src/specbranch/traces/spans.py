@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from specbranch.core.fates import Fates, summed
+from specbranch.core.fates import FATES, Fate, Fates, summed
 from specbranch.traces.rounds import TracedRound
 
-FateKind = Literal["accepted", "rejected", "siblings", "dropped", "unused", "losing"]
-SpanKind = Literal["target", "reading", "waiting", "cut"] | FateKind
-FATES: tuple[FateKind, ...] = ("accepted", "rejected", "siblings", "dropped", "unused", "losing")
+SpanKind = Literal["target", "reading", "waiting", "cut"] | Fate
 
 
 class SpanLook(NamedTuple):
@@ -41,9 +39,9 @@ LOOKS: Mapping[SpanKind, SpanLook] = {
 }
 
 
-def shares(fates: Fates) -> list[tuple[FateKind, int]]:
+def shares(fates: Fates) -> list[tuple[Fate, int]]:
     """Return what became of any tokens, with how many; in the order in which they are drawn."""
-    return [(kind, count) for kind, count in zip(FATES, fates.counts, strict=True) if count]
+    return [(fate, count) for fate in FATES if (count := fates.of(fate))]
 
 
 def kinds_in(rounds: Iterable[TracedRound]) -> list[SpanKind]:

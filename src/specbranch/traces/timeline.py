@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specbranch.core.fates import Fates
+from specbranch.core.fates import FATE_NAMES, THROWN_AWAY, Fates
 from specbranch.core.trace import Event
 from specbranch.traces.rounds import Times, TracedRound, times
 from specbranch.traces.spans import LOOKS, SpanKind, kinds_in, shares
@@ -99,16 +99,9 @@ def _share(value: float, whole: float) -> str:
 
 
 def _tokens(stats: Mapping[str, Any]) -> list[str]:
-    lost = stats["rollback"]
-    fates = {
-        "in the answer": stats["accepted"],
-        "rolled back": lost["rejected"],
-        "beside the main line": lost["tree_siblings"],
-        "on lost branches": lost["losing_branches"],
-        "dropped by the length rule": lost["dropped_by_length"],
-        "never judged": stats["unused"],
-    }
-    told = ", ".join(f"{count} {name}" for name, count in fates.items() if count)
+    counts = {**stats, **stats["rollback"]}
+    names = [FATE_NAMES[fate] for fate in ("accepted", *THROWN_AWAY, "unused")]
+    told = ", ".join(f"{counts[name.counted]} {name.told}" for name in names if counts[name.counted])
     forward = stats["tokens_per_forward"]
     return [
         f"Drafted tokens: {stats['drafted']}" + (f", of these {told}." if told else "."),
