@@ -54,12 +54,7 @@ class Executor(Protocol):
 class Loop:
     """Runs sessions to their end, a round at a time."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        trace: Trace | None = None,
-        costs: LearnedCosts | None = None,
-    ) -> None:
+    def __init__(self, executor: Executor, trace: Trace | None = None, costs: LearnedCosts | None = None) -> None:
         """`costs` learn from every round, once, with the rows of all sessions."""
         self.executor = executor
         self.trace = trace
@@ -160,11 +155,12 @@ class Loop:
 
     def _take(self, number: int, what: Orders | Offer) -> None:
         """Note what a session wants next."""
-        self._orders.pop(number, None)
         if isinstance(what, Offer):
             self._offers[number] = what
+            self._orders.pop(number, None)
         else:
             self._orders[number] = what
+            self._offers.pop(number, None)
 
     def _let_draft(self) -> None:
         """Say to all that would draft while the target waits whether they may."""
@@ -183,7 +179,6 @@ class Loop:
         """Tell sessions what became of their offers, and hear what they want then."""
         for number, answer in answers.items():
             session, rounds = self._live[number]
-            del self._offers[number]
             self._send(session, rounds, answer)
             if session.finished:
                 self.leave(session)
