@@ -1,5 +1,5 @@
-"""`specbranch bench`: methods held against one another on the same pair, prompts and hardware, and two such runs
-against each other."""
+"""`specbranch bench`: methods held against one another on the same pair, prompts and hardware, one request at a time or
+many at once, and two such runs against each other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import click
 
 from specbranch.bench.methods import OUTSIDE, listed
 from specbranch.bench.presets import PRESETS, TOLD, with_preset
+from specbranch.bench.results import BASELINE
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import ExecutorName
+from specbranch.errors import BadParameter
 from specbranch.pairs import DEFAULT_PAIR
 from specbranch.sim.shipped import shipped_profiles
 from specbranch.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
+    from specbranch.bench.load import LoadRow
     from specbranch.bench.order import BenchOrder
 
 OUT = Path("bench-results")
@@ -197,6 +200,87 @@ def run(**given: Any) -> None:
         show(results)
         click.echo(f"\nWritten: {order.out / 'results.json'}, results.csv, report.html")
     click.echo(results.last_line())
+
+
+@bench.command(
+    "load", cls=SectionedCommand, tables={"Suites": list(SUITES.items()), "Profiles (--clock)": PROFILES, **TABLES}
+)
+@_what("--pair", metavar="NAME", default=DEFAULT_PAIR, help=f"Pair to run [{DEFAULT_PAIR}].")
+@_what("--methods", metavar="A,B,…", default="specbranch", help="Methods; plain decoding always runs too [specbranch].")
+@_what("--at-once", metavar="N,N,…", default="1,2,4,8,16,32", help="Requests at once [1,2,4,8,16,32].")
+@_what("--suites", multiple=True, metavar="NAME", help=f"Suite, see below; may be repeated [{ALL_SHIPPED}].")
+@_what("--prompts", **PROMPTS)
+@_what("--limit", type=click.IntRange(min=1), default=4, metavar="N", help="Prompts of each suite [4].")
+@_what("--max-tokens", type=click.IntRange(min=2), default=96, metavar="N", help="Longest answer [96].")
+@_how("--clock", multiple=True, required=True, metavar="PROFILE", help="Charge time by this profile; may be repeated.")
+@_where("--data", **DATA)
+@_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records are kept [the cache folder].")
+@_where(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Write load.json and a picture for each clock there."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def load(**given: Any) -> None:
+    """Decode many requests at once and report tokens a second of all together, over plain decoding's.
+
+    \b
+    specbranch bench load --clock c10 --at-once 1,4,16
+    specbranch bench load --pair smollm2-weak --clock h200-68m-7b --methods specbranch,tree,speculative --out load
+
+    Decisions are real and time is modelled, as in `bench run --clock`: the target's answers are recorded once; then so
+    many at a time are decoded again, and where one ends the next begins. Reading prompts takes no time here.
+    """
+    rows = _loaded(given)
+    if given["out"] is not None:
+        _write_load(rows, given["out"])
+    found = {"rows": [row.to_dict() for row in rows]}
+    click.echo(json.dumps(found) if given["as_json"] else "\n".join(_load_table(rows)))
+
+
+def _loaded(given: dict[str, Any]) -> list[LoadRow]:
+    from specbranch.bench.clocks import named_clocks
+    from specbranch.bench.lab import Lab, Workload
+    from specbranch.bench.load import run_load
+    from specbranch.bench.methods import chosen_methods
+    from specbranch.cli.progress import counted, pulled
+    from specbranch.pairs import chosen_models
+    from specbranch.suites.suite import load_suites
+
+    clocks, counts = named_clocks(given["clock"]), _counts(given["at_once"])
+    methods = [name for name in chosen_methods(listed(given["methods"]), True) if name != BASELINE]
+    if outside := [name for name in methods if name in OUTSIDE]:
+        raise BadParameter(f"{outside[0]} runs by the wall clock only. Leave it out.")
+    names = [name for one in given["suites"] for name in listed(one)]
+    names = names or ([] if given["prompts"] else [ALL_SHIPPED])
+    suites = load_suites(names, files=given["prompts"], data=given["data"], limit=given["limit"])
+    pulled(chosen_models(given["pair"], None, None)[0])
+    with counted() as progress, Lab(pair=given["pair"], folder=given["records"]) as lab:
+        workload = Workload(max_tokens=given["max_tokens"])
+        return run_load(lab, suites, workload, methods, clocks, counts, progress)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        found = [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise BadParameter(f"--at-once is {text!r}; expected numbers of requests such as 1,4,16.")
+    return list(dict.fromkeys(found))
+
+
+def _load_table(rows: list[LoadRow]) -> list[str]:
+    from specbranch.bench.load import table
+
+    return table(rows)
+
+
+def _write_load(rows: list[LoadRow], out: Path) -> None:
+    from specbranch.bench.load import picture
+    from specbranch.files import write_whole
+
+    write_whole(out / "load.json", json.dumps({"rows": [row.to_dict() for row in rows]}, indent=2) + "\n")
+    for clock in dict.fromkeys(row.clock for row in rows):
+        write_whole(out / f"load-{clock}.svg", picture(rows, clock))
 
 
 @bench.command("compare")

@@ -1,0 +1,73 @@
+"""`bench load`: methods with many requests at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from in_process import Command, Done
+
+from specbranch.pairs import Pair
+
+LINES = ("one bird is a guess", "a second bird is a branch", "three birds are a tree")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    lines = [{"question_id": at, "category": "writing", "turns": [words]} for at, words in enumerate(LINES)]
+    (tmp_path / "birds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def loaded(command: Command, prompts: Path, *more: str) -> Done:
+    given = ("--prompts", str(prompts / "birds.jsonl"), "--records", str(prompts / "records"), "--max-tokens", "12")
+    return command("bench", "load", "--pair", "tiny", *given, *more)
+
+
+def test_every_method_runs_at_every_number_of_requests(command: Command, tiny: Pair, prompts: Path) -> None:
+    options = (
+        "--clock",
+        "c10",
+        "--methods",
+        "specbranch,speculative",
+        "--at-once",
+        "1,4",
+        "--out",
+        str(prompts / "out"),
+    )
+    done = loaded(command, prompts, *options, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["rows"]
+    assert [(row["at_once"], row["method"]) for row in rows] == [
+        (count, method) for count in (1, 4) for method in ("autoregressive", "specbranch", "speculative")
+    ]
+    plain = {row["at_once"]: row for row in rows if row["method"] == "autoregressive"}
+    for row in rows:
+        assert row["requests"] >= 2 * row["at_once"] and len(row["ms_per_token"]) == 3
+        assert row["over_plain"] == pytest.approx(row["tokens_per_second"] / plain[row["at_once"]]["tokens_per_second"])
+    assert plain[4]["tokens_per_second"] > plain[1]["tokens_per_second"]
+    assert json.loads((prompts / "out" / "load.json").read_text())["rows"] == rows
+    assert (prompts / "out" / "load-c10.svg").read_text().startswith("<svg")
+    again = loaded(command, prompts, *options)
+    assert "over plain" in again.out and "specbranch" in again.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ("--clock", "c10", "--at-once", "1,many"),
+            "--at-once is '1,many'; expected numbers of requests such as 1,4,16",
+        ),
+        (("--clock", "c10", "--at-once", "0"), "--at-once is '0'"),
+        (("--clock", "c11"), "c10"),
+        (("--clock", "c10", "--methods", "hf-generate"), "runs by the wall clock only"),
+        ((), "--clock"),
+    ],
+)
+def test_mistakes_are_sentences(
+    options: tuple[str, ...], words: str, command: Command, tiny: Pair, prompts: Path
+) -> None:
+    done = loaded(command, prompts, *options)
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err

@@ -1,0 +1,55 @@
+"""Several records at once: each request says its record, and company is charged for together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_replay import CASES, DRIFT, record_of
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.experience import Experience
+from specbranch.replay.decode import Diverged, ReplayedModel
+from specbranch.replay.runners import ProposalStore
+from specbranch.replay.several import SeveralRecords
+from specbranch.sim.profile import CostProfile
+from specbranch.sim.toys import ToyRunner
+from toybench import law
+
+COSTS = CostProfile(target=((1, 0.010), (16, 0.012), (64, 0.03)), draft=((1, 0.001), (16, 0.0012)), overlap=False)
+METHODS = ("autoregressive", "speculative", "pearl", "tree", "specbranch", "lookup")
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Iterator[ReplayedModel]:
+    memory = ProposalStore(tmp_path / "memory.sqlite")
+    yield ReplayedModel("toy", memory, ToyRunner(law(DRIFT)))
+    memory.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_each_request_says_its_record_however_many_there_are(method: str, at_once: int, draft: ReplayedModel) -> None:
+    records = [record_of(case) for case in CASES[:4]] * 2
+    several = SeveralRecords(records, draft)
+    found = several.decode(SpeculativeConfig(method=method), COSTS, at_once, Experience(COSTS))
+    several.close()
+    assert [stats.emitted for stats in found.requests] == [len(record.tokens) for record in records]
+    assert found.tokens == sum(len(record.tokens) for record in records) and found.seconds > 0
+    assert found.seconds_per_token == sorted(found.seconds_per_token)
+
+
+def test_together_they_take_less_time_than_one_after_another(draft: ReplayedModel) -> None:
+    several = SeveralRecords([record_of(case) for case in CASES[:4]] * 2, draft)
+    config = SpeculativeConfig(method="autoregressive")
+    alone, together = (several.decode(config, COSTS, count, Experience(COSTS)).seconds for count in (1, 8))
+    assert together < 0.4 * alone
+
+
+def test_a_request_that_strays_from_its_record_is_an_error(draft: ReplayedModel) -> None:
+    records = [record_of(case) for case in CASES[:2]]
+    wrong = [records[0], replace(records[1], tokens=records[1].tokens[:-3])]
+    with pytest.raises(Diverged, match="request 1 emitted"):
+        SeveralRecords(wrong, draft).decode(SpeculativeConfig(method="autoregressive"), COSTS, 2, Experience(COSTS))
