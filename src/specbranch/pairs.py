@@ -83,11 +83,11 @@ def chosen_models(pair: str | None, target: str | None, draft: str | None) -> tu
     """Return the target and the draft asked for: those of a pair, those named, or the default pair's where nothing
     is."""
     if pair is not None and (target, draft) != (None, None):
-        beside = " and ".join(
+        given = " and ".join(
             f"{what} {name!r}" for what, name in (("target", target), ("draft", draft)) if name is not None
         )
         raise BadParameter(
-            f"Pair {pair!r} was given together with {beside}, but a pair is both. Give either the pair, or target and "
+            f"Pair {pair!r} was given together with {given}, but a pair is both. Give either the pair, or target and "
             "draft."
         )
     if (target, draft) != (None, None):

@@ -338,7 +338,7 @@ class TestFiles:
         head, line = file.read_text().splitlines()
         file.write_text(f"{head}\n{json.dumps({**json.loads(line), 'peak_memory': None})}\n")
         with RunStore(file, PLAN) as store:
-            assert store.measurements == [run("pearl")]
+            assert store.runs == [run("pearl")]
 
     def test_a_place_that_cannot_be_written_is_said_so(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
@@ -360,10 +360,10 @@ class TestStore:
             for one in toy_runs()[:5]:
                 store.append(one)
         with RunStore(tmp_path / "out" / "runs.jsonl", PLAN) as again:
-            assert again.measurements == list(toy_runs()[:5])
+            assert again.runs == list(toy_runs()[:5])
             assert again.done == {one.key for one in toy_runs()[:5]}
             again.append(toy_runs()[5])
-        assert len(RunStore(tmp_path / "out" / "runs.jsonl", PLAN).measurements) == 6
+        assert len(RunStore(tmp_path / "out" / "runs.jsonl", PLAN).runs) == 6
 
     @settings(max_examples=40, deadline=None)
     @given(st.data())
@@ -377,10 +377,10 @@ class TestStore:
             cut = content[: data.draw(st.integers(0, len(content)))]
             file.write_bytes(cut)
             with RunStore(file, PLAN) as store:
-                assert store.measurements == runs[: max(cut.count(b"\n") - 1, 0)]
+                assert store.runs == runs[: max(cut.count(b"\n") - 1, 0)]
                 store.append(run(AR))
             with RunStore(file, PLAN) as store:
-                assert store.measurements[-1] == run(AR)
+                assert store.runs[-1] == run(AR)
 
     def test_a_killed_process_loses_no_finished_run(self, tmp_path: Path) -> None:
         code = (
@@ -394,7 +394,7 @@ class TestStore:
             [sys.executable, "-c", code, str(tmp_path / "runs.jsonl"), str(here), str(here.parent)], check=False
         )
         assert done.returncode == -9
-        assert [one.prompt for one in RunStore(tmp_path / "runs.jsonl", {}).measurements] == ["p1", "p2"]
+        assert [one.prompt for one in RunStore(tmp_path / "runs.jsonl", {}).runs] == ["p1", "p2"]
 
     def test_a_second_bench_in_the_same_folder_is_refused_while_the_first_one_writes(self, tmp_path: Path) -> None:
         with RunStore(tmp_path / "runs.jsonl", PLAN) as store:
@@ -402,7 +402,7 @@ class TestStore:
                 RunStore(tmp_path / "runs.jsonl", PLAN)
             store.append(run("pearl"))
         with RunStore(tmp_path / "runs.jsonl", PLAN) as again:
-            assert again.measurements == [run("pearl")]
+            assert again.runs == [run("pearl")]
 
     def test_damage_in_the_middle_is_named_by_its_line(self, tmp_path: Path) -> None:
         file = tmp_path / "runs.jsonl"

@@ -89,7 +89,7 @@ def test_methods_from_outside_may_answer_fewer_prompts(lab: Lab, tmp_path: Path)
     settings, outside = tuple(map(default_setting, ("autoregressive", "hf-generate"))), Parrot()
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
         measure(lab, replace(job(settings), outside=1), store, nothing, outside)
-    rows = {(row.suite, row.method): row for row in rows_of(store.measurements)}
+    rows = {(row.suite, row.method): row for row in rows_of(store.runs)}
     assert {key: row.prompts for key, row in rows.items()} == {
         ("code", "autoregressive"): 2,
         ("code", "hf-generate"): 1,
@@ -120,7 +120,7 @@ def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossle
     record_all(lab, job(), nothing)
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
         replay(lab, job(), C5, store, nothing)
-        rows = rows_of(store.measurements)
+        rows = rows_of(store.runs)
     assert {(row.suite, row.method) for row in rows} == {
         (suite, s.method) for suite in ("code", "talk") for s in SETTINGS
     }
@@ -132,7 +132,7 @@ def test_a_replay_that_was_interrupted_ends_with_the_rows_of_one_that_was_not(la
     planned = tuple(default_setting(name) for name in ("autoregressive", "specbranch", "tree", "auto"))
     with RunStore(tmp_path / "whole.jsonl", {}) as store:
         replay(lab, job(planned), C5, store, nothing)
-        whole = list(store.measurements)
+        whole = list(store.runs)
     for cut in range(1, len(whole)):  # also in the middle of a prompt
         path = tmp_path / f"{cut}.jsonl"
         with RunStore(path, {}) as store:
@@ -140,14 +140,14 @@ def test_a_replay_that_was_interrupted_ends_with_the_rows_of_one_that_was_not(la
                 store.append(measurement)
         with RunStore(path, {}) as store:
             replay(lab, job(planned), C5, store, nothing)
-            assert store.measurements == whole, cut
+            assert store.runs == whole, cut
 
 
 def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "runs.jsonl"
     with RunStore(path, {}) as store:
         replay(lab, replace(job(), suites=(CODE,)), C5, store, nothing)
-        kept = len(store.measurements)
+        kept = len(store.runs)
     replayed: list[tuple[str, str]] = []
     real = running._replayed
     monkeypatch.setattr(
@@ -159,7 +159,7 @@ def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, mo
     )  # type: ignore[func-returns-value]
     with RunStore(path, {}) as store:
         replay(lab, job(), C5, store, nothing)
-        assert len(store.measurements) == kept + len(SETTINGS)
+        assert len(store.runs) == kept + len(SETTINGS)
     assert {method for prompt, method in replayed if prompt == "t1"} == {s.method for s in SETTINGS}
     # they learn from it
     assert {method for prompt, method in replayed if prompt != "t1"} == {
@@ -184,8 +184,8 @@ def test_by_the_wall_clock_methods_take_turns_and_the_first_run_is_dropped(
     two = (default_setting("autoregressive"), default_setting("speculative"))
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
         measure(lab, PairRuns((CODE,), (Workload(max_tokens=12),), two, repeats=2), store, nothing)
-        kept = [(m.repeat, m.prompt, m.method) for m in store.measurements]
-        assert all(row.lossless and row.repeats == 2 for row in rows_of(store.measurements))
+        kept = [(m.repeat, m.prompt, m.method) for m in store.runs]
+        assert all(row.lossless and row.repeats == 2 for row in rows_of(store.runs))
     first, second = "autoregressive", "speculative"
     assert order[:4] == [first, first, second, second]  # each warms up once
     assert order[4:] == [second, first, first, second, second, first]
@@ -214,7 +214,7 @@ def test_a_run_that_says_something_else_is_not_lossless(
             store,
             nothing,
         )
-        found = {row.method: row.lossless for row in rows_of(store.measurements)}
+        found = {row.method: row.lossless for row in rows_of(store.runs)}
     assert found == {"autoregressive": True, "speculative": False}
 
 
@@ -229,7 +229,7 @@ def test_two_settings_of_a_planned_method_learn_apart(lab: Lab, tmp_path: Path) 
     for settings in (both, both[1:]):
         with RunStore(tmp_path / f"{len(settings)}.jsonl", {}) as store:
             replay(lab, job(settings), C5, store, nothing)
-            found.append([one for one in store.measurements if not one.setting])
+            found.append([one for one in store.runs if not one.setting])
     assert found[0] == found[1] and found[0]
 
 

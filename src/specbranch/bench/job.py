@@ -66,7 +66,7 @@ def run_bench(order: BenchOrder, tell: Telling) -> Results:
                 free_memory()
         except KeyboardInterrupt:
             tell.say(f"Interrupted; what was measured is in {order.out}. The same command goes on.")
-            if store.measurements:
+            if store.runs:
                 _write(_results(order, pairs, store, identities), order.out)
             raise
         results = _results(order, pairs, store, identities)
@@ -237,7 +237,7 @@ def _results(order: BenchOrder, pairs: Sequence[BenchPair], store: RunStore, ide
         },
         command="\n".join(dict.fromkeys(one for one in commands if one)),
     )
-    return Results(rows_of(store.measurements), made)
+    return Results(rows_of(store.runs), made)
 
 
 def _earlier(out: Path) -> Provenance | None:

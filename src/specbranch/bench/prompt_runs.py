@@ -79,7 +79,7 @@ class RunStore:
         """Open or make the file; one that was made for another plan is refused."""
         self.path = path
         self.plan = json.loads(json.dumps(plan))  # as it will be read back
-        self.measurements: list[PromptRun] = []
+        self.runs: list[PromptRun] = []
         self._lock = FileLock(path.with_name(f"{path.name}.lock"), timeout=0)
         try:
             self._file = self._open()
@@ -97,11 +97,11 @@ class RunStore:
     @property
     def done(self) -> set[RunKey]:
         """The runs that need not be repeated."""
-        return {one.key for one in self.measurements}
+        return {one.key for one in self.runs}
 
     def refuse_another(self, like: PromptRun) -> None:
         """Raise if runs of the same pair or clock are held that were made with other models, or charged otherwise."""
-        for held in self.measurements:
+        for held in self.runs:
             if held.pair == like.pair and held.models != like.models:
                 raise self._refused(f"of other models under the name {like.pair}")
             if held.clock == like.clock and held.charges != like.charges:
@@ -110,10 +110,10 @@ class RunStore:
     def _refused(self, runs: str, otherwise: str = "") -> BadParameter:
         return BadParameter(f"{self.path.parent} holds runs {runs}. Name a new folder with --out{otherwise}.")
 
-    def append(self, measurement: PromptRun) -> None:
+    def append(self, run: PromptRun) -> None:
         """Keep a finished run, at once."""
-        self._write(asdict(measurement))
-        self.measurements.append(measurement)
+        self._write(asdict(run))
+        self.runs.append(run)
 
     def close(self) -> None:
         """Close the file; what was appended is in it already."""
@@ -147,13 +147,13 @@ class RunStore:
             return
         _check_header(_read(whole[0], 1, self.path, dict), self.plan, self.path)
         for number, line in enumerate(whole[1:], 2):
-            self.measurements.append(_read(line, number, self.path, PromptRun.from_dict))
+            self.runs.append(_read(line, number, self.path, PromptRun.from_dict))
         self._refuse_other_prompts()
 
     def _refuse_other_prompts(self) -> None:
         """Raise if runs are held of other prompts under the name of a suite that is to be run."""
         held: dict[str, dict[str, None]] = {}  # the digests of each suite, in the order they were run
-        for one in self.measurements:
+        for one in self.runs:
             held.setdefault(one.suite, {})[one.digest] = None
         for name, digests in held.items():
             if not _goes_on({name: list(digests)}, self.plan.get("suites", {})):

@@ -85,9 +85,9 @@ def replay(lab: Lab, runs: PairRuns, clock: Clock, store: RunStore, progress: St
         progress(f"Replaying {lab.pair} by {clock.name}", number, len(blanks))
         wanted = [(blank, setting) for blank, setting in line if blank.key not in done or setting in learning]
         if wanted:
-            for measurement in _replayed(lab, lab.records(asked.prompt, asked.workload), wanted, clock, known):
-                if measurement.key not in done:
-                    store.append(measurement)
+            for made in _replayed(lab, lab.records(asked.prompt, asked.workload), wanted, clock, known):
+                if made.key not in done:
+                    store.append(made)
 
 
 def _replayed(

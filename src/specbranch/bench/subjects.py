@@ -74,8 +74,8 @@ class Running:
     def suffix(self) -> str:
         """What a title says of it."""
         executor = None if self.executor == "serial" else self.executor
-        beside = None if self.draft_device is None else f"{self.draft_device}-draft"
-        return "".join(f"+{part}" for part in (self.draft_weights, beside, executor) if part)
+        place = None if self.draft_device is None else f"{self.draft_device}-draft"
+        return "".join(f"+{part}" for part in (self.draft_weights, place, executor) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +135,9 @@ def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: 
     from specbranch.distill.sizing import sized
 
     source = fetched(ModelChoice(draft_path(model)))
-    beside = fetched(ModelChoice(target)) if is_draft_folder(source) else None
+    target_path = fetched(ModelChoice(target)) if is_draft_folder(source) else None
     try:
-        found = sized(model, source, shape, beside)
+        found = sized(model, source, shape, target_path)
     except BadParameter as error:  # its words name the options of `inflate`
         told = re.sub(
             r"--([a-z-]+)(?: (\d+))?",

@@ -47,7 +47,7 @@ class WritingTarget:
 
 def load_target(arch: Architecture, file: TensorSource, device: str) -> WritingTarget:
     """Load a target that is to write."""
-    if arch.charged is not None:
+    if arch.head_rows_charged is not None:
         raise BadParameter(f"{arch.name} is inflated: its source says the same for less. Name the source here.")
     place = torch.device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16

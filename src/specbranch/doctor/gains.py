@@ -69,10 +69,10 @@ def predict(pair: LoadedPair, texts: Sequence[AnsweredPrompt], profile: CostProf
     with tempfile.TemporaryDirectory() as folder, closing(ProposalStore(Path(folder) / "memory.sqlite")) as memory:
         draft = ReplayedModel("draft", memory, pair.drafter.runner)
         for record in records:
-            with closing(RecordDecoder(record, draft)) as player:
+            with closing(RecordDecoder(record, draft)) as decoder:
                 for (method, setting), stats in played.items():
                     config = SpeculativeConfig.from_dict({"method": method, **dict(setting)})
-                    stats.append(player.decode(config, profile))
+                    stats.append(decoder.decode(config, profile))
     return _best(played)
 
 

@@ -36,14 +36,14 @@ def measure_host(pair: LoadedPair, executor: Executor, tokens: int, tick: Callab
 
 def _rests(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> Iterator[float]:
     """Yield what each round took beyond its models."""
-    watch, trace, beside = ModelTimer(), Trace(), BY_ITSELF.get(pair.executor)
+    watch, trace, by_itself = ModelTimer(), Trace(), BY_ITSELF.get(pair.executor)
     loop = start(executor, greedy_session(pair.prompts()[0], tokens), method, trace)
     with watch.on(pair.verifier), watch.on(pair.drafter):
         while loop.live:
             watch.seconds, seen, begun = 0.0, len(trace.events), time.perf_counter()
             loop.step()
             took = time.perf_counter() - begun
-            spans = [event.end - event.start for event in trace.events[seen:] if event.who == beside]
+            spans = [event.end - event.start for event in trace.events[seen:] if event.who == by_itself]
             if seen:  # the first round reads the prompt
                 yield max(took - max([watch.seconds, *spans]), 0.0)
 

@@ -90,8 +90,8 @@ class _Steps:
 
     def __init__(self, progress: StepsDone, executor: str, effort: Effort) -> None:
         self._progress, self._done = progress, 0
-        beside = effort.repeats + 1 if executor in AT_ONCE else 0
-        self._total = WARM_UP + effort.repeats + len(METHODS_TIMED) + beside
+        overlap_rounds = effort.repeats + 1 if executor in AT_ONCE else 0
+        self._total = WARM_UP + effort.repeats + len(METHODS_TIMED) + overlap_rounds
 
     def __call__(self, what: str) -> None:
         self._done += 1

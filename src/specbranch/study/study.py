@@ -96,7 +96,7 @@ def tables(study: Study) -> str:
     """Return the tables for a terminal, as Markdown, so that they can be pasted."""
     parts = [
         ("Best γ and the speedup there", _lengths_table()),
-        (f"Draft steps a token: model / charged (farthest off: {study.farthest:.1%})", _charged_table(study)),
+        (f"Draft steps a token: model / charged (farthest off: {study.farthest:.1%})", _toys_table(study)),
         ("Speedup over plain decoding, each strategy at its best: weak / default / strong pair", _map_table(study)),
     ]
     return "\n\n".join(f"{title}\n\n{table}" for title, table in parts if table)
@@ -105,7 +105,7 @@ def tables(study: Study) -> str:
 def record(study: Study) -> dict[str, Any]:
     """Return all of it for JSON."""
     compared = [
-        {**asdict(one.case), "predicted": one.predicted, "charged": one.charged, "off": one.off}
+        {**asdict(one.case), "predicted": one.predicted, "charged": one.on_toys, "off": one.off}
         for one in study.comparisons
     ]
     mapped = [
@@ -134,10 +134,10 @@ def _at_best(latency: Callable[[int], float], c: float, lengths: Iterable[int]) 
     return f"{c / latency(gamma):.2f} (γ={gamma})"
 
 
-def _charged_table(study: Study) -> str:
+def _toys_table(study: Study) -> str:
     rows = [["c", "method", "α", *(f"γ={gamma}" for gamma in MEASURED)]]
     for c, method, alpha in product(RATIOS, TITLES, AGREEMENT):
-        told = [f"{one.predicted:.2f} / {one.charged:.2f}" for one in study.at(method, alpha, c)]
+        told = [f"{one.predicted:.2f} / {one.on_toys:.2f}" for one in study.at(method, alpha, c)]
         rows.append([str(c), TITLES[method], f"{alpha}", *told])
     return markdown(rows)
 
@@ -186,7 +186,7 @@ def _model_lines(
     """The model as a line, what was charged as points."""
     name, told = f"{TITLES[method]}, α = {alpha}", "charged on toys" if alpha == min(AGREEMENT) and not dashed else ""
     latency = _latency(method, alpha, c)
-    points = [(float(one.case.gamma), one.charged) for one in study.at(method, alpha, c)]
+    points = [(float(one.case.gamma), one.on_toys) for one in study.at(method, alpha, c)]
     return [
         ChartLine(name, [(float(g), latency(g)) for g in LENGTHS], dashed=dashed, colour=hue),
         ChartLine(told, points, drawn=False, colour=hue),

@@ -55,12 +55,12 @@ class PredictedSteps:
 
     case: Case
     predicted: float
-    charged: float
+    on_toys: float
 
     @property
     def off(self) -> float:
         """How far the prediction lies above what was charged, as a share of it."""
-        return self.predicted / self.charged - 1.0
+        return self.predicted / self.on_toys - 1.0
 
 
 class FixedLengths(Fixed):

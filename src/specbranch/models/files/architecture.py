@@ -69,12 +69,12 @@ class Architecture:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     # rows of the output head where they are not the vocabulary's: those behind it are never looked at
-    charged: int | None = None
+    head_rows_charged: int | None = None
 
     @property
     def head_rows(self) -> int:
         """How many rows the output head has."""
-        return self.charged or self.vocabulary
+        return self.head_rows_charged or self.vocabulary
 
     def __post_init__(self) -> None:
         for field in COUNTS:

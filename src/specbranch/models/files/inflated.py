@@ -55,7 +55,7 @@ def inflated_architecture(small: Architecture, sizes: Shape, head_rows: int, nam
         rms_eps=small.rms_eps * small.hidden / sizes.hidden,
         rope=replace(small.rope, times=sizes.head_dim // small.head_dim),
         tied=False,  # the embedding is padded with zeros, the head is not
-        charged=head_rows,
+        head_rows_charged=head_rows,
     )
 
 
