@@ -46,6 +46,8 @@ VOCABULARY = 6
 SHARPNESS = 2.0
 LIMIT = 1000  # tokens of a sequence, unless a test says otherwise
 PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 3.0), (8, 5.0)), slow_down=0.3, host=0.1)
+# The same with rows and steps that cost little more in company, so that several sessions at once have much to draft.
+SHARED = replace(PROFILE, target=((1, 10.0), (512, 12.0)), draft=((1, 0.5), (512, 1.0)))
 MOST_ROUNDS = 5000
 
 _numbers = itertools.count()

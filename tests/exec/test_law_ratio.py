@@ -25,7 +25,7 @@ from specbranch.core.session import Session
 from specbranch.core.verify import Uniform
 from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToyRunner, ToySampler
 from tiers import tiered
-from toybench import PROFILE, wandering
+from toybench import SHARED, wandering
 
 LENGTH = 5  # tokens of the joint window: several rounds of every method
 SEEDS = 3000
@@ -79,7 +79,7 @@ class Case:
         if self.method == "wandering":
             return wandering(session)
         if method.plans(self.config) and not self.make:
-            return method.start(session, self.config, Experience(PROFILE))
+            return method.start(session, self.config, Experience(SHARED))
         return (
             method.run(session, self.config, self.make())
             if self.make

@@ -26,7 +26,7 @@ from specbranch.models.kv import PAGE, page_bytes
 from specbranch.models.native import NativeRunner, load_native, open_model
 from specbranch.models.room import pool_pages, weight_bytes
 from tiny_models import GREEDY, SHAPE, saved, some_tokens, tiny
-from toybench import PROFILE, Timeless, run_out
+from toybench import SHARED, Timeless, run_out
 
 GPU = torch.device("cuda")  # is only named here
 
@@ -168,7 +168,7 @@ def decoded(target: NativeRunner, draft: NativeRunner, prompts: list[list[int]],
         for number, prompt in enumerate(prompts)
     ]
     for session in sessions:
-        loop.join(session, METHODS[method].start(session, config, Timeless(PROFILE)))
+        loop.join(session, METHODS[method].start(session, config, Timeless(SHARED)))
     run_out(loop)
     target.check()
     draft.check()

@@ -103,9 +103,10 @@ class Loop:
         for number, (session, _) in self._live.items():
             if number not in now:
                 session.waited += self.executor.now() - begun
+        for session, _ in self._live.values():
+            session.stats.draft_restarts += self.executor.restarts - restarts
         took_part = [self._live[number][0] for number in reports]
         for number, report in reports.items():
-            self._live[number][0].stats.draft_restarts += self.executor.restarts - restarts
             self._advance(number, report)
         return took_part
 
