@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from specbranch.core.fates import FATE_NAMES, THROWN_AWAY
+from specbranch.core.methods import PLAIN
 from specbranch.errors import BadParameter, unknown
 from specbranch.files import write_whole
 from specbranch.provenance import Provenance
 
 FORMAT, VERSION = "specbranch-bench", 1
-BASELINE = "autoregressive"
+BASELINE = PLAIN
 WALL = "wall"
 LISTS = ("accepted_lengths", "acceptance_by_position", "tested_by_position")
 FORMER = ("peak_memory",)  # keys of rows and runs that earlier versions wrote, always empty

@@ -83,7 +83,8 @@ def let_draft(offers: Mapping[int, LaneOffer], waiting: float = 0.0, others: int
     steps: tuple[float, ...] = ()
     if chosen and (len(offers) > 1 or waiting or others):
         rate = waiting + sum(offer.rate for offer in offers.values())
-        steps = step_prices(costs, rate, context, MOST_LANES)
+        # One alone has no more lanes than its tree, so that a device can grow it by itself.
+        steps = step_prices(costs, rate, context, MOST_LANES if len(chosen) + others > 1 else WIDTHS[-1])
     return {session: LaneGrant(session in chosen, steps) for session in offers}
 
 

@@ -19,9 +19,10 @@ from specbranch.core.session import Session
 from specbranch.core.tree_rounds import growing
 from specbranch.errors import BadParameter, unknown
 
-__all__ = ["METHODS", "Method", "MethodRounds", "best_fit", "find_method"]
+__all__ = ["METHODS", "PLAIN", "Method", "MethodRounds", "best_fit", "find_method"]
 
 
+PLAIN = "autoregressive"  # the method that every other must equal
 BRANCHING_POLICIES = ("paper", "last", "oracle")  # they only make sense where branches are drafted beside the target
 
 

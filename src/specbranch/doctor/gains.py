@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specbranch.config import SamplingParams, SpeculativeConfig
-from specbranch.core.methods import METHODS
+from specbranch.core.methods import METHODS, PLAIN
 from specbranch.core.stats import Stats
 from specbranch.distill.agreement import AnsweredPrompt
 from specbranch.doctor.finding import Finding, note, well
@@ -30,7 +30,6 @@ from specbranch.sim.profile import CostProfile
 TOKENS = 40  # of each answer that is looked at
 LENGTHS = (2, 4, 8)  # of drafts that are tried
 GAIN = 1.03  # below this, speculation is not worth having
-PLAIN = "autoregressive"
 TriedSetting = tuple[str, tuple[tuple[str, int], ...]]  # a method, and what is set of it
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
-from specbranch.core.methods import find_method
+from specbranch.core.methods import PLAIN, find_method
 from specbranch.core.runner import Runner
 from specbranch.core.session import Session
 from specbranch.core.stats import Stats
@@ -25,8 +25,6 @@ from specbranch.replay.runners import Beyond, Guessed, MemoRunner, OracleRunner,
 from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
-
-PLAIN = "autoregressive"  # what a configuration without a method means
 
 
 class Diverged(AssertionError):

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
-from specbranch.core.methods import METHODS
+from specbranch.core.methods import METHODS, PLAIN
 from specbranch.core.orders import Orders, Reports
 from specbranch.core.stats import Stats
-from specbranch.replay.decode import PLAIN, RecordDecoder, ReplayedModel
+from specbranch.replay.decode import RecordDecoder, ReplayedModel
 from specbranch.replay.record import Record, Task
 from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import Charge, VirtualClock

@@ -12,7 +12,7 @@ from itertools import islice
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
-from specbranch.core.methods import find_method
+from specbranch.core.methods import PLAIN, find_method
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Judged, Proposal, Runner, Trial, Verdicts
 from specbranch.core.session import Session
@@ -20,7 +20,7 @@ from specbranch.core.slots import Slots
 from specbranch.core.stats import Stats
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
-from specbranch.replay.decode import PLAIN, Diverged, ReplayedModel
+from specbranch.replay.decode import Diverged, ReplayedModel
 from specbranch.replay.reader import Reader
 from specbranch.replay.record import Record
 from specbranch.replay.runners import MemoRunner, RecordedRunner
