@@ -1,7 +1,7 @@
 """Decode prompts of our own by every method, several at once; compare each text with plain decoding of the prompt
 alone. Last line: JSON.
 
-Temperatures 0, 0.7 and 1.3, and one with filters and penalties. Exits with 1 where a text differs.
+Temperatures 0, 0.7, 1 and 1.3, and one with filters and penalties. Exits with 1 where a text differs.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ METHODS = ("autoregressive", "speculative", "adaptive", "pearl", "specbranch", "
 SHAPINGS: dict[str, dict[str, Any]] = {
     "0": {"temperature": 0.0},
     "0.7": {"temperature": 0.7},
+    "1": {"temperature": 1.0},
     "1.3": {"temperature": 1.3},
     "shaped": {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.15, "presence_penalty": 0.3},
 }
@@ -53,6 +54,8 @@ def main() -> None:
     """Decode, compare and print."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--pair", help="a pair by name [the default one]")
+    options.add_argument("--target", help="a target, instead of a pair")
+    options.add_argument("--draft", help="its draft")
     options.add_argument("--device", default="cuda")
     options.add_argument("--executor", default="serial", choices=("serial", "streams", "process"))
     options.add_argument("--dtype")
@@ -61,12 +64,16 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--together", type=int, default=10, help="requests at once")
     options.add_argument("--prompts", type=int, default=len(PROMPTS))
+    options.add_argument("--shapings", default=",".join(SHAPINGS), help="temperatures, or 'shaped'")
     given = options.parse_args()
-    models = {name: getattr(given, name) for name in ("pair", "device", "dtype", "weights", "draft_weights")}
+    names = ("pair", "target", "draft", "device", "dtype", "weights", "draft_weights")
+    models = {name: getattr(given, name) for name in names}
     llm = LLM(**models, max_batch=given.together, keep_experience=False, method="specbranch", executor=given.executor)
     prompts = [llm.tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS[: given.prompts]]
     found = [
-        entry for name, shaping in SHAPINGS.items() for entry in compared(llm, prompts, name, shaping, given.tokens)
+        entry
+        for name in given.shapings.split(",")
+        for entry in compared(llm, prompts, name, SHAPINGS[name], given.tokens)
     ]
     different = sum(entry["prompts"] - entry["same"] for entry in found)
     print(f"{different} of {sum(entry['prompts'] for entry in found)} texts differ from plain decoding")

@@ -28,7 +28,7 @@ from specbranch.files import replacing
 log = logging.getLogger("specbranch")
 
 VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
-FORMAT = 1
+FORMAT = 2
 PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 TALLIES = ("first", "other", "cover", "looked")
@@ -37,6 +37,7 @@ ANY = -math.inf
 LEAST: dict[Timed, float] = {
     "target": 1e-9,
     "step": 1e-9,
+    "setup": 0.0,
     "host": 0.0,
     "slow_down": ANY,
     "draft_slow_down": ANY,

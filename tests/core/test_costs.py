@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specbranch.config import SpeculativeConfig
@@ -61,10 +63,13 @@ def test_reading_a_prompt_is_no_round() -> None:
     assert not costs.knows_target
 
 
-def test_a_rehearsal_finds_what_a_profile_charges() -> None:
-    costs = LearnedCosts()
-    rehearse(virtual_clock(0.2, vocabulary=12, profile=STEEP), costs, 12, has_draft=True, seconds=1e9)
-    assert set(costs.times["target"]) == set(ROWS) and set(costs.times["step"]) == set(WIDTHS)
+@pytest.mark.parametrize("setup", [0.0, 7.0])
+def test_a_rehearsal_finds_what_a_profile_charges(setup: float) -> None:
+    costs, profile = LearnedCosts(), replace(STEEP, draft_setup=setup)
+    rehearse(virtual_clock(0.2, vocabulary=12, profile=profile), costs, 12, has_draft=True, seconds=1e9)
+    assert set(costs.times["target"]) == set(ROWS)
+    assert min(costs.times["step"]) == min(WIDTHS) and max(costs.times["step"]) >= max(WIDTHS) - 1
+    assert costs.draft_setup == pytest.approx(setup, abs=2.0)
     for rows in ROWS:
         assert costs.target_seconds(rows) == pytest.approx(STEEP.target_seconds(rows))
     for width in WIDTHS:
@@ -99,6 +104,24 @@ def test_what_a_step_takes_longer_beside_the_target_is_told_apart() -> None:
         )
     assert (costs.draft_seconds(1), costs.target_seconds(1)) == (2.0, 10.0)
     assert (costs.draft_slow_down, costs.slow_down) == (2.0, 1.0)
+
+
+def test_what_comes_once_for_all_steps_is_told_apart_from_them() -> None:
+    """Drafts of 2 and 8 steps take 5 + 2 n; beside the target a step takes 1 more."""
+    costs, on = LearnedCosts(), Context(5, (1,))
+    for _ in range(6):
+        for count in (2, 8):
+            tree = Tree(read=True, steps=(1,) * count)
+            costs.observe(
+                {0: Orders(Grow(on, NO_TREE, GROWTH))}, {0: Reports(tree=tree, drafting=Span(0.0, 5 + 2 * count))}
+            )
+    assert costs.draft_setup == pytest.approx(5.0) and costs.draft_seconds(1) == pytest.approx(2.0)
+    verify, tree = Verify(on), Tree(read=True, steps=(1, 1))
+    for _ in range(3):
+        costs.observe({0: Orders(verify=verify)}, {0: Reports(verifying=Span(0.0, 20.0, 1))})
+        both = Reports(tree=tree, drafting=Span(0.0, 11.0), verifying=Span(0.0, 20.0, 1))
+        costs.observe({0: Orders(Grow(on, NO_TREE, GROWTH), verify)}, {0: both})
+    assert costs.draft_slow_down == pytest.approx(1.0)
 
 
 def test_steps_that_were_never_timed_alone_are_timed_beside_the_target() -> None:

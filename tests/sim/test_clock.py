@@ -135,6 +135,15 @@ def test_a_draft_step_beside_the_target_may_be_slower_itself() -> None:
     assert (charge.draft, charge.target, charge.seconds) == (8.0, 4.0, 8.0)
 
 
+def test_what_a_draft_takes_once_comes_before_its_first_step() -> None:
+    charge = Charge(CostProfile(target=((1, 10.0),), draft=((1, 2.0),), draft_setup=3.0))
+    charge.verified(1)
+    assert charge.draft == 0.0, "nothing was drafted"
+    charge.stepped(1)
+    charge.stepped(1)
+    assert charge.draft == 3.0 + 2 * 2.0
+
+
 def test_a_longer_context_is_charged_by_its_slope_and_a_shorter_one_never_below_half() -> None:
     far = CostProfile(
         target=((1, 4.0), (3, 6.0)), draft=((1, 1.0),), context=10, target_per_context=((1, 0.5), (3, 1.5))

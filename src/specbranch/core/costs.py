@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from operator import itemgetter
 from statistics import median
 from typing import Literal, Protocol, get_args
 
@@ -18,8 +19,10 @@ from specbranch.core.orders import DraftOrder, Orders, Reports, Span, Verify
 KEPT = 15  # of the latest times at a number of rows; their median is the estimate
 SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
 LANE = 0.05  # likewise, each further lane of a draft step
+APART = 3  # steps by which two rounds differ that tell a draft's setup from its steps
+MOST_SETUP = 0.9  # share of a draft's time that may count as setup
 MOST_UNREAD = 24  # tokens of one session; more is reading a text, not a round
-Timed = Literal["target", "step", "slow_down", "draft_slow_down", "host"]
+Timed = Literal["target", "step", "setup", "slow_down", "draft_slow_down", "host"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
 
 
@@ -39,6 +42,11 @@ class Costs(Protocol):
     @property
     def knows_draft(self) -> bool:
         """Whether it can say what a draft step takes."""
+        ...
+
+    @property
+    def draft_setup(self) -> float:
+        """Seconds that a draft takes once for all the steps of a round."""
         ...
 
     @property
@@ -77,6 +85,12 @@ class LearnedCosts:
         self._sorted: dict[Timed, CostPoints] = {}  # until another time comes in
         self._begun: set[tuple[Timed, int]] = set()
         self._ended: float | None = None
+        self._drafts: dict[tuple[int, int], float] = {}  # the latest seconds of a round's draft, by steps and width
+
+    @property
+    def draft_setup(self) -> float:
+        """Seconds that a draft takes once for all the steps of a round."""
+        return _at(self._points("setup"), 0, 0.0)
 
     @property
     def slow_down(self) -> float:
@@ -154,11 +168,29 @@ class LearnedCosts:
 
     def _drafted(self, span: Span, steps: list[int], overlaps: bool) -> None:
         """Learn from the draft's part of a round. Until a step was timed alone, its time with overlap stands in."""
-        width, seconds = round(sum(steps) / len(steps)), span.seconds / len(steps)
         if overlaps and self.knows_draft:
-            self.add("draft_slow_down", 0, seconds - self.draft_seconds(width))
+            seconds = (span.seconds - self.draft_setup) / len(steps)
+            self.add("draft_slow_down", 0, seconds - self.draft_seconds(_mean(steps)))
         else:
-            self.add("step", width, seconds)
+            self.drafted(steps, span.seconds, self.add)
+
+    def drafted(self, steps: Sequence[int], seconds: float, add: Callable[[Timed, int, float], None]) -> None:
+        """Learn from a draft that worked alone: what its steps took, and what comes once for all of them."""
+        width = _mean(steps)
+        if (setup := self._setup_beside(len(steps), width, seconds)) is not None:
+            add("setup", 0, setup)
+        self._drafts[len(steps), width] = seconds
+        add("step", width, max(seconds - self.draft_setup, (1.0 - MOST_SETUP) * seconds) / len(steps))
+
+    def _setup_beside(self, steps: int, width: int, seconds: float) -> float | None:
+        """What comes once for all steps, by a round of another length and about the same width; None: none was met."""
+        others = [at for at in self._drafts if abs(at[0] - steps) >= APART and abs(at[1] - width) <= 1]
+        if not others:
+            return None
+        other = max(others, key=lambda at: abs(at[0] - steps))
+        step = (seconds - self._drafts[other]) / (steps - other[0])
+        shorter, count = min((seconds, steps), (self._drafts[other], other[0]), key=itemgetter(1))
+        return min(max(shorter - step * count, 0.0), MOST_SETUP * shorter)
 
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round, so many draft steps beside it."""
@@ -178,6 +210,10 @@ class LearnedCosts:
 def _reads(order: DraftOrder | Verify | None) -> bool:
     """Whether an order begins with reading a text."""
     return order is not None and (order.on.base == 0 or len(order.on.tail) > MOST_UNREAD)
+
+
+def _mean(steps: Sequence[int]) -> int:
+    return round(sum(steps) / len(steps))
 
 
 def _overlap(one: Span, other: Span) -> bool:

@@ -177,7 +177,9 @@ class Planner:
         if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
             return None
         rate, steps = grant.rate, grant.steps or waiting.step
-        free = rate * self._target_seconds(grant.rows)
+        free = rate * (self._target_seconds(grant.rows) - costs.draft_setup)
+        if free <= 0.0:
+            return None
         growth = replace(
             waiting,
             step=_in_a_row(steps, free) if self._branches else steps[: self._company],

@@ -6,21 +6,23 @@ what a round takes; it leaves nothing behind but the times.
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 from specbranch.config import SamplingParams
 from specbranch.core.costs import LearnedCosts
+from specbranch.core.experience import Insight
 from specbranch.core.loop import Executor
-from specbranch.core.orders import Context, Draft, Orders, Plan, Reports, Verify
+from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Reports, Verify
 from specbranch.core.request import Request
+from specbranch.core.trees import NO_TREE, Growth
 from specbranch.errors import SpecBranchError
 
 NUMBER = -1  # no request has it
 PROMPT = tuple(range(1, 18))  # its tokens are verified, too, so it is as long as the most rows
 ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
 WIDTHS = (1, 8, 4, 2)
+LENGTHS = (2, 6)  # steps of a draft: two numbers, to tell them from what comes once for all
 TURNS = 3  # their median counts
-STEPS = 3  # of a draft, timed together
 
 
 def rehearsed(costs: LearnedCosts, has_draft: bool) -> bool:
@@ -63,12 +65,21 @@ def _trials(on: Context, has_draft: bool) -> list[Orders]:
     """The rounds of a turn. Their texts differ in the last token alone, so that just this one is read again."""
     others = [Context(0, (*on.tail[:-1], on.tail[at])) for at in range(len(ROWS))]
     verifies = [Orders(verify=Verify(other, on.tail[: rows - 1])) for other, rows in zip(others, ROWS, strict=True)]
-    drafts = [Orders(Draft(on, Plan(STEPS + 1, ((0, width),), heads="top"))) for width in WIDTHS] if has_draft else []
+    sizes = product(WIDTHS, LENGTHS) if has_draft else ()
+    drafts = [Orders(_grow(others[at % 2], *size)) for at, size in enumerate(sizes)]
     return [trial for both in zip_longest(verifies, drafts) for trial in both if trial is not None]
+
+
+def _grow(on: Context, width: int, steps: int) -> Grow:
+    """Order a tree of so many steps of one width; one that is free is read, whatever the draft says."""
+    growth = Growth(
+        (0.0,) * width, Insight().chances(), worth=1.0, children=8, least=0.0, lanes=width, most=steps * width
+    )
+    return Grow(on, NO_TREE, growth)
 
 
 def _take(costs: LearnedCosts, report: Reports) -> None:
     if report.verifying is not None and report.verdict is not None:
         costs.count("target", report.verifying.tokens, report.verifying.seconds)
-    if report.drafting is not None and report.branches:
-        costs.count("step", len(report.branches), report.drafting.seconds / STEPS)
+    if report.drafting is not None and report.tree is not None and (steps := report.tree.steps):
+        costs.drafted(steps, report.drafting.seconds, costs.count)

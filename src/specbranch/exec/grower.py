@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from specbranch.core.orders import Grow
-from specbranch.core.runner import Ask, Done, Feed, Growing, GrowsTrees, Proposal
+from specbranch.core.runner import Ask, Done, Feed, Growing, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Tree, paces
 from specbranch.errors import CacheFull
@@ -65,12 +65,13 @@ class _GrowingOrder:
 
     def grown_at_once(self, done: Done) -> Tree | None:
         """Have the model grow the tree by itself, if it can; `done` ends that where the order has the target's time."""
-        if not self.worker.lets_grow or not isinstance(self.worker.runner, GrowsTrees):
+        runner = self.worker.grows_trees
+        if not self.worker.lets_grow or runner is None:
             return None
         held = {n: place for n, place in self.places.items() if n != ROOT}
         tree = Tree(tuple(self.growing.nodes), self.growing.read)
         growing = Growing(self.session, tuple(self.rest), tree, held, self.growth)
-        grown = self.worker.runner.grow(growing, done if self.order.until_target else never)
+        grown = runner.grow(growing, done if self.order.until_target else never)
         if grown is not None:
             self.worker.rows_fed += sum(grown.steps)
         return grown

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from specbranch.core.orders import Context
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, Proposal, Runner
+from specbranch.core.runner import Ask, Feed, GrowsTrees, Proposal, Runner
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
@@ -42,6 +42,7 @@ class Worker:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self.grows_trees = runner if isinstance(runner, GrowsTrees) else None  # told apart once: that takes long
         self.rows_fed = 0
         self._held: dict[int, Holding] = {}
 

@@ -35,6 +35,7 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.stream: torch.cuda.Stream | None = None  # that copies are made on; nothing: the current one
         self.copies = self.reads = 0
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
         self._there: list[Tensor] = []
@@ -51,7 +52,7 @@ class Transfer:
         for array, start in zip(arrays.values(), starts, strict=True):
             whole[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         there[:end].copy_(held[:end], non_blocking=True)
-        self._pinned[self._next][1].record(torch.cuda.current_stream(self.device))
+        self._pinned[self._next][1].record(self._current)
         self._next = (self._next + 1) % BUFFERS
         return {name: _view(there, start, array) for (name, array), start in zip(arrays.items(), starts, strict=True)}
 
@@ -64,7 +65,7 @@ class Transfer:
         held, _ = self._buffer(array.nbytes)
         held.numpy()[: array.nbytes] = array.view(np.uint8)
         there[: len(array)].copy_(held[: array.nbytes].view(there.dtype), non_blocking=True)
-        self._pinned[self._next][1].record(torch.cuda.current_stream(self.device))
+        self._pinned[self._next][1].record(self._current)
         self._next = (self._next + 1) % BUFFERS
 
     def down(self, found: Tensor) -> np.ndarray:
@@ -85,9 +86,13 @@ class Transfer:
         """Return what tells, without waiting, whether the device has done all that it was given so far."""
         return _here_already if self.device.type == "cpu" else self._passed().query
 
+    @property
+    def _current(self) -> torch.cuda.Stream:
+        return self.stream or torch.cuda.current_stream(self.device)  # which takes long to be asked for
+
     def _passed(self) -> torch.cuda.Event:
         done = _event()
-        done.record(torch.cuda.current_stream(self.device))
+        done.record(self._current)
         return done
 
     def _read(self, held: Tensor, done: torch.cuda.Event | None = None) -> np.ndarray:

@@ -46,7 +46,9 @@ class Charge:
         self.target += self.profile.target_seconds(rows, context) if rows else 0.0
 
     def stepped(self, rows: int, context: float | None = None) -> None:
-        """Charge a draft forward; if the target is still at work, both slow down."""
+        """Charge a draft forward, and what comes before the first one; if the target is still at work, both slow
+        down."""
+        self.draft = self.draft or self.profile.draft_setup
         if self.profile.overlap and self.draft < self.target:
             self.target += self.profile.slow_down
             self.draft += self.profile.draft_slow_down

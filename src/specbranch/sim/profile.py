@@ -21,7 +21,7 @@ from specbranch.errors import BadParameter, unknown
 Points = tuple[tuple[float, float], ...]  # (rows, seconds), by rows
 CURVES = ("target", "draft")
 SLOPES = ("target_per_context", "draft_per_context")
-SECONDS = ("slow_down", "draft_slow_down", "host")
+SECONDS = ("slow_down", "draft_slow_down", "draft_setup", "host")
 TEXTS = ("pair", "hardware", "note", "target_identity", "draft_identity")
 
 ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charge
@@ -41,6 +41,7 @@ class CostProfile:
     devices: int = 1  # that both models together take; plain decoding and lookup take one
     overlap: bool = True  # whether both models work at once; if not, a round takes the draft's time and the target's
     draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
+    draft_setup: float = 0.0  # seconds a draft takes once for all the steps of a round
     context: int = 0  # tokens before the rows where `target` and `draft` were measured
     target_per_context: Points = ()  # (rows, seconds) added for each token of context beyond that
     draft_per_context: Points = ()

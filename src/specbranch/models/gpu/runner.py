@@ -70,6 +70,7 @@ class GpuRunner(NativeRunner):
         self._fused = None
         self._stream = _own_stream(self, self.device) if self.device.type == "cuda" else None
         self._clock = None if self._stream is None else StreamClock(self._stream)
+        self.transfer.stream = self._stream
         most = -(-(context_length + tail) // PAGE)
         with self._in_turn():  # weights and pages were made on the caller's stream
             self._graphs = Graphs(step_of(decoder, self.memory), most)

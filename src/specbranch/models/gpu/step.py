@@ -142,7 +142,6 @@ class Graphs:
         self.bring(packed)
         return self.run_brought(bucket).logits
 
-    @torch.inference_mode()
     def run_brought(self, bucket: Bucket, layers: int = 0, count: int = 0, grows: bool = False) -> Ran:
         """Run the step that lies in `input`: tap so many last layers, and choose so many best entries of every row; of
         0 none.
@@ -151,9 +150,11 @@ class Graphs:
         """
         kind = (bucket, layers, count, grows)
         if not self.captures:
-            return self._forward(*kind)
+            with torch.inference_mode():
+                return self._forward(*kind)
         if kind not in self._graphs:
-            self._graphs[kind] = self._captured(kind)
+            with torch.inference_mode():
+                self._graphs[kind] = self._captured(kind)
             if len(self._graphs) > MOST_GRAPHS:
                 torch.cuda.synchronize(self._device)
                 self._graphs.popitem(last=False)
