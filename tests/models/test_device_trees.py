@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, NO_TREE, STANDINGS, WORDS, Chances, GrowingTree, Growth, Tree, below
 from specbranch.exec.drafter import Drafter
 from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.kv import PAGE
 from specbranch.models.native import load_native
 from specbranch.sim.clock import Charge, MeteredDrafter
 from specbranch.sim.profile import CostProfile
@@ -98,13 +100,19 @@ def test_a_tree_grown_at_once_is_the_one_that_is_grown_step_by_step(seed: int, r
     assert_grown_alike(seed, request_, decoder)
 
 
+@pytest.mark.parametrize("length", [PAGE - 12, PAGE - 3, PAGE - 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_that_grows_into_another_page_keeps_it(seed: int, length: int, decoder: Any) -> None:
+    assert_grown_alike(seed, replace(GREEDY, prompt_length=length), decoder)
+
+
 def assert_grown_alike(
     seed: int, request: Request, decoder: Any, seen: Callable[[Any], Any] = lambda tree: tree
 ) -> None:
     """Grow a dozen trees both ways, each behind what is left of the one before; they are compared as they are seen."""
     rng = random.Random(seed)
     at_once, in_steps = Drafter(Counting(decoder, 600)), Drafter(StepByStep(decoder, 600))
-    tokens, told, tree = some_tokens(PROMPT, seed), 0, NO_TREE
+    tokens, told, tree = some_tokens(request.prompt_length, seed), 0, NO_TREE
     for drafter in (at_once, in_steps):
         drafter.open(0, request)
     for number in range(12):
@@ -115,6 +123,8 @@ def assert_grown_alike(
         assert grown == expected
         for drafter in (at_once, in_steps):
             drafter.runner.check()  # type: ignore[attr-defined]
+            held = drafter.runner._held[0]  # type: ignore[attr-defined]
+            assert len(held.table.pages) == -(-len(held.slots) // PAGE), "a page was given back, or kept for nothing"
         slots, others = (drafter.slots(0) for drafter in (at_once, in_steps))
         assert (slots.prefix, slots.tokens, slots.parents) == (others.prefix, others.tokens, others.parents)
         tree = taken(rng, expected, tokens)

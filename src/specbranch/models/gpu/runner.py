@@ -179,7 +179,9 @@ class GpuRunner(NativeRunner):
         spot = Spot(request, len(held.slots.prefix) + count, list)
         with self._grown([Feed(seq, growing.unread, tuple(range(ROOT, count - 1)))]) as rows:
             self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
-        self.keep(seq, range(count), count)
+        # Committed where it lies. No page is given back, as `keep` would: the tree's steps are about to write there.
+        self._rows[seq].clear()
+        held.slots.keep(range(count), count)
 
     def _grow_on(self, bucket: Bucket) -> None:
         """Run the step that the device chose for the tree, and have the next one chosen."""
