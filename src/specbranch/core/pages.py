@@ -23,6 +23,15 @@ PAGE = 256  # places
 Copy = tuple[int, int]  # from page, to page
 
 
+def pieces(places: range, chunk: int) -> Iterator[tuple[int, int]]:
+    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
+    start = places.start
+    while start < places.stop:
+        stop = min((start // chunk + 1) * chunk, places.stop)
+        yield start, stop
+        start = stop
+
+
 class Content(NamedTuple):
     """What is known of a page: the digest of the text up to there, and how many places of the page it covers."""
 
@@ -174,7 +183,7 @@ class PageTable:
         """Make the places from `start` to `stop` one's own to write to: what others share is copied first, and what
         is known to lie there is forgotten."""
         pool, size = self.pool, self.pool.size
-        written = range(start // size, self._count(stop))
+        written = range(start // size, self._count(stop)) if start < stop else range(0)
         shared = [at for at in written if pool.is_shared(self.pages[at])]
         if shared:
             fresh = pool.take(len(shared))
@@ -258,7 +267,7 @@ class ReadPrompt:
         """Raise if a page is known to hold something else than it does."""
         for page, mark in zip(self.table.pages, self._marks, strict=False):
             known = self.table.pool.content(page)
-            if known is not None and known.digest != mark:
+            if known is not None and known.places == self.table.pool.size and known.digest != mark:
                 raise AssertionError(f"page {page} holds another text than it is known for")
 
     def _digests(self, text: Sequence[int], end: int, chunk: int) -> Iterator[bytes]:
@@ -270,3 +279,15 @@ class ReadPrompt:
             cut = array("q", (chunk, 0 if stop <= whole else end, *text[start:stop]))
             before = blake2b(before + cut.tobytes(), digest_size=32).digest()
             yield before
+
+
+def check_shared(texts: Iterable[tuple[PageTable, Sequence[int]]]) -> None:
+    """Raise if a page that several tables name is not at the same place of the same text for all of them."""
+    found: dict[int, tuple[int, Sequence[int]]] = {}  # which of a table's pages it is, and the text up to its end
+    for table, text in texts:
+        for at, page in enumerate(table.pages):
+            if table.pool.is_shared(page):
+                here = text[: (at + 1) * table.pool.size]
+                other_at, other = found.setdefault(page, (at, here))
+                if at != other_at or any(a != b for a, b in zip(here, other, strict=False)):
+                    raise AssertionError(f"page {page} is that of two texts")

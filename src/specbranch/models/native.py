@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specbranch.config import WeightsName
-from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt
+from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, pieces
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
@@ -130,15 +130,9 @@ class NativeRunner(TorchRunner):
     def check(self) -> None:
         """Raise if the pool and the open sequences do not agree, or a page has two meanings."""
         self.pool.check([held.table for held in self._held.values()])
-        texts: dict[int, tuple[int, list[int]]] = {}  # of shared pages: which of a table it is, and the text up to it
+        check_shared((held.table, held.slots.prefix) for held in self._held.values())
         for held in self._held.values():
             held.read.check()
-            for at, page in enumerate(held.table.pages):
-                if self.pool.is_shared(page):
-                    text = held.slots.prefix[: (at + 1) * PAGE]
-                    other_at, other = texts.setdefault(page, (at, text))
-                    if at != other_at or any(a != b for a, b in zip(text, other, strict=False)):
-                        raise AssertionError(f"page {page} is that of two texts")
 
     def _open(self, seq: int) -> None:
         if seq in self._held:
@@ -157,7 +151,7 @@ class NativeRunner(TorchRunner):
         try:
             places = held.slots.extend(tokens)
             self._reach(held, places.start, places.stop)
-            for start, stop in _chunks(places, self.chunk):
+            for start, stop in pieces(places, self.chunk):
                 self._store(held.table, tokens[start - places.start : stop - places.start], start)
                 if self.prefix_cache:
                     held.read.note(held.slots.prefix, start, stop, self.chunk)
@@ -425,12 +419,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object. Fetch the model again.")
     return value
-
-
-def _chunks(places: range, size: int) -> Iterator[tuple[int, int]]:
-    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
-    start = places.start
-    while start < places.stop:
-        stop = min((start // size + 1) * size, places.stop)
-        yield start, stop
-        start = stop
