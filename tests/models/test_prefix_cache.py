@@ -18,14 +18,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbranch.config import SamplingParams
+from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core import pages
+from specbranch.core.experience import Experience
+from specbranch.core.loop import Loop
+from specbranch.core.methods import find_method
 from specbranch.core.orders import Context, PromptRead, Verify
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
+from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull
+from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.models import native
 from specbranch.models.cpu.kernels import load_kernel
@@ -164,6 +169,43 @@ def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(kind: s
     # prompts of 500, 730 and 860 tokens, the last of them a step; the first has whole pieces of 384, whole pages of 256
     assert read == [PromptRead(499, 0), PromptRead(473, 256), PromptRead(347, 512)]
     assert whole == [PromptRead(499, 0), PromptRead(729, 0), PromptRead(859, 0)]
+
+
+def decoded(
+    runner: NativeRunner, prompts: list[tuple[int, ...]], seed: int, method: str = "autoregressive"
+) -> list[int]:
+    """Decode requests of which some begin alike, and which join and leave at any time; returns all they say."""
+    rng, loop, sessions = random.Random(seed), Loop(Serial(Verifier(runner))), list[Session]()
+    for number in range(12):
+        prompt = rng.choice(prompts)
+        params = SamplingParams(temperature=rng.choice((0.0, 0.9)), max_tokens=rng.randint(2, 40), ignore_eos=True)
+        one = Session(number, prompt, Request(params, number, len(prompt)), runner.context_length)
+        loop.join(one, find_method(method, False).start(one, SpeculativeConfig(method=method), Experience()))
+        sessions.append(one)
+        for _ in range(rng.choice((0, 1, 7)) if loop.live else 0):
+            loop.step()
+            runner.check()
+        if rng.random() < 0.2:
+            loop.leave(rng.choice(sessions))
+    while loop.live:
+        loop.step()
+    assert not any(one.error for one in sessions)
+    return [token for one in sessions for token in one.tokens]
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "lookup"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_that_begin_alike_say_what_they_say_without_a_cache(
+    kind: str, seed: int, method: str, decoder: Decoder
+) -> None:
+    """On a GPU's runner steps are started ahead, in pages that others come to share meanwhile."""
+    prompts = [BASES[0][:300], BASES[0][:300], BASES[0][:520], BASES[0][:30], BASES[1][:30]]
+    runners = [made(kind, decoder, 64, pages=60) for _ in range(2)]
+    runners[1].prefix_cache = False
+    texts = [decoded(runner, prompts, seed, method) for runner in runners]
+    assert texts[0] == texts[1]
+    assert [runner.pool.idle > 0 for runner in runners] == [True, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
