@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.core.pages import Content, PageTable, Pool, ReadPrompt, check_shared, pieces
+from specbranch.core.pages import BROKEN, Content, PageTable, Pool, ReadPrompt, check_shared, pieces
 from specbranch.errors import CacheFull
 
 SIZE = 4
@@ -91,6 +91,18 @@ def test_the_end_of_the_text_that_was_held_longest_ago_goes_first() -> None:
     other.reach(6 * SIZE)
     assert (known(pool, [2] * 12), known(pool, [1] * 12)) == (0, 8)
     pool.check([other])
+
+
+def test_of_many_short_prompts_the_last_ones_stay_known_and_few_pages_are_touched() -> None:
+    """What was never written takes no memory on a CPU: requests one after the other go on with the same pages."""
+    pool, touched = Pool(500, SIZE), set[int]()
+    for number in range(200):
+        prompt = read(pool, [number, number + 1])
+        touched |= set(prompt.table.pages)
+        gone(prompt)
+        pool.check([])
+    assert len(touched) == BROKEN + 1 and pool.idle == BROKEN
+    assert [known(pool, [number, number + 1]) for number in (199, 184, 183, 0)] == [2, 2, 0, 0]
 
 
 def test_what_is_held_is_never_given_away() -> None:

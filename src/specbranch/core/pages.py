@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 from specbranch.errors import CacheFull
 
 PAGE = 256  # places
+BROKEN = 16  # idle pages that are known in part are kept: they serve the same prompt sent again, which is soon or never
 
 Copy = tuple[int, int]  # from page, to page
 
@@ -142,10 +143,14 @@ class Pool:
             raise AssertionError("a page is known by other digests than it says")
 
     def _lay_by(self, page: int) -> None:
-        if page in self._contents:
-            self._idle[page] = None
-        else:
+        if page not in self._contents:
             self._free.append(page)
+            return
+        self._idle[page] = None
+        if self._contents[page].places < self.size:
+            broken = [one for one in self._idle if self._contents[one].places < self.size]
+            for one in broken[:-BROKEN]:
+                self.forget(one)
 
     def _named(self, tables: Sequence[PageTable]) -> list[int]:
         """How many tables name each page."""
