@@ -171,8 +171,11 @@ class NativeRunner(TorchRunner):
 
     def _give_up(self, seq: int, length: int) -> None:
         """Forget what of a prompt was not read to its end, and find the pages that were lost with it."""
-        if len(self._held[seq].slots.prefix) > length:
+        held = self._held[seq]
+        if len(held.slots.prefix) > length:
             self._rewind(seq, length)
+        held.read.cut(length, self.chunk)  # an interrupt may have come between the two
+        held.table.shrink(len(held.slots))
         self._settle()
 
     @torch.inference_mode()
@@ -194,8 +197,8 @@ class NativeRunner(TorchRunner):
     def _rewind(self, seq: int, length: int) -> None:
         """Forget places; what lies there is written over later."""
         held = self._held[seq]
+        held.read.cut(length, self.chunk)  # first, as an interrupt may come: more than is held must never be believed
         held.slots.truncate(length)
-        held.read.cut(length, self.chunk)
         held.table.shrink(length)
 
     def _close(self, seq: int) -> None:

@@ -130,8 +130,8 @@ class PagedToyRunner(ToyRunner):
         return super()._score(work)
 
     def _rewind(self, seq: int, length: int) -> None:
-        super()._rewind(seq, length)
         self._states[seq].read.cut(length, self.chunk)
+        super()._rewind(seq, length)
 
     def _close(self, seq: int) -> None:
         del self._states[seq][0:]
