@@ -55,13 +55,13 @@ def main(**models: Any) -> None:
     """Run the demonstration, on the default pair unless other models are named."""
     console = Console(stderr=True, highlight=False)
     with console.status("Loading SmolLM2-135M-Instruct and its draft"):
-        llm = LLM(**models, method="specbranch")
+        llm = LLM(**models, method="specbranch", prefix_cache=False)
     with llm:
         stream(llm, console)
         with progress(console) as bar:
             here = measure(llm, PROMPTS, bar, "The same with every method, on this machine", SECONDS)
     with console.status("Loading them once more, on a modelled clock"):
-        llm = LLM(**models, method="specbranch", clock=CLOCK)
+        llm = LLM(**models, method="specbranch", clock=CLOCK, prefix_cache=False)
     with llm, progress(console) as bar:
         there = measure(llm, PROMPTS[: len(here[PLAIN])], bar, "On a modelled GPU", SECONDS)
     prompts = len(there[PLAIN])

@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 
 from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
-from specbranch.config import WeightsName
+from specbranch.answer import Output
+from specbranch.config import ExecutorName, WeightsName
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
 from specbranch.models.cpu.kernels import load_kernel
+from specbranch.text.chat_template import Message
 from tiny_pair import make_gpt2, make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."
@@ -232,6 +234,49 @@ def test_n_samples_differ_and_repeat_with_the_seed(llm: LLM) -> None:
     texts = [first.token_ids, *(other.token_ids for other in first.alternatives)]
     assert len(set(texts)) == 3
     assert texts == [again.token_ids, *(other.token_ids for other in again.alternatives)]
+
+
+def samples(output: Output) -> list[Output]:
+    return [output, *output.alternatives]
+
+
+@pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
+@pytest.mark.parametrize("executor", ["serial", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_n_samples_read_their_prompt_once(
+    max_batch: int, executor: ExecutorName, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
+    params = SamplingParams(temperature=1.1, seed=5, n=4, max_tokens=20, ignore_eos=True)
+    rng, found = random.Random(1), []
+    prompts = [[rng.randrange(3, 400) for _ in range(length)] for length in (12, 300)]
+    for kept in (True, False):
+        with LLM(*pair, "speculative", device="cpu", executor=executor, max_batch=max_batch, prefix_cache=kept) as llm:
+            found.append([samples(output) for output in llm.generate(prompts, params)])
+    assert [[one.token_ids for one in four] for four in found[0]] == [
+        [one.token_ids for one in four] for four in found[1]
+    ]
+    for kept, without in zip(*found, strict=True):
+        whole = len(kept[0].prompt_token_ids) - 1  # the last token is a step
+        for model in ("", "draft_"):
+            counted = [f"{model}prompt_tokens_read", f"{model}prompt_tokens_cached"]
+            assert [[one.stats[name] for name in counted] for one in kept] == [[whole, 0], *[[0, whole]] * 3]
+            assert [[one.stats[name] for name in counted] for one in without] == [[whole, 0]] * 4
+
+
+def test_a_chat_goes_on_without_reading_it_all_again(pair: tuple[str, str]) -> None:
+    said: list[Message] = [{"role": "user", "content": f"{PROMPT} " * 12}]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(*pair, device="cpu", dtype="float64") as llm:
+        first = llm.chat(said, params)
+        said += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+        second = llm.chat(said, params)
+        with LLM(*pair, device="cpu", dtype="float64", prefix_cache=False) as other:
+            assert other.chat(said, params).token_ids == second.token_ids
+    assert len(second.prompt_token_ids) > len(first.prompt_token_ids) > 256
+    for model in ("", "draft_"):
+        assert second.stats[f"{model}prompt_tokens_cached"] == 256
+        assert second.stats[f"{model}prompt_tokens_read"] == len(second.prompt_token_ids) - 257
 
 
 def test_chat_uses_the_template(llm: LLM) -> None:

@@ -61,6 +61,7 @@ class ModelChoice:
     # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
     weights: WeightsName | None = None
     device_map: DeviceMap | None = None  # auto: over all GPUs, by the transformers runner; nothing: on one device
+    prefix_cache: bool = True  # whether what was read of a prompt is kept for those that begin alike
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -218,6 +219,7 @@ def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | N
     """Make a draft worker that proposes only the first `vocabulary` ids."""
     runner = load_runner(choice, target_runner)
     runner.limit(vocabulary)
+    runner.prefix_cache = choice.prefix_cache
     return Drafter(runner)
 
 
@@ -233,7 +235,9 @@ def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:
 
 def make_verifier(choice: ModelChoice) -> Verifier:
     """Make the target's worker."""
-    return Verifier(load_runner(choice))
+    runner = load_runner(choice)
+    runner.prefix_cache = choice.prefix_cache
+    return Verifier(runner)
 
 
 def common_vocabulary(target: Tokenizer, draft: ModelChoice) -> int:

@@ -68,6 +68,7 @@ class LLM:
         force_profile: bool = False,
         predictor: str | None = None,
         keep_experience: bool = True,
+        prefix_cache: bool = True,
     ) -> None:
         """Load the models: a `pair` by its name, or `target` and `draft` as known names, folders, GGUF files or Hub
         ids; the default pair where nothing is named.
@@ -81,7 +82,8 @@ class LLM:
         places in each model's cache for all requests together; nothing: what there is room for. `device_map`: "auto"
         spreads the target over all GPUs, by the transformers runner; the draft stays on one device. What is learned of
         a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
-        cache folder, unless `keep_experience` is false.
+        cache folder, unless `keep_experience` is false. `prefix_cache`: what was read of a prompt is kept, as long as
+        there is room, and not read again for one that begins alike.
         """
         self.target, named = chosen_models(pair, target, draft)
         profile = cost_profile(clock, self.target, named, force_profile)
@@ -97,6 +99,7 @@ class LLM:
             cache_tokens=cache_tokens,
             weights=weights,
             device_map=device_map,
+            prefix_cache=prefix_cache,
         )
         other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights, device_map=None)
         drafting = replace(other, name=named) if named and self._method.uses_draft else None

@@ -72,6 +72,20 @@ def test_plain_output_is_the_text_alone_and_colours_come_on_demand(models: list[
     assert "\x1b[" in command("generate", *options, "--policy", "confidence", "--colour").out
 
 
+def test_a_prompt_that_comes_again_is_not_read_again_unless_that_is_wished(
+    models: list[str], tmp_path: Path, command: Command
+) -> None:
+    file, cached = tmp_path / "prompts.txt", []
+    file.write_text(f"{PROMPT}\n{PROMPT}\n")
+    options = ["--file", str(file), *models, "--max-tokens", "5"]
+    for switch in ([], ["--no-prefix-cache"]):
+        first, again = command("generate", *options, *switch, "--json").answers()
+        assert first["text"] == again["text"] and first["stats"]["prompt_tokens_cached"] == 0
+        cached.append(again["stats"]["prompt_tokens_cached"])
+    assert cached == [len(again["prompt_token_ids"]) - 1, 0]
+    assert f"{cached[0]} of {cached[0] + 1} prompt tokens from the cache" in command("generate", *options).err
+
+
 def test_a_trace_is_written(models: list[str], tmp_path: Path, command: Command) -> None:
     file = tmp_path / "trace.json"
     assert command("generate", PROMPT, *models, "--max-tokens", "12", "--trace", str(file)).code == 0

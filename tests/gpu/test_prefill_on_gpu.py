@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.chunk_attention import attend_by_flash, attend_masked, choose_attend_chunk
-from specbranch.models.kv import PAGE
 from specbranch.models.native import CHUNK, LONG_CHUNK, NativeRunner, load_native
 from tiny_models import GREEDY
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.batch import Rows, dealt, rows_of_chunk, rows_of_nodes
 from specbranch.models.decoder import Decoder
@@ -18,7 +19,7 @@ from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.attention import Attend
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.step import GpuStep, Graphs
-from specbranch.models.kv import PAGE, Memory, Pool, Table
+from specbranch.models.kv import Memory, Table
 
 PAGES = 24
 
@@ -63,7 +64,7 @@ def some_work(seed: int) -> tuple[Pool, list[tuple[Line, Rows]]]:
             lean = choose.choice([0, 3, 40])  # 0: chains; 40: whatever parent
             parents = [max(ROOT, size + i - 1 - choose.randint(0, lean)) for i in range(count)]
             line.table.reach(len(line.slots) + count)
-            line.table.own(len(line.slots), len(line.slots) + count)
+            line.table.own(len(line.slots), len(line.slots) + count, lambda copies: None)
             rows = line.grow([choose.randrange(99) for _ in parents], parents)
         work.append((line, rows))
     return pool, work

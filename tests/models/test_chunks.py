@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.chunk_attention import attend_masked, choose_attend_chunk
 from specbranch.models.decoder import ChunkView, Decoder, Step
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.kv import PAGE, gathered, put
+from specbranch.models.kv import gathered, put
 from specbranch.models.native import CHUNK, NativeRunner, load_native
 from tiny_models import GREEDY, saved, some_tokens, tiny
 

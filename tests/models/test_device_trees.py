@@ -192,3 +192,21 @@ def test_a_drafter_that_is_charged_by_the_step_sees_every_step(decoder: Any) -> 
     tree = drafter.draft({0: Grow(Context(0, tuple(tokens)), NO_TREE, some_growth(random.Random(1)), 1)})[0]
     assert isinstance(tree, Tree) and len(tree.steps) > 1
     assert drafter.runner.grown == 0  # type: ignore[attr-defined]
+
+
+def test_a_tree_never_grows_in_a_page_that_another_sequence_writes_to(decoder: Any) -> None:
+    runner, prompt, rng = GpuRunner(decoder, 600, pages=2), some_tokens(PROMPT), random.Random(1)
+    drafter = Drafter(runner)
+    drafter.open(0, GREEDY)
+    drafter.draft({0: Grow(Context(0, tuple(prompt)), NO_TREE, some_growth(rng), 0)}, done_after(99))
+    pages, growing = runner._held[0].table.pages, Growing(1, (prompt[-1],), NO_TREE, {}, some_growth(rng))
+    before = runner.memory.data[pages].clone()
+    for seq in (1, 2):
+        runner.open(seq, GREEDY)
+    assert runner.recall(1, prompt[:-1]) == PROMPT - 1 and runner._held[1].table.pages == pages
+    runner.extend(2, prompt[::-1])
+    assert runner.grow(growing, done_after(99)) is None  # there is no page to copy it to
+    runner.close(2)
+    assert runner.grow(growing, done_after(99)) is not None
+    assert runner._held[1].table.pages != pages and torch.equal(runner.memory.data[pages], before)
+    runner.check()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specbranch.core.pages import Pool
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.batch import Rows, dealt
@@ -19,7 +20,7 @@ from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
-from specbranch.models.kv import Pool, Table
+from specbranch.models.kv import Table
 from specbranch.models.native import READ_COMPILED, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
 from tiny_models import CONFIGS, GREEDY, planted, saved, some_tokens, tiny

@@ -15,12 +15,13 @@ import torch
 
 from specbranch.config import SamplingParams
 from specbranch.core.orders import Aside, Context, Sparse, Verify
+from specbranch.core.pages import Pool
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Head, Judged, Proposal, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.kv import Pool, Table
+from specbranch.models.kv import Table
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.transfer import BUFFERS, Transfer
 from test_identity_models import SHAPINGS, compare

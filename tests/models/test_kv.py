@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specbranch.core.pages import PAGE, Copy, Pool
 from specbranch.errors import CacheFull
-from specbranch.models.kv import PAGE, Pool, Table
+from specbranch.models.kv import Table
 
 
 class Model:
@@ -30,17 +31,19 @@ class Model:
         try:
             written = len(table.pages) * PAGE
             table.reach(start + len(values))
-            copies = table.own(min(start, written), min(start + len(values), written))
+            table.own(min(start, written), min(start + len(values), written), self.copy)
         except CacheFull:
             table.shrink(len(held))
             self.full += 1
             return
-        for source, target in copies:
-            self.memory[target * PAGE : (target + 1) * PAGE] = self.memory[source * PAGE : (source + 1) * PAGE]
-        self.copies += len(copies)
         held[start:] = values
         self.memory[table.flat(np.arange(start, start + len(values)))] = values
         table.shrink(len(held))
+
+    def copy(self, copies: list[Copy]) -> None:
+        for source, target in copies:
+            self.memory[target * PAGE : (target + 1) * PAGE] = self.memory[source * PAGE : (source + 1) * PAGE]
+        self.copies += len(copies)
 
     def check(self) -> None:
         self.pool.check(self.tables)

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specbranch.config import WEIGHTS, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull, ModelError
@@ -22,7 +23,7 @@ from specbranch.models import room
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import read_weights
-from specbranch.models.kv import PAGE, page_bytes
+from specbranch.models.kv import page_bytes
 from specbranch.models.native import NativeRunner, load_native, open_model
 from specbranch.models.room import pool_pages, weight_bytes
 from tiny_models import GREEDY, SHAPE, saved, some_tokens, tiny

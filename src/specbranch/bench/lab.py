@@ -89,6 +89,7 @@ class Lab:
                     draft_device=running.draft_device,
                     draft_weights=running.draft_weights,
                     context_length=context_length,
+                    prefix_cache=False,  # every run reads its prompt: times to the first token are those of reading it
                 )
             )
             self.identity = {**told_of("target", target), "target_identity": identity(target), **running.told()}

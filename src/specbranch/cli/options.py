@@ -108,6 +108,15 @@ SPECULATION = (
         help="auto: the target over all GPUs of this machine, layer by layer, by the transformers runner: for one that "
         "does not fit into one [on one device].",
     ),
+    _model(
+        "--no-prefix-cache",
+        "prefix_cache",
+        is_flag=True,
+        flag_value=False,
+        default=None,
+        help="Read every prompt whole; else what was read of earlier ones that begin alike is kept, in either model's "
+        "cache, and not read again.",
+    ),
     _speculation(
         "--method", metavar="METHOD", help="Decoding method, see below [specbranch with a draft, auto without one]."
     ),
@@ -277,6 +286,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
         "force_profile",
         "predictor",
         "keep_experience",
+        "prefix_cache",
     )
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))

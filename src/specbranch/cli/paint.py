@@ -52,6 +52,8 @@ def summary(output: Output) -> str:
         f"first token {stats['ttft_seconds']:.2f} s",
         _number(stats["tokens_per_forward"], "{:.2f} tokens per target forward"),
     ]
+    if stats["prompt_tokens_cached"]:
+        parts.append(f"{stats['prompt_tokens_cached']} of {len(output.prompt_token_ids)} prompt tokens from the cache")
     if stats["drafted"]:
         parts.append(_number(stats["rollback_rate"], "rollback {:.0%}"))
     if stats["branch_points"]:

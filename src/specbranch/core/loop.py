@@ -132,6 +132,7 @@ class Loop:
     def _advance(self, number: int, reports: Reports) -> None:
         session, rounds = self._live[number]
         first = session.stats.emitted == 0
+        session.stats.note_prompt(number, reports)
         if self.trace:
             self.trace.record(number, self._orders[number], reports)
         self._send(session, rounds, reports)

@@ -6,7 +6,7 @@ Owns only values; nothing here computes with a model. Invariant: an order states
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -197,12 +197,29 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRead:
+    """How many tokens of a prompt a model read, and how many it took from the prefix cache instead. The last one is
+    neither: it is a step."""
+
+    read: int = 0
+    cached: int = 0
+
+    def plus(self, other: PromptRead) -> PromptRead:
+        """Add another reading."""
+        return PromptRead(self.read + other.read, self.cached + other.cached)
+
+
+UNREAD = PromptRead()
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """A stretch of work on the executor's clock, in seconds."""
 
     start: float
     end: float
     tokens: int = 0  # rows fed to the model
+    prompts: Mapping[int, PromptRead] = field(default_factory=dict)  # what of them was read, by session
 
     @property
     def seconds(self) -> float:

@@ -15,7 +15,7 @@ from specbranch.core import noise
 from specbranch.core.noise import Purpose
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Ask, Feed, Judged, Law, Proposal, Trial, Verdicts
+from specbranch.core.runner import UNCOUNTED, Ask, Feed, Judged, Law, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.verify import Outcome, accept_match, accept_ratio
 
@@ -50,6 +50,8 @@ class Sampler(Protocol[Row_contra]):
 class RowRunner(Generic[Row]):
     """A Runner over a model that scores nodes; what remains to be told is how it opens, reads, keeps and scores."""
 
+    prefix_cache = True  # whether what was read of prompts is kept for others, where it can be
+
     def __init__(self, sampler: Sampler[Row]) -> None:
         self.sampler = sampler
         self._requests: dict[int, Request] = {}
@@ -59,6 +61,16 @@ class RowRunner(Generic[Row]):
         """Make room for a new, empty sequence."""
         self._open(seq)
         self._requests[seq], self._rows[seq] = request, {}
+
+    @property
+    def places(self) -> int:
+        """How many places the cache has; nobody counts them unless it is told."""
+        return UNCOUNTED
+
+    @property
+    def places_free(self) -> int:
+        """How many of them can be had."""
+        return UNCOUNTED
 
     def slots(self, seq: int) -> Slots:
         """The sequence's places, to be read."""
@@ -73,6 +85,13 @@ class RowRunner(Generic[Row]):
         if tokens:
             self._rows[seq].clear()
             self._extend(seq, tokens)
+
+    def recall(self, seq: int, tokens: Sequence[int]) -> int:
+        """Take what is known of the beginning of a prompt, if that is more than is held; returns how many are held."""
+        if self.prefix_cache:
+            self._rows[seq].clear()
+            self._recall(seq, tokens)
+        return len(self.slots(seq).prefix)
 
     def feed(self, work: Sequence[Feed]) -> None:
         """Read new nodes of several sequences in one forward."""
@@ -193,6 +212,9 @@ class RowRunner(Generic[Row]):
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         raise NotImplementedError
+
+    def _recall(self, seq: int, tokens: Sequence[int]) -> None:
+        """Nothing is known, unless a runner says so."""
 
     def _score(self, work: Sequence[Feed]) -> list[list[Row]]:
         raise NotImplementedError

@@ -18,6 +18,7 @@ from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
 
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
+UNCOUNTED = 1 << 62  # places of a cache that grows as it likes
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
 
 Allowed = frozenset[int]  # the tokens that may be said at a place
@@ -142,6 +143,16 @@ class Runner(Protocol):
         """How many tokens one sequence may hold."""
         ...
 
+    @property
+    def places(self) -> int:
+        """How many places the cache has, for all sequences together."""
+        ...
+
+    @property
+    def places_free(self) -> int:
+        """How many of them can be had; those that only keep what was read of a prompt are among them."""
+        ...
+
     def open(self, seq: int, request: Request) -> None:
         """Make room for a new, empty sequence."""
         ...
@@ -152,6 +163,15 @@ class Runner(Protocol):
 
     def demand(self, seq: int, count: int) -> None:
         """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        ...
+
+    def recall(self, seq: int, tokens: Sequence[int]) -> int:
+        """Take what is known of the beginning of a prompt from those that read it, if that is more than the sequence
+        holds; returns how many tokens it holds then.
+
+        `tokens`: the prompt as far as it is to be read, from its beginning. The sequence holds nothing but a beginning
+        of it, and no tail. What is taken has the bits that reading it would give.
+        """
         ...
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:

@@ -12,13 +12,14 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Self
 
 from specbranch.core.fates import FATE_NAMES, FATES, THROWN_AWAY, Fates, Settled, branch_points, tree_standings
-from specbranch.core.orders import Branch, Reports, Span, Verdict
+from specbranch.core.orders import UNREAD, Branch, Reports, Span, Verdict
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 
 SAME_NAME = (
     *("target_forwards", "drafted", "rejections", "branch_points", "branch_points_reached", "branch_hits"),
     *("rounds_overlapped", "rounds_begun", "rounds_without_draft", "draft_restarts"),
+    *("prompt_tokens_read", "prompt_tokens_cached", "draft_prompt_tokens_read", "draft_prompt_tokens_cached"),
 )
 AS_THEY_ARE = {  # fields that a summary tells as they are, and what it calls them
     "emitted": "tokens",
@@ -51,6 +52,10 @@ class Stats(Fates):
     rounds_begun: int = 0  # rounds for which the draft had read something while the target verified the one before
     rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
     draft_restarts: int = 0
+    prompt_tokens_read: int = 0  # by the target, as a prompt: all but the last token, which is a step
+    prompt_tokens_cached: int = 0  # that the target took from the prefix cache instead
+    draft_prompt_tokens_read: int = 0
+    draft_prompt_tokens_cached: int = 0
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
@@ -98,6 +103,17 @@ class Stats(Fates):
         """Count what was drafted, or that the worker was lost."""
         self.drafted += sum([len(branch.tokens) for branch in reports.branches])
         self._lost |= reports.draft_lost
+
+    def note_prompt(self, session: int, reports: Reports) -> None:
+        """Count what both models read of the prompt, and what they had no need to read."""
+        target, draft = (
+            span.prompts.get(session, UNREAD) if span is not None else UNREAD
+            for span in (reports.verifying, reports.drafting)
+        )
+        self.prompt_tokens_read += target.read
+        self.prompt_tokens_cached += target.cached
+        self.draft_prompt_tokens_read += draft.read
+        self.draft_prompt_tokens_cached += draft.cached
 
     def judge(self, pending: Branch, verdict: Verdict, taken: int | None = None) -> None:
         """Count what a verdict did to the pending chain. `taken` tokens of it were emitted; beyond the request's end
@@ -237,6 +253,10 @@ class Stats(Fates):
             "rounds_begun": self.rounds_begun,
             "rounds_without_draft": self.rounds_without_draft,
             "draft_restarts": self.draft_restarts,
+            "prompt_tokens_read": self.prompt_tokens_read,
+            "prompt_tokens_cached": self.prompt_tokens_cached,
+            "draft_prompt_tokens_read": self.draft_prompt_tokens_read,
+            "draft_prompt_tokens_cached": self.draft_prompt_tokens_cached,
             "tokens_by_method": self.by_method,
         }
 

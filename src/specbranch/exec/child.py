@@ -97,7 +97,8 @@ def _work(line: Wire, drafter: Drafter, work: Work, backlog: deque[WireMessage])
         line.send(Broken(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     else:
-        line.send(RoundDrafted(work.ticket, made, Span(start, time.perf_counter(), drafter.rows_fed - fed)))
+        span = Span(start, time.perf_counter(), drafter.rows_fed - fed, drafter.prompts_read())
+        line.send(RoundDrafted(work.ticket, made, span))
 
 
 class _TargetDone:

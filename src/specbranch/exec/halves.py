@@ -35,7 +35,8 @@ class Stretch:
     def span(self) -> Span:
         """How long it took, once the work is done."""
         begun = self._begun()
-        return Span(begun, max(self._ended(), begun), self._worker.rows_fed - self._fed)
+        rows = self._worker.rows_fed - self._fed
+        return Span(begun, max(self._ended(), begun), rows, self._worker.prompts_read())
 
 
 class Verifying:

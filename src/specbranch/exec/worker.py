@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specbranch.core.orders import Context
+from specbranch.core.orders import UNREAD, Context, PromptRead
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, GrowsTrees, Proposal, Runner
 from specbranch.core.slots import ROOT, Slots
@@ -33,6 +33,7 @@ class Holding:
 
     request: Request
     out_of_reach: bool = False  # the text holds what this model cannot read
+    prompt: PromptRead = UNREAD  # since it was last told
 
 
 class Worker:
@@ -55,6 +56,13 @@ class Worker:
         """Free what a session holds; harmless if it holds nothing."""
         if self._held.pop(session, None):
             self.runner.close(session)
+
+    def prompts_read(self) -> dict[int, PromptRead]:
+        """Return what was read of the sessions' prompts since this was last asked."""
+        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not UNREAD}
+        for session in found:
+            self._held[session].prompt = UNREAD
+        return found
 
     def stale(self, session: int, on: Context) -> bool:
         """Whether less is held than `on` presumes, so that it has to be told whole; a text out of reach is not
@@ -146,7 +154,7 @@ class Worker:
         """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those
         left to feed."""
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
-            self._extend(session, rest[:prompt])
+            self._read_prompt(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > at_once:
             count = min(committed - 1, STRIDE, max(self.slots(session).room, 1))  # without room the cache says so
@@ -156,6 +164,14 @@ class Worker:
             self.commit_line(session, range(count))
             rest, committed = rest[count:], committed - count
         return rest
+
+    def _read_prompt(self, session: int, tokens: Sequence[int]) -> None:
+        """Read the next tokens of the prompt, but for what the cache knows of them."""
+        held, before = self._held[session], self.slots(session).prefix[:]
+        known = self.runner.recall(session, (*before, *tokens)) - len(before)
+        if known < len(tokens):
+            self._extend(session, tokens[known:])
+        held.prompt = held.prompt.plus(PromptRead(read=len(tokens) - known, cached=known))
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         """Read a part of the prompt, about which nothing is asked."""

@@ -81,12 +81,14 @@ class LoadedPair:
 
 
 def load_pair(target: ModelChoice, draft: ModelChoice, name: str, executor: ExecutorName = "serial") -> LoadedPair:
-    """Load both models, with caches that are long enough to measure in; refuses an executor that cannot run them."""
+    """Load both models, with caches that are long enough to measure in, and which know no prompt of before; refuses
+    an executor that cannot run them."""
     draft = fitted_to_target(draft, target.name)
     if executor == "process":
         target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
     target, draft = (
-        replace(choice, context_length=choice.context_length or CONTEXT, shorten=True) for choice in (target, draft)
+        replace(choice, context_length=choice.context_length or CONTEXT, shorten=True, prefix_cache=False)
+        for choice in (target, draft)
     )
     parts = assemble(target, draft, "streams" if executor == "streams" else "serial")
     assert isinstance(parts.executor, Serial) and parts.executor.draft

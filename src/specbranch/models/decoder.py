@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 
+from specbranch.core.pages import PAGE
 from specbranch.models import rope
 from specbranch.models.chunk_attention import choose_attend_chunk
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
@@ -22,7 +23,7 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.kv import PAGE, Memory, gathered, put
+from specbranch.models.kv import Memory, gathered, put
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The native Runner: one decoder, one pool of cache pages, several sequences in one forward.
 
-Owns which sequence has which pages. Invariant: a sequence's `Slots`, its table and what lies in its pages agree after
-every call, also one that fails.
+Owns which sequence has which pages, and which of them are known by content: those that `extend` filled. Invariant: a
+sequence's `Slots`, its table and what lies in its pages agree after every call, also one that fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specbranch.config import WeightsName
+from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, pieces
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
@@ -34,7 +35,7 @@ from specbranch.models.files.inflation import Inflation, read_model
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
-from specbranch.models.kv import PAGE, Copy, Memory, Pool, Table
+from specbranch.models.kv import Memory, Table
 from specbranch.models.model import TorchRunner
 from specbranch.models.room import pool_pages
 from specbranch.models.rows import TensorRow
@@ -50,10 +51,11 @@ READ_COMPILED = 16  # a chunk of at most so many is read by the compiled step; t
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An open sequence: its bookkeeping and its pages."""
+    """An open sequence: its bookkeeping, its pages, and what of it was read as a prompt."""
 
     slots: Slots
     table: Table
+    read: ReadPrompt
 
 
 class NativeRunner(TorchRunner):
@@ -82,6 +84,16 @@ class NativeRunner(TorchRunner):
     def context_length(self) -> int:
         """How many tokens one sequence may hold."""
         return self._context_length
+
+    @property
+    def places(self) -> int:
+        """How many places the cache has, for all sequences together."""
+        return self.pool.pages * PAGE
+
+    @property
+    def places_free(self) -> int:
+        """How many of them can be had: nobody holds them, though what lies there may be known."""
+        return self.pool.free * PAGE
 
     @property
     def weights(self) -> str:
@@ -116,15 +128,19 @@ class NativeRunner(TorchRunner):
         self._reach(held, len(held.slots), len(held.slots) + count)
 
     def check(self) -> None:
-        """Raise if the pool and the open sequences do not agree."""
+        """Raise if the pool and the open sequences do not agree, or a page has two meanings."""
         self.pool.check([held.table for held in self._held.values()])
+        check_shared((held.table, held.slots.prefix) for held in self._held.values())
+        for held in self._held.values():
+            held.read.check()
 
     def _open(self, seq: int) -> None:
         if seq in self._held:
             raise ValueError(f"sequence {seq} is open already")
         if not self._held:
             self.pool.settle(())
-        self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), Table(self.pool))
+        table = Table(self.pool)
+        self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), table, ReadPrompt(table))
 
     @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
@@ -135,13 +151,32 @@ class NativeRunner(TorchRunner):
         try:
             places = held.slots.extend(tokens)
             self._reach(held, places.start, places.stop)
-            for start, stop in _chunks(places, self.chunk):
+            for start, stop in pieces(places, self.chunk):
                 self._store(held.table, tokens[start - places.start : stop - places.start], start)
+                if self.prefix_cache:
+                    held.read.note(held.slots.prefix, start, stop, self.chunk)
         except BaseException:
-            if len(held.slots.prefix) > before:
-                self._rewind(seq, before)
-            self._settle()
+            self._give_up(seq, before)
             raise
+
+    def _recall(self, seq: int, tokens: Sequence[int]) -> None:
+        held = self._held[seq]
+        before = len(held.slots.prefix)
+        try:
+            places = held.read.recall(tokens, before, self.chunk)
+            held.slots.extend(tokens[before:places])
+        except BaseException:
+            self._give_up(seq, before)
+            raise
+
+    def _give_up(self, seq: int, length: int) -> None:
+        """Forget what of a prompt was not read to its end, and find the pages that were lost with it."""
+        held = self._held[seq]
+        if len(held.slots.prefix) > length:
+            self._rewind(seq, length)
+        held.read.cut(length, self.chunk)  # an interrupt may have come between the two
+        held.table.shrink(len(held.slots))
+        self._settle()
 
     @torch.inference_mode()
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
@@ -162,6 +197,7 @@ class NativeRunner(TorchRunner):
     def _rewind(self, seq: int, length: int) -> None:
         """Forget places; what lies there is written over later."""
         held = self._held[seq]
+        held.read.cut(length, self.chunk)  # first, as an interrupt may come: more than is held must never be believed
         held.slots.truncate(length)
         held.table.shrink(length)
 
@@ -176,9 +212,12 @@ class NativeRunner(TorchRunner):
     def _reach(self, held: Held, start: int, stop: int) -> None:
         """Have pages for the places up to `stop`, those from `start` on, which are to be written, nobody else's."""
         written = len(held.table.pages) * PAGE
-        held.table.reach(stop)
-        if copies := held.table.own(min(start, written), min(stop, written)):
-            self._copy(copies)
+        try:
+            held.table.reach(stop)
+            held.table.own(min(start, written), min(stop, written), self._copy)
+        except BaseException:
+            self._settle()
+            raise
 
     def _settle(self) -> None:
         self.pool.settle([held.table for held in self._held.values()])
@@ -383,12 +422,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object. Fetch the model again.")
     return value
-
-
-def _chunks(places: range, size: int) -> Iterator[tuple[int, int]]:
-    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
-    start = places.start
-    while start < places.stop:
-        stop = min((start // size + 1) * size, places.stop)
-        yield start, stop
-        start = stop

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from specbranch.config import WeightsName
+from specbranch.core.pages import PAGE
 from specbranch.errors import ModelError
 from specbranch.models.cpu.kernels import BYTES, whole_numbers
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import GROUP, fits_int4
-from specbranch.models.kv import PAGE, page_bytes
+from specbranch.models.kv import page_bytes
 
 MOST_SEQUENCES = {"cpu": 64, "cuda": 8}  # at their longest: no pool is larger unless that is asked for
 SHARE = 0.25  # of the memory that weights leave, for a pool that is larger than one sequence needs

@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specbranch.core.pages import PAGE, Pool
 from specbranch.models.batch import GROUP, Rows, dealt
 from specbranch.models.cpu.fused_step import STEP_ROWS, fuse
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu.layout import OWN, Views
 from specbranch.models.gpu.step import GpuStep
-from specbranch.models.kv import PAGE, Memory, Pool, Table
+from specbranch.models.kv import Memory, Table
 
 
 class Texts:

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, Judged, Proposal, Trial, Verdicts
+from specbranch.core.runner import UNCOUNTED, Ask, Feed, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.verify import accept_match
 from specbranch.errors import BadParameter
@@ -58,6 +58,20 @@ class PlainSlots(Generic[Mark]):
     def demand(self, seq: int, count: int) -> None:
         """Make sure that so many more nodes fit."""
         self._slots[seq].demand(count)
+
+    @property
+    def places(self) -> int:
+        """Nobody counts."""
+        return UNCOUNTED
+
+    @property
+    def places_free(self) -> int:
+        """Nobody counts."""
+        return UNCOUNTED
+
+    def recall(self, seq: int, tokens: Sequence[int]) -> int:
+        """Nothing is kept for others: what reading a prompt costs is charged to each."""
+        return len(self._slots[seq].prefix)
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Append to the prefix."""

@@ -14,7 +14,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import PLAIN, find_method
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, Judged, Proposal, Runner, Trial, Verdicts
+from specbranch.core.runner import UNCOUNTED, Ask, Feed, Judged, Proposal, Runner, Trial, Verdicts
 from specbranch.core.session import Session
 from specbranch.core.slots import Slots
 from specbranch.core.stats import Stats
@@ -48,6 +48,20 @@ class OneEach:
     def demand(self, seq: int, count: int) -> None:
         """Make sure that so many more nodes fit."""
         self.runners[seq].demand(seq, count)
+
+    @property
+    def places(self) -> int:
+        """Nobody counts."""
+        return UNCOUNTED
+
+    @property
+    def places_free(self) -> int:
+        """Nobody counts."""
+        return UNCOUNTED
+
+    def recall(self, seq: int, tokens: Sequence[int]) -> int:
+        """Ask the sequence's runner."""
+        return self.runners[seq].recall(seq, tokens)
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Append to the prefix."""

@@ -101,8 +101,9 @@ class VirtualClock(Serial):
         verdicts = self.target.judge(scored, heads)
         start, self._now = self._now, self._now + charge.seconds + self.profile.host
         begun = start + charge.target_start
-        drafting = Span(start, start + charge.draft, timed.span().tokens if timed else 0)
-        verifying = Span(begun, begun + charge.target, verified)
+        drafted = timed.span() if timed else Span(0.0, 0.0)
+        drafting = Span(start, start + charge.draft, drafted.tokens, drafted.prompts)
+        verifying = Span(begun, begun + charge.target, verified, self.target.prompts_read())
         return reports_of(orders, made, verdicts, failed, drafting, verifying, self._without)
 
     def _held(self, orders: Mapping[int, Orders]) -> float:

@@ -9,7 +9,7 @@ recomputes the truth from the tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -94,7 +94,7 @@ class ToyRunner(RowRunner[Logits]):
         self.context_length = context_length
         self._tail = tail
         self._slots: dict[int, Slots] = {}
-        self._states: dict[int, list[State]] = {}  # by place
+        self._states: dict[int, MutableSequence[State]] = {}  # by place
 
     def _open(self, seq: int) -> None:
         """Start an empty sequence."""

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.core.pages import PAGE
 from specbranch.models.batch import Rows, positions_of, tokens_of
 from specbranch.models.cpu.linear import KernelLinear, Linear
 from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer
-from specbranch.models.kv import PAGE, Memory
+from specbranch.models.kv import Memory
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code

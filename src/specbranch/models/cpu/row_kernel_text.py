@@ -12,7 +12,7 @@ import platform
 import struct
 from dataclasses import dataclass
 
-from specbranch.models.kv import PAGE
+from specbranch.core.pages import PAGE
 
 # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
 FIELDS = 16

@@ -17,9 +17,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from specbranch.core.pages import PAGE, Pool
 from specbranch.models.batch import Rows
 from specbranch.models.gpu.layout import GROUP_ROWS, OWN, Views, pack, power_of_two, views
-from specbranch.models.kv import PAGE, Pool, Table
+from specbranch.models.kv import Table
 
 log = logging.getLogger("specbranch")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from specbranch.core.pages import PAGE
 from specbranch.models.cpu.linear import Linear, PlainLinear
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
@@ -22,7 +23,7 @@ from specbranch.models.gpu.layout import MOST_ROWS, Views, power_of_two
 from specbranch.models.gpu.small import PLAIN
 from specbranch.models.gpu.step import GpuStep
 from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.kv import PAGE, Memory
+from specbranch.models.kv import Memory
 
 ROW_TILE = 16
 # rows of a tile, by whether weights are the first operand: 64 as the first take other instructions

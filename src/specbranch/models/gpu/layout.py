@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from specbranch.core.pages import PAGE
 from specbranch.models.batch import GROUP, Rows
-from specbranch.models.kv import PAGE
 
 OWN = 192  # the longest own line
 MOST_ROWS = 512  # in a step

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Done, Feed, Growing, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, TAIL
@@ -39,7 +40,6 @@ from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.trees import ENTRIES
-from specbranch.models.kv import PAGE, Copy
 from specbranch.models.model import ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
@@ -152,9 +152,9 @@ class GpuRunner(NativeRunner):
             return None
         try:
             with self._here():
-                with suppress(CacheFull):  # step by step a tree may grow in what there is
+                try:
                     self._reach(held, len(held.slots), places)
-                if len(held.table.pages) * PAGE < places:
+                except CacheFull:  # step by step a tree may grow in what there is
                     return None
                 bucket = self._grower.bucket(places)
                 self._plant(growing, room, bucket)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu
 
+from specbranch.core.pages import PAGE
 from specbranch.models import rope
-from specbranch.models.kv import PAGE
 
 log = logging.getLogger("specbranch")
 

@@ -12,6 +12,7 @@ it is asked to.
 import triton
 import triton.language as tl
 
+from specbranch.core.pages import PAGE as _PAGE
 from specbranch.core.trees import STANDINGS as _STANDINGS
 from specbranch.core.trees import WORDS as _WORDS
 from specbranch.models.batch import GROUP as _GROUP
@@ -19,7 +20,6 @@ from specbranch.models.gpu import trees
 from specbranch.models.gpu.choice import BEFORE as _BEFORE
 from specbranch.models.gpu.layout import ONE as _ONE
 from specbranch.models.gpu.layout import OWN as _OWN
-from specbranch.models.kv import PAGE as _PAGE
 
 NODES, LANES, ENTRIES, MOVES = (tl.constexpr(n) for n in (trees.NODES, trees.LANES, trees.ENTRIES, trees.MOVES))
 FIELDS, EDGES = tl.constexpr(len(trees.FIELDS)), tl.constexpr(trees.PARTS["edges"])

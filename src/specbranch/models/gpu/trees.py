@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.core.pages import PAGE, Pool
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, GrowingTree, Growth, Node
@@ -35,7 +36,7 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
-from specbranch.models.kv import PAGE, Pool, Table
+from specbranch.models.kv import Table
 
 NODES = 1024  # at most in a tree
 LANES = GROUP_ROWS  # read at a time, at most

@@ -1,0 +1,298 @@
+"""Pages of a cache: who holds which, and what is known to lie in them, so that it need not be read again.
+
+Owns block tables, the counting of who shares a page, the bound, and the prefix cache: a page that was filled by reading
+a prompt in pieces is *known* by the digest of all tokens up to its last, and of how they were cut. It stays known when
+nobody holds it any more (it is *idle* then), until its place is needed: least recently held, first out. Knows no memory
+and no model. Invariants: a page is free, idle, or has as many users as tables name it; place `i` of a sequence lies in
+page `i // size` of its table; nobody writes to a page that has another user, nor to known places; a digest is that of
+one page, and a page is known by one digest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from math import lcm
+from typing import NamedTuple, Self
+
+from specbranch.errors import CacheFull
+
+PAGE = 256  # places
+BROKEN = 16  # idle pages that are known in part are kept: they serve the same prompt sent again, which is soon or never
+
+Copy = tuple[int, int]  # from page, to page
+
+
+def pieces(places: range, chunk: int) -> Iterator[tuple[int, int]]:
+    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
+    start = places.start
+    while start < places.stop:
+        stop = min((start // chunk + 1) * chunk, places.stop)
+        yield start, stop
+        start = stop
+
+
+class Content(NamedTuple):
+    """What is known of a page: the digest of the text up to there, and how many places of the page it covers."""
+
+    digest: bytes
+    places: int
+
+
+class Pool:
+    """The pages of one model, and how many tables name each."""
+
+    def __init__(self, pages: int, size: int = PAGE) -> None:
+        self.pages, self.size = pages, size
+        self._free = list(range(pages - 1, -1, -1))  # the last one given back is taken first: what is resident stays so
+        self._users = [0] * pages
+        self._known: dict[bytes, int] = {}
+        self._contents: dict[int, Content] = {}  # every page in `_known` is here, too
+        self._idle: dict[int, None] = {}  # known pages without users, longest idle first
+
+    @property
+    def free(self) -> int:
+        """How many pages can be taken: those that nobody holds, known or not."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        """How many pages nobody holds whose content is known."""
+        return len(self._idle)
+
+    def take(self, count: int) -> list[int]:
+        """Return pages that nobody holds, or raise CacheFull and take none."""
+        if count > self.free:
+            raise CacheFull(
+                f"Need {count} more cache pages of {self.size} tokens, {self.free} free (of {self.pages}). "
+                "Send fewer requests at once, lower max_tokens or context_length, or raise cache_tokens."
+            )
+        while len(self._free) < count:
+            self.forget(next(iter(self._idle)))
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._users[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Count one more user of some pages."""
+        for page in pages:
+            self._users[page] += 1
+            self._idle.pop(page, None)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Count one user less; pages without any are free, or idle."""
+        for page in pages:
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                self._lay_by(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a page has several users."""
+        return self._users[page] > 1
+
+    def learn(self, page: int, content: Content) -> None:
+        """Note what lies in a page that somebody holds; where another page has the same, that one stays known."""
+        if content.digest not in self._known:
+            self.forget(page)
+            self._contents[page] = content
+            self._known[content.digest] = page
+
+    def known(self, digest: bytes) -> int | None:
+        """Return the page that is known by a digest."""
+        return self._known.get(digest)
+
+    def content(self, page: int) -> Content | None:
+        """Return what is known of a page."""
+        return self._contents.get(page)
+
+    def forget(self, page: int) -> None:
+        """Know nothing of a page any more: it is about to be written to."""
+        if page in self._contents:
+            # an interrupt may come at any line: a page that can be found must never be one that can be written to
+            self._known.pop(self._contents[page].digest, None)
+            del self._contents[page]
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
+
+    def settle(self, tables: Sequence[PageTable]) -> None:
+        """Count anew by what these tables, and no others, name: after something was interrupted."""
+        self._users = self._named(tables)
+        self._contents = {page: one for page, one in self._contents.items() if self._known.get(one.digest) == page}
+        self._known = {one.digest: page for page, one in self._contents.items()}
+        unused = [page for page, users in enumerate(self._users) if users == 0]
+        known = dict.fromkeys(page for page in unused if page in self._contents)
+        self._idle = {page: None for page in self._idle if page in known} | known
+        self._free = [page for page in reversed(unused) if page not in known]
+
+    def check(self, tables: Sequence[PageTable]) -> None:
+        """Raise unless these tables, and no others, hold the pages that are neither free nor idle, and every digest
+        is that of one page."""
+        named = self._named(tables)
+        if named != self._users:
+            wrong = [page for page in range(self.pages) if named[page] != self._users[page]]
+            raise AssertionError(f"pages {wrong} have other users than the tables say")
+        unused = {page for page in range(self.pages) if named[page] == 0}
+        if len(self._free) != len(set(self._free)) or set(self._free) != unused - self._contents.keys():
+            raise AssertionError(f"{len(self._free)} pages count as free, of {len(unused)} that nobody names")
+        if self._idle.keys() != unused & self._contents.keys():
+            raise AssertionError(f"{len(self._idle)} pages count as idle, of {len(unused)} that nobody names")
+        if self._known != {one.digest: page for page, one in self._contents.items()}:
+            raise AssertionError("a page is known by other digests than it says")
+
+    def _lay_by(self, page: int) -> None:
+        if page not in self._contents:
+            self._free.append(page)
+            return
+        self._idle[page] = None
+        if self._contents[page].places < self.size:
+            broken = [one for one in self._idle if self._contents[one].places < self.size]
+            for one in broken[:-BROKEN]:
+                self.forget(one)
+
+    def _named(self, tables: Sequence[PageTable]) -> list[int]:
+        """How many tables name each page."""
+        named = [0] * self.pages
+        for table in tables:
+            if len(set(table.pages)) != len(table.pages):
+                raise AssertionError(f"a table names a page twice: {table.pages}")
+            for page in table.pages:
+                named[page] += 1
+        return named
+
+
+class PageTable:
+    """The pages of one sequence, in the order of its places."""
+
+    def __init__(self, pool: Pool, pages: Sequence[int] = ()) -> None:
+        self.pool = pool
+        self.pages = list(pages)
+
+    def reach(self, places: int) -> None:
+        """Have room for so many places, or raise CacheFull and change nothing."""
+        missing = self._count(places) - len(self.pages)
+        if missing > 0:
+            self.pages += self.pool.take(missing)
+
+    def shrink(self, places: int) -> None:
+        """Give back the pages that hold nothing but what lies beyond so many places."""
+        kept = self._count(places)
+        gone = self.pages[kept:]
+        # before it is free: a page lost by an interrupt is found again, one both free and named would be written twice
+        del self.pages[kept:]
+        self.pool.drop(reversed(gone))  # of a text that nobody holds the end is forgotten first
+
+    def own(self, start: int, stop: int, copy: Callable[[list[Copy]], None]) -> None:
+        """Make the places from `start` to `stop` one's own to write to: what others share is copied first, and what
+        is known to lie there is forgotten."""
+        pool, size = self.pool, self.pool.size
+        written = range(start // size, self._count(stop)) if start < stop else range(0)
+        shared = [at for at in written if pool.is_shared(self.pages[at])]
+        if shared:
+            fresh = pool.take(len(shared))
+            copy([(self.pages[at], new) for at, new in zip(shared, fresh, strict=True)])
+            for at, new in zip(shared, fresh, strict=True):
+                old, self.pages[at] = self.pages[at], new
+                pool.drop([old])
+        for at in written:
+            known = pool.content(self.pages[at])
+            if known is not None and known.places > max(start - at * size, 0):
+                pool.forget(self.pages[at])
+
+    def fork(self, places: int) -> Self:
+        """Return a table that shares the pages of the first places."""
+        pages = self.pages[: self._count(places)]
+        self.pool.share(pages)
+        return type(self)(self.pool, pages)
+
+    def exchange(self, pages: Sequence[int]) -> None:
+        """Hold these pages instead, which others may hold, too."""
+        self.pool.share(pages)
+        old, self.pages = self.pages, list(pages)
+        self.pool.drop(reversed(old))
+
+    def _count(self, places: int) -> int:
+        return -(-places // self.pool.size)
+
+
+class ReadPrompt:
+    """What of a sequence was read as a prompt, in whole pieces from its beginning; makes its pages known, and finds
+    known ones.
+
+    A piece ends at a multiple of the runner's `chunk`, or where the prompt ends: it has the same bits wherever the same
+    text is cut alike. So pages of whole pieces serve every text that begins with them, those of a last, broken piece
+    only a prompt that ends there. What was written by steps, or behind a broken piece, serves nobody.
+    """
+
+    def __init__(self, table: PageTable) -> None:
+        self.table = table
+        self.whole = 0  # places
+        self._marks: list[bytes] = []  # digests of the pages that `whole` fills
+
+    def note(self, text: Sequence[int], start: int, stop: int, chunk: int) -> None:
+        """Note that a piece of a text was read."""
+        if start != self.whole:
+            return
+        if stop - start == chunk:
+            self.whole = stop
+        pool = self.table.pool
+        for at, digest in enumerate(list(self._digests(text, stop, chunk)), len(self._marks)):
+            if (at + 1) * pool.size <= self.whole:
+                self._marks.append(digest)
+            pool.learn(self.table.pages[at], Content(digest, min(stop - at * pool.size, pool.size)))
+
+    def recall(self, text: Sequence[int], held: int, chunk: int) -> int:
+        """Hold what is known of the beginning of a text instead, if that is more than the first `held` tokens;
+        returns how many are held then."""
+        pool, end = self.table.pool, len(text)
+        pages, marks = self.table.pages[: len(self._marks)], list(self._marks)
+        for digest in self._digests(text, end, chunk):
+            if (page := pool.known(digest)) is None:
+                break
+            pages.append(page)
+            marks.append(digest)
+        places = min(len(pages) * pool.size, end)
+        if places < end:
+            places -= places % lcm(chunk, pool.size)
+        if places <= held:
+            return held
+        self.table.exchange(pages[: -(-places // pool.size)])
+        self.whole = places - places % chunk
+        self._marks = marks[: self.whole // pool.size]
+        return places
+
+    def cut(self, length: int, chunk: int) -> None:
+        """Forget all but the first places."""
+        self.whole = min(self.whole, length - length % chunk)
+        del self._marks[self.whole // self.table.pool.size :]
+
+    def check(self) -> None:
+        """Raise if a page is known to hold something else than it does."""
+        for page, mark in zip(self.table.pages, self._marks, strict=False):
+            known = self.table.pool.content(page)
+            if known is not None and known.places == self.table.pool.size and known.digest != mark:
+                raise AssertionError(f"page {page} holds another text than it is known for")
+
+    def _digests(self, text: Sequence[int], end: int, chunk: int) -> Iterator[bytes]:
+        """The digests of the pages of a text that ends there, from the first one that is not marked."""
+        size, whole = self.table.pool.size, end - end % chunk
+        before = self._marks[-1] if self._marks else b""
+        for start in range(len(self._marks) * size, end, size):
+            stop = min(start + size, end)
+            cut = array("q", (chunk, 0 if stop <= whole else end, *text[start:stop]))
+            before = blake2b(before + cut.tobytes(), digest_size=32).digest()
+            yield before
+
+
+def check_shared(texts: Iterable[tuple[PageTable, Sequence[int]]]) -> None:
+    """Raise if a page that several tables name is not at the same place of the same text for all of them."""
+    found: dict[int, tuple[int, Sequence[int]]] = {}  # which of a table's pages it is, and the text up to its end
+    for table, text in texts:
+        for at, page in enumerate(table.pages):
+            if table.pool.is_shared(page):
+                here = text[: (at + 1) * table.pool.size]
+                other_at, other = found.setdefault(page, (at, here))
+                if at != other_at or any(a != b for a, b in zip(here, other, strict=False)):
+                    raise AssertionError(f"page {page} is that of two texts")
