@@ -13,13 +13,13 @@ import torch
 
 from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Grow
+from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, NO_TREE, STANDINGS, WORDS, Chances, GrowingTree, Growth, Tree, below
 from specbranch.exec.drafter import Drafter
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.kv import PAGE
 from specbranch.models.native import load_native
 from specbranch.sim.clock import Charge, MeteredDrafter
 from specbranch.sim.profile import CostProfile
