@@ -50,6 +50,18 @@ class Sampler(Protocol[Row_contra]):
 class RowRunner(Generic[Row]):
     """A Runner over a model that scores nodes; what remains to be told is how it opens, reads, keeps and scores."""
 
+    piece = 256  # tokens of a prompt that are read at once
+
+    @property
+    def places(self) -> int | None:
+        """How many places there are for all sequences together; nothing: they are not counted."""
+        return None
+
+    @property
+    def places_free(self) -> int:
+        """How many of them nobody holds."""
+        return 0
+
     def __init__(self, sampler: Sampler[Row]) -> None:
         self.sampler = sampler
         self._requests: dict[int, Request] = {}

@@ -142,6 +142,22 @@ class Runner(Protocol):
         """How many tokens one sequence may hold."""
         ...
 
+    @property
+    def piece(self) -> int:
+        """How many tokens of a prompt are read at once: it is cut at multiples of this, counted from its beginning,
+        whoever reads it and whatever was read before, so that its bits depend on nothing else."""
+        ...
+
+    @property
+    def places(self) -> int | None:
+        """How many places there are for all sequences together; nothing: they are not counted."""
+        ...
+
+    @property
+    def places_free(self) -> int:
+        """How many of them nobody holds."""
+        ...
+
     def open(self, seq: int, request: Request) -> None:
         """Make room for a new, empty sequence."""
         ...

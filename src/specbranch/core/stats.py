@@ -24,6 +24,7 @@ AS_THEY_ARE = {  # fields that a summary tells as they are, and what it calls th
     "emitted": "tokens",
     "branch_hits_other": "branch_hits_other_head",
     "both_busy": "both_busy_seconds",
+    "queued": "queued_seconds",
     **{fate: FATE_NAMES[fate].counted for fate in FATES},
     **{name: name for name in SAME_NAME},
 }
@@ -51,6 +52,7 @@ class Stats(Fates):
     rounds_begun: int = 0  # rounds for which the draft had read something while the target verified the one before
     rounds_without_draft: int = 0  # target forwards during or before which the worker was lost
     draft_restarts: int = 0
+    queued: float = 0.0  # seconds before it was started
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
@@ -207,6 +209,7 @@ class Stats(Fates):
         decoded = max(self.emitted - 1, 0)
         return {
             "tokens": self.emitted,
+            "queued_seconds": self.queued,
             "ttft_seconds": self.ttft,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": _over(decoded, self.decode_seconds),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specbranch.core.orders import Context
+from specbranch.core.orders import Context, Read
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT, Slots
@@ -83,6 +83,21 @@ class Worker:
         self.runner.keep(session, [*path, *kept], len(path))
         return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
 
+    def read(self, session: int, order: Read) -> int:
+        """Read on in a sequence, by whole pieces of its prompt, then by steps; returns how many tokens of it are held.
+
+        Bits are those of reading it at once: both cut a prompt at the same places.
+        """
+        on = order.on.whole() if self.stale(session, order.on) else order.on
+        unread, path = self._unread(session, on, 0, asked=0)
+        self.runner.keep(session, path, len(path))
+        held, piece = len(self.slots(session).prefix), self.runner.piece
+        pieces = (held // piece + max(order.most // piece, 1)) * piece  # where the last whole piece ends
+        end = min(pieces if held < self._prompt(session) else held + order.most, len(on))
+        rest = unread[len(path) :][: end - held]
+        self._catch_up(session, rest, len(rest), at_once=0)
+        return end
+
     def _unread(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
         """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry
         the first of them.
@@ -145,16 +160,21 @@ class Worker:
         """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those
         left to feed."""
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
-            self._extend(session, rest[:prompt])
+            self._read_prompt(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > at_once:
-            count = min(committed - 1, STRIDE, max(self.slots(session).room, 1))  # without room the cache says so
+            most = max(self.slots(session).room, 1)  # without room the cache says so
+            count = min(committed - min(at_once, 1), STRIDE, most)
             work = [Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))]
             self._count(work)
             self.runner.feed(work)
             self.commit_line(session, range(count))
             rest, committed = rest[count:], committed - count
         return rest
+
+    def _read_prompt(self, session: int, tokens: Sequence[int]) -> None:
+        """Read on in a prompt. All reading of prompts begins here."""
+        self._extend(session, tokens)
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         """Read a part of the prompt, about which nothing is asked."""

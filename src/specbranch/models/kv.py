@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbranch.errors import CacheFull
+from specbranch.errors import PoolFull
 from specbranch.models.files.architecture import Architecture
 
 PAGE = 256  # places
@@ -35,9 +35,9 @@ class Pool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Return free pages, or raise CacheFull and take none."""
+        """Return free pages, or raise PoolFull and take none."""
         if count > len(self._free):
-            raise CacheFull(
+            raise PoolFull(
                 f"Need {count} more cache pages of {PAGE} tokens, {len(self._free)} free (of {self.pages}). "
                 "Send fewer requests at once, lower max_tokens or context_length, or raise cache_tokens."
             )
@@ -90,7 +90,7 @@ class Table:
         self.pages = list(pages)
 
     def reach(self, places: int) -> None:
-        """Have room for so many places, or raise CacheFull and change nothing."""
+        """Have room for so many places, or raise PoolFull and change nothing."""
         missing = -(-places // PAGE) - len(self.pages)
         if missing > 0:
             self.pages += self.pool.take(missing)

@@ -20,6 +20,9 @@ from specbranch.models.rows import TensorRow
 from specbranch.models.sampling import TorchSampler
 from specbranch.models.transfer import Transfer
 
+# Tokens of a prompt in one forward, by the kind of device, and so what a round reads of a prompt beside rows of others.
+# A GPU reads 256 in little more time than one. A CPU's time grows with each: TODO.
+PIECES = {"cpu": 64, "cuda": 256}
 ProbeNetwork = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few numbers a row
 
 
@@ -30,6 +33,7 @@ class TorchRunner(RowRunner[TensorRow]):
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self.transfer = Transfer(device)
+        self.piece = PIECES.get(device.type, PIECES["cuda"])
         super().__init__(TorchSampler(vocabulary, shared_noise(), self.transfer))
         self._tapped = 0  # layers whose hidden states the rows of the next forward carry
         self._probe: tuple[int, ProbeNetwork] | None = None
@@ -96,3 +100,12 @@ class TorchRunner(RowRunner[TensorRow]):
             return None
         seen = torch.cat((row.states[row.index], self.embedded((token,))[0]))
         return tuple(self._probe[1](seen[None])[0].tolist())
+
+
+def pieces_of(places: range, size: int) -> Iterator[tuple[int, int]]:
+    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
+    start = places.start
+    while start < places.stop:
+        stop = min((start // size + 1) * size, places.stop)
+        yield start, stop
+        start = stop

@@ -23,7 +23,6 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
-from specbranch.models.chunk_attention import attend_by_flash
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.decoder import ChunkView, Decoder, DecoderRows, Lines, Step
 from specbranch.models.files.architecture import Architecture, token_ids
@@ -35,7 +34,7 @@ from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
 from specbranch.models.kv import PAGE, Copy, Memory, Pool, Table
-from specbranch.models.model import TorchRunner
+from specbranch.models.model import TorchRunner, pieces_of
 from specbranch.models.room import pool_pages
 from specbranch.models.rows import TensorRow
 from specbranch.models.sheet import Arrays
@@ -43,8 +42,6 @@ from specbranch.models.storage import agreed, tell
 
 log = logging.getLogger("specbranch")
 
-CHUNK = 256  # tokens of a prompt in one forward
-LONG_CHUNK = 2048  # where attention runs by the flash kernel: what is masked otherwise would take much memory
 READ_COMPILED = 16  # a chunk of at most so many is read by the compiled step; torch is faster above, behind a long text
 
 
@@ -66,7 +63,6 @@ class NativeRunner(TorchRunner):
         self.architecture = decoder.arch
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
-        self.chunk = LONG_CHUNK if decoder.attend_chunk is attend_by_flash else CHUNK
         self._context_length = context_length
         self.pool = Pool(pages or pool_pages(decoder.arch, self.dtype, self.device, context_length, tail, weights=0))
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, self.dtype)  # the last one is for padding
@@ -82,6 +78,16 @@ class NativeRunner(TorchRunner):
     def context_length(self) -> int:
         """How many tokens one sequence may hold."""
         return self._context_length
+
+    @property
+    def places(self) -> int:
+        """How many places there are for all sequences together."""
+        return self.pool.pages * PAGE
+
+    @property
+    def places_free(self) -> int:
+        """How many of them lie in pages that nobody holds."""
+        return self.pool.free * PAGE
 
     @property
     def weights(self) -> str:
@@ -128,14 +134,14 @@ class NativeRunner(TorchRunner):
 
     @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in chunks that end at multiples of `chunk`, without scoring the vocabulary."""
+        """Read tokens in chunks that end at multiples of `piece`, without scoring the vocabulary."""
         self._check_ids(tokens)
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
             places = held.slots.extend(tokens)
             self._reach(held, places.start, places.stop)
-            for start, stop in _chunks(places, self.chunk):
+            for start, stop in pieces_of(places, self.piece):
                 self._store(held.table, tokens[start - places.start : stop - places.start], start)
         except BaseException:
             if len(held.slots.prefix) > before:
@@ -383,12 +389,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object. Fetch the model again.")
     return value
-
-
-def _chunks(places: range, size: int) -> Iterator[tuple[int, int]]:
-    """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
-    start = places.start
-    while start < places.stop:
-        stop = min((start // size + 1) * size, places.stop)
-        yield start, stop
-        start = stop

@@ -28,10 +28,9 @@ from specbranch.errors import BadParameter, CacheFull, ModelError
 from specbranch.extras import ACCELERATE, Extra
 from specbranch.models.files.inflation import is_inflation
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
-from specbranch.models.model import TorchRunner
+from specbranch.models.model import TorchRunner, pieces_of
 from specbranch.models.rows import TensorRow, rows_of
 
-CHUNK = 512  # tokens of a prompt read at once
 # relative difference of logits taken for rounding; coarser types: ROUGH
 SAME = {torch.float32: 0.01, torch.float64: 0.01}
 ROUGH = 0.2
@@ -206,14 +205,14 @@ class TransformersRunner(TorchRunner):
         return self._held[seq].slots
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in chunks."""
+        """Read tokens in chunks that end at multiples of `piece`."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
-        held.slots.extend(tokens)
+        places = held.slots.extend(tokens)
         with self._forgetting(seq):
             cache = held.line_to(ROOT).cache
-            for start in range(0, len(tokens), CHUNK):
-                self.forward(cache, tokens[start : start + CHUNK], last_row_only=True)
+            for start, stop in pieces_of(places, self.piece):
+                self.forward(cache, tokens[start - places.start : stop - places.start], last_row_only=True)
 
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Score new nodes, one forward for each unbranched run of them; one row a node."""

@@ -38,6 +38,10 @@ class PlainSlots(Generic[Mark]):
     """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is
     told below it."""
 
+    piece = 256
+    places = None
+    places_free = 0
+
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length
         self._slots: dict[int, Slots] = {}

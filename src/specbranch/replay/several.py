@@ -23,7 +23,7 @@ from specbranch.exec.worker import Worker
 from specbranch.replay.decode import Diverged, ReplayedModel
 from specbranch.replay.reader import Reader
 from specbranch.replay.record import Record
-from specbranch.replay.runners import MemoRunner, RecordedRunner
+from specbranch.replay.runners import MemoRunner, PlainSlots, RecordedRunner
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 
@@ -32,6 +32,10 @@ ROOM = 256  # places beyond the end of a text
 
 class OneEach:
     """A Runner that has another one for each sequence."""
+
+    piece = PlainSlots.piece
+    places = None
+    places_free = 0
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length

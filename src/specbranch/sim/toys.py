@@ -21,6 +21,7 @@ from specbranch.core.request import Spot
 from specbranch.core.rows import RowRunner
 from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask, Feed, Proposal
 from specbranch.core.slots import TAIL, Slots
+from specbranch.errors import PoolFull
 
 State = int
 _FOUR = Struct("<4H")
@@ -86,20 +87,56 @@ class ToyRunner(RowRunner[Logits]):
     """A Runner over a toy law, with a real cache of states behind the same Slots as the torch runners."""
 
     def __init__(
-        self, law: ToyLaw, context_length: int = 4096, tail: int = TAIL, sampler: ToySampler | None = None
+        self,
+        law: ToyLaw,
+        context_length: int = 4096,
+        tail: int = TAIL,
+        sampler: ToySampler | None = None,
+        places: int | None = None,
     ) -> None:
+        """`places`: for all sequences together; nothing: as many as they like."""
         super().__init__(sampler or ToySampler())
+        self._places = places
         self.law = law
         self.vocabulary = law.vocabulary
         self.context_length = context_length
         self._tail = tail
         self._slots: dict[int, Slots] = {}
         self._states: dict[int, list[State]] = {}  # by place
+        self._taken: dict[int, int] = {}
+
+    @property
+    def places(self) -> int | None:
+        """How many places there are for all sequences together; nothing: they are not counted."""
+        return self._places
+
+    @property
+    def places_free(self) -> int:
+        """How many of them nobody holds."""
+        return (self._places or 0) - sum(self._taken.values())
+
+    def demand(self, seq: int, count: int) -> None:
+        """Make sure that so many more nodes can be fed, or raise CacheFull."""
+        super().demand(seq, count)
+        self._reach(seq, count)
+
+    def _reach(self, seq: int, count: int) -> None:
+        """Take places for so many more tokens of a sequence, or raise PoolFull."""
+        needed = len(self._slots[seq]) + count
+        missing = needed - self._taken[seq]
+        if self._places is not None and missing > self.places_free:
+            raise PoolFull(f"Need {missing} more places, {self.places_free} free (of {self._places}).")
+        self._taken[seq] = max(needed, self._taken[seq])
+
+    def _settle(self, seq: int) -> None:
+        """Give back the places that hold nothing."""
+        self._taken[seq] = len(self._slots[seq])
 
     def _open(self, seq: int) -> None:
         """Start an empty sequence."""
         self._slots[seq] = Slots(self.context_length + self._tail, self._tail)
         self._states[seq] = []
+        self._taken[seq] = 0
 
     def slots(self, seq: int) -> Slots:
         """The sequence's places."""
@@ -107,6 +144,8 @@ class ToyRunner(RowRunner[Logits]):
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Read committed tokens."""
+        self._slots[seq].demand(len(tokens), self._slots[seq].capacity - len(self._slots[seq]))
+        self._reach(seq, len(tokens))
         states = self._states[seq]
         for place, token in zip(self._slots[seq].extend(tokens), tokens, strict=True):
             before = states[place - 1] if place else START
@@ -115,6 +154,8 @@ class ToyRunner(RowRunner[Logits]):
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         """Read new nodes."""
+        for item in work:
+            self._reach(item.seq, len(item.tokens))
         return [self._feed(item) for item in work]
 
     def _keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
@@ -123,15 +164,17 @@ class ToyRunner(RowRunner[Logits]):
         for source, place in slots.keep(nodes, commit):
             states[place] = states[source]
         del states[len(slots) :]
+        self._settle(seq)
 
     def _rewind(self, seq: int, length: int) -> None:
         """Forget all but the first tokens."""
         self._slots[seq].truncate(length)
         del self._states[seq][length:]
+        self._settle(seq)
 
     def _close(self, seq: int) -> None:
         """Forget a sequence."""
-        del self._slots[seq], self._states[seq]
+        del self._slots[seq], self._states[seq], self._taken[seq]
 
     def _feed(self, item: Feed) -> list[Logits]:
         slots, states = self._slots[item.seq], self._states[item.seq]
