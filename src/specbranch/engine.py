@@ -88,7 +88,7 @@ class LLM:
         profile = cost_profile(clock, self.target, named, force_profile)
         self._overlap = executor in AT_ONCE or (profile is not None and profile.overlap)
         self._take_method(_config(speculative, method), named is not None)
-        self.max_batch = _batch_size(max_batch)
+        self.max_batch = batch_size(max_batch)
         choice = ModelChoice(
             self.target,
             runner,
@@ -396,7 +396,8 @@ def checked(params: Params) -> SamplingParams:
     return params or SamplingParams()
 
 
-def _batch_size(given: int) -> int:
+def batch_size(given: int) -> int:
+    """Return how many requests may be decoded at once, or refuse it."""
     if not isinstance(given, int) or given < 1:
         raise BadParameter(f"max_batch is {given!r}; expected a whole number ≥ 1.")
     return given

@@ -87,6 +87,7 @@ class Scheduler:
 
     loop: Loop
     most: int | None = None
+    ahead: int = AHEAD
     _waiting: list[Ticket] = field(default_factory=list)  # in their order
     _live: dict[int, Ticket] = field(default_factory=dict)  # by session
     _counts: _Counts = field(default_factory=_Counts)
@@ -198,6 +199,7 @@ class Scheduler:
         try:
             if ticket.begun:
                 self.loop.take_back(session)
+                self.loop.rest(session, ticket.resting)
             else:
                 self.loop.join(session, ticket.start())
                 session.stats.queued = session.stats.started - ticket.submitted
@@ -220,13 +222,18 @@ class Scheduler:
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether each model has places for the text and some more, those left out that live ones are to have."""
-        need = len(ticket.session.tokens) + _ahead(ticket.session)
-        promised = sum(self.loop.unread(one.session) + _ahead(one.session) for one in self._live.values())
+        need = len(ticket.session.tokens) + self._ahead(ticket.session)
+        promised = sum(self.loop.unread(one.session) + self._ahead(one.session) for one in self._live.values())
         bounded = [places for places in self.loop.executor.places() if places.of == "target" or need <= places.total]
         return all(need <= places.free - promised for places in bounded)
 
+    def _ahead(self, session: Session) -> int:
+        return min(self.ahead, max(session.room, 1))
+
     def _make_room(self, short: Mapping[int, PoolFull]) -> None:
         """Put back the youngest of the lowest priority, for those who found no memory; one that is alone fails."""
+        if any(ticket.session.finished for ticket in self._live.values()):
+            return  # whoever ended in this round has left room
         if len(self._live) == 1:
             for number, error in short.items():
                 self._live[number].session.fail(error)
@@ -264,10 +271,6 @@ class Scheduler:
         emitted = ticket.session.stats.emitted
         self._counts.tokens += emitted - ticket.emitted
         ticket.emitted = emitted
-
-
-def _ahead(session: Session) -> int:
-    return min(AHEAD, max(session.room, 1))
 
 
 def _never_fits(session: Session, places: Places) -> CacheFull:
