@@ -178,7 +178,7 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     check(desk.done, desk.cancelled)
     told = scheduler.snapshot()
     assert len(desk.cancelled) == told.cancelled > 3 and told.finished == 120 - told.cancelled
-    assert (told.put_back > 5) == (places is not None)
+    assert (told.put_back > 2) == (places is not None)
     assert holds_nothing(executor) and told.running == told.waiting == 0
 
 
@@ -191,7 +191,7 @@ def test_thousands_of_requests_give_what_each_gives_alone(memory: str) -> None:
     desk = Desk(scheduler, random.Random(7), cancels=0.0003)
     desk.run(mixed(3000, seed=8, rules=rules))
     check(desk.done, desk.cancelled)
-    assert holds_nothing(executor) and (scheduler.snapshot().put_back > 100) == (places is not None)
+    assert holds_nothing(executor) and (scheduler.snapshot().put_back > 20) == (places is not None)
 
 
 def test_every_request_makes_progress_where_only_one_fits() -> None:
