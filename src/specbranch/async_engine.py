@@ -339,9 +339,9 @@ class AsyncLLM:
             self._scheduler.step()
         except Exception as error:
             self._fail(error)
+        self._snapshot = self._scheduler.snapshot()  # whoever hears of an end finds it counted
         for submission in list(self._open):
             self._deliver(submission)
-        self._snapshot = self._scheduler.snapshot()
         return True
 
     def _wait(self) -> list[Callable[[], None]]:

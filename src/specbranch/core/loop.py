@@ -302,7 +302,8 @@ class Loop:
                 now |= {number: orders} if orders else {}
             elif limits.prompt_tokens is not None and seat.draft_unread:
                 now[number] = self._beside(seat, now[number], draft)
-        return now
+        # A step that is begun ahead would be forgotten when the next piece is read.
+        return {n: _unhurried(one) for n, one in now.items()} if any(one.read for one in now.values()) else now
 
     def _beside(self, seat: _Seat, orders: Orders, draft: _Budget) -> Orders:
         """A session's orders while its draft reads on: without what was to be drafted."""
@@ -417,3 +418,9 @@ class Loop:
             session.stats.clock(reports)
         elif session.stats.emitted:
             session.stats.first_token = self.executor.now()
+
+
+def _unhurried(orders: Orders) -> Orders:
+    """The same orders, without a hint at what comes next."""
+    verify = orders.verify
+    return replace(orders, verify=replace(verify, goes_on=False)) if verify and verify.goes_on else orders
