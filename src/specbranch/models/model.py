@@ -20,8 +20,8 @@ from specbranch.models.rows import TensorRow
 from specbranch.models.sampling import TorchSampler
 from specbranch.models.transfer import Transfer
 
-# Tokens of a prompt in one forward, by the kind of device: what a round reads of a prompt beside the rows of others, who
-# wait for it. A GPU reads 256 in little more time than a few. On a CPU time grows with each, and BLAS is the slower the
+# Tokens of a prompt in one forward, by the kind of device: what a round reads of it beside the rows of others, who wait
+# for that. A GPU reads 256 in little more time than a few. On a CPU time grows with each, and BLAS is the slower the
 # fewer there are: at 64 it has four fifths of its speed at 256. Compiled code has its own size, see `native`.
 PIECES = {"cpu": 64, "cuda": 256}
 ProbeNetwork = Callable[[Tensor], Tensor]  # [rows, layers·hidden + hidden] to a few numbers a row

@@ -42,10 +42,10 @@ from specbranch.models.storage import agreed, tell
 
 log = logging.getLogger("specbranch")
 
-# Tokens of a prompt in one forward of the compiled step, which is as fast in pieces of 16 as of 32 or 64, and as torch is
-# in pieces of 256: 128 tokens of SmolLM2 take 0.95 s of one core, torch's 1.04; behind 900 others 1.55 against 1.46. A
-# step of 8 rows takes 0.08 s and a piece of 16 0.12, so that a round with both is shorter than three without; with 32 it
-# would not be.
+# Tokens of a prompt in one forward of the compiled step, which is as fast in pieces of 16 as of 32 or 64, and as torch
+# is in pieces of 256: 128 tokens of SmolLM2 take 0.95 s of one core, torch's 1.04; behind 900 others 1.55 against 1.46.
+# A step of 8 rows takes 0.08 s and a piece of 16 0.12, so that a round with both is shorter than three without; with 32
+# it would not be.
 COMPILED_PIECE = 16
 
 
