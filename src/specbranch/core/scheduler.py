@@ -90,6 +90,7 @@ class Scheduler:
     ahead: int = AHEAD
     _waiting: list[Ticket] = field(default_factory=list)  # in their order
     _live: dict[int, Ticket] = field(default_factory=dict)  # by session
+    _timed: list[Ticket] = field(default_factory=list)  # those with a deadline that are not over
     _counts: _Counts = field(default_factory=_Counts)
     _short: bool = False  # of memory: nobody is admitted before somebody has left
 
@@ -116,6 +117,7 @@ class Scheduler:
             self._end(ticket)
         else:
             insort(self._waiting, ticket, key=lambda one: one.order)
+            self._timed += [ticket] if deadline is not None else []
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -142,7 +144,7 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """When the next request is over its time, on the executor's clock."""
-        return min((ticket.deadline for ticket in self.tickets if ticket.deadline is not None), default=None)
+        return min((ticket.deadline for ticket in self._timed if ticket.deadline is not None), default=None)
 
     def step(self) -> list[Session]:
         """Make one round; returns the sessions that took part."""
@@ -182,7 +184,7 @@ class Scheduler:
         """End requests whose time is over, with what they have."""
         if (next_one := self.next_deadline) is None or (now := self.loop.executor.now()) < next_one:
             return
-        for ticket in self.tickets:
+        for ticket in list(self._timed):
             if ticket.deadline is not None and ticket.deadline <= now:
                 ticket.session.fail(_too_late(ticket))
                 self._end(ticket)
@@ -261,6 +263,8 @@ class Scheduler:
             self._short = False
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
+        if ticket in self._timed:
+            self._timed.remove(ticket)
         ticket.state = "over"
         self._counts.finished += session.finished in ("stop", "length")
         self._counts.failed += session.finished == "error"

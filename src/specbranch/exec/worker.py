@@ -91,12 +91,12 @@ class Worker:
         on = order.on.whole() if self.stale(session, order.on) else order.on
         unread, path = self._unread(session, on, 0, asked=0)
         self.runner.keep(session, path, len(path))
-        held, piece = len(self.slots(session).prefix), self.runner.piece
-        pieces = (held // piece + max(order.most // piece, 1)) * piece  # where the last whole piece ends
-        end = min(pieces if held < self._prompt(session) else held + order.most, len(on))
-        rest = unread[len(path) :][: end - held]
-        self._catch_up(session, rest, len(rest), at_once=0)
-        return end
+        rest = unread[len(path) :]
+        if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
+            self._read_prompt(session, rest[:prompt], order.most)
+        else:
+            self._catch_up(session, rest[: order.most], len(rest[: order.most]), at_once=0)
+        return len(self.slots(session).prefix)
 
     def _unread(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
         """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry
@@ -172,9 +172,12 @@ class Worker:
             rest, committed = rest[count:], committed - count
         return rest
 
-    def _read_prompt(self, session: int, tokens: Sequence[int]) -> None:
-        """Read on in a prompt. All reading of prompts begins here."""
-        self._extend(session, tokens)
+    def _read_prompt(self, session: int, unread: Sequence[int], most: int | None = None) -> None:
+        """Read on in a prompt, all that is unread of it, or about `most` tokens of that in whole pieces. All reading of
+        prompts begins here."""
+        held, piece = len(self.slots(session).prefix), self.runner.piece
+        end = len(unread) if most is None else (held // piece + max(most // piece, 1)) * piece - held
+        self._extend(session, unread[:end])
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         """Read a part of the prompt, about which nothing is asked."""
