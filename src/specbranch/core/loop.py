@@ -25,6 +25,8 @@ from specbranch.errors import PoolFull, SpecBranchError
 
 log = logging.getLogger("specbranch")
 
+DRAFT_PIECES = 4  # that a draft may read in the time of one of the target's, where the target reads none
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -294,14 +296,16 @@ class Loop:
         most = limits.prompt_tokens if now else limits.prompt_tokens_alone
         left = sys.maxsize if most is None else max(most, limits.piece)
         target, draft = _Budget(left, limits.piece), _Budget(left, limits.piece)
-        awake = [seat for seat in self._live.values() if not seat.resting]
-        for seat in sorted(awake, key=lambda seat: seat.turn):
-            number = seat.session.number
-            if number not in now:
-                orders = self._reading(seat, target, draft)
-                now |= {number: orders} if orders else {}
-            elif limits.prompt_tokens is not None and seat.draft_unread:
-                now[number] = self._beside(seat, now[number], draft)
+        awake = sorted((seat for seat in self._live.values() if not seat.resting), key=lambda seat: seat.turn)
+        ready = set(now)
+        for seat in (one for one in awake if one.session.number not in ready):
+            if orders := self._reading(seat, target, draft):
+                now[seat.session.number] = orders
+        if target.left == left:
+            draft.left *= DRAFT_PIECES
+        for seat in (one for one in awake if one.session.number in ready and limits.prompt_tokens is not None):
+            if seat.draft_unread:
+                now[seat.session.number] = self._beside(seat, now[seat.session.number], draft)
         # A step that is begun ahead would be forgotten when the next piece is read.
         return {n: _unhurried(one) for n, one in now.items()} if any(one.read for one in now.values()) else now
 
