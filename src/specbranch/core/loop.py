@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal, Protocol
@@ -162,8 +162,10 @@ class Loop:
         self.costs = costs
         self.limits = limits or RoundLimits()
         self.closed = False
-        # told of sessions for whom there was no memory, whose orders stand; nothing: they fail
-        self.when_short: Callable[[Mapping[int, PoolFull]], None] | None = None
+        # Whether a session for whom there is no memory waits for some, instead of failing. Who they were in the last
+        # round: their orders stand.
+        self.patient = False
+        self.short: dict[int, PoolFull] = {}
         self._live: dict[int, _Seat] = {}
         self._back: dict[int, _Seat] = {}  # of those that were put back
         self._turns = count()
@@ -197,7 +199,7 @@ class Loop:
         Those that only draft go first, all together; the others wait, so that the target reads for all at once. Beside
         its rows it reads on in the texts of others, a few pieces a round.
         """
-        restarts = self.executor.restarts
+        restarts, self.short = self.executor.restarts, {}
         for seat in self._live.values():
             seat.session.company = len(self._live)
         self._let_draft()
@@ -214,14 +216,11 @@ class Loop:
                 seat.session.waited += self.executor.now() - begun
             seat.session.stats.draft_restarts += self.executor.restarts - restarts
         took_part = [self._live[number].session for number in reports]
-        short: dict[int, PoolFull] = {}
         for number, report in reports.items():
-            if isinstance(report.error, PoolFull) and self.when_short:
-                short[number] = report.error
+            if isinstance(report.error, PoolFull) and self.patient:
+                self.short[number] = report.error
             else:
                 self._advance(self._live[number], now[number], report)
-        if short and self.when_short:
-            self.when_short(short)
         return took_part
 
     def put_back(self, session: Session) -> None:

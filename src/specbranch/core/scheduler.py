@@ -14,14 +14,14 @@ one of p pieces is read within m · p such rounds, however long the others are.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from specbranch.core.loop import Loop, Places
 from specbranch.core.methods import MethodRounds
 from specbranch.core.session import Session
-from specbranch.errors import CacheFull, DeadlinePassed, PoolFull
+from specbranch.errors import CacheFull, DeadlinePassed
 
 AHEAD = 64  # places beyond its text that a request is to have when it is admitted, and that live ones are to keep
 
@@ -95,7 +95,7 @@ class Scheduler:
     _short: bool = False  # of memory: nobody is admitted before somebody has left
 
     def __post_init__(self) -> None:
-        self.loop.when_short = self._make_room
+        self.loop.patient = True
 
     def submit(
         self,
@@ -159,6 +159,8 @@ class Scheduler:
                     self._end(ticket)
         for ticket in [ticket for ticket in self._live.values() if ticket.session.finished]:
             self._end(ticket)  # it failed before the round
+        if took_part and self.loop.short:
+            self._make_room(took_part)
         return took_part
 
     def snapshot(self) -> Snapshot:
@@ -232,16 +234,17 @@ class Scheduler:
     def _ahead(self, session: Session) -> int:
         return min(self.ahead, max(session.room, 1))
 
-    def _make_room(self, short: Mapping[int, PoolFull]) -> None:
+    def _make_room(self, took_part: Sequence[Session]) -> None:
         """Put back the youngest of the lowest priority, for those who found no memory; one that is alone fails."""
-        if any(ticket.session.finished for ticket in self._live.values()):
+        if any(session.finished for session in took_part):
             return  # whoever ended in this round has left room
-        if len(self._live) == 1:
-            for number, error in short.items():
-                self._live[number].session.fail(error)
-                self.loop.leave(self._live[number].session)
-        else:
+        if len(self._live) > 1:
+            self._short = True
             self._put_back(self._last())
+            return
+        for ticket in list(self._live.values()):
+            ticket.session.fail(self.loop.short[ticket.session.number])
+            self._end(ticket)
 
     def _last(self) -> Ticket:
         """Who is put back first: one that rests, else the youngest of the lowest priority."""
@@ -250,7 +253,7 @@ class Scheduler:
     def _put_back(self, ticket: Ticket) -> None:
         self.loop.put_back(ticket.session)
         del self._live[ticket.session.number]
-        ticket.state, self._short = "waiting", True
+        ticket.state = "waiting"
         self._counts.put_back += 1
         insort(self._waiting, ticket, key=lambda one: one.order)
 
