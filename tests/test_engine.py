@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -453,3 +455,16 @@ def test_a_prompt_that_fails_does_not_take_the_others_with_it(
     assert "0 free" in bad.to_dict()["error"]
     with pytest.raises(CacheFull):
         list(llm.stream([8, 9], params))
+
+
+def test_an_llm_that_is_dropped_is_gone_at_once(pair: tuple[str, str]) -> None:
+    """Its models are large: they must not wait for the garbage collector."""
+    llm = LLM(pair[0], method="autoregressive", device="cpu", context_length=64)
+    llm.generate(["Smile", "x"], SamplingParams(max_tokens=3))
+    runner = weakref.ref(llm.target_runner)
+    gc.disable()
+    try:
+        del llm
+        assert runner() is None
+    finally:
+        gc.enable()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from specbranch.config import Rule, SamplingParams, SpeculativeConfig
+from specbranch.config import PolicyName, Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
 from specbranch.core.experience import Experience
 from specbranch.core.forecast import Signal
@@ -49,8 +49,19 @@ PROFILE = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 3.0), (8, 5.0)),
 # The same with rows and steps that cost little more in company, so that several sessions at once have much to draft.
 SHARED = replace(PROFILE, target=((1, 10.0), (512, 12.0)), draft=((1, 0.5), (512, 1.0)))
 MOST_ROUNDS = 5000
+NAMES = (*METHODS, "confidence")  # methods, and one by another policy
 
 _numbers = itertools.count()
+
+
+def config_of(method: str, rule: Rule) -> SpeculativeConfig:
+    """The settings of one of NAMES."""
+    policy: PolicyName | None = "confidence" if method == "confidence" else None
+    named = "specbranch" if policy else method
+    ahead = {"lookahead_window": 3, "lookahead_ngram": 3, "lookahead_candidates": 3}
+    return SpeculativeConfig(
+        method=named, policy=policy, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule, **ahead
+    )
 
 
 class SlowRunner(ToyRunner):

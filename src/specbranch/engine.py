@@ -13,17 +13,18 @@ from copy import copy
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import DeviceMap, ModelChoice, RunnerName, assemble, circumstances, cost_profile
 from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
-from specbranch.core.loop import Loop
-from specbranch.core.methods import best_fit, find_method
+from specbranch.core.loop import Loop, RoundLimits
+from specbranch.core.methods import PLAIN, MethodRounds, best_fit, find_method
 from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner
+from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
@@ -38,7 +39,7 @@ __all__ = ["LLM", "Chunk", "Output"]
 
 PromptLike = str | Sequence[int]  # text, or token ids
 Params = SamplingParams | Mapping[str, Any] | None
-T = TypeVar("T")
+Speculative = SpeculativeConfig | Mapping[str, Any] | Literal[False] | None  # of one request; False: plain decoding
 REHEARSAL = 0.9  # seconds at load to time a pair of which nothing is known here
 
 
@@ -89,7 +90,7 @@ class LLM:
         profile = cost_profile(clock, self.target, named, force_profile)
         self._overlap = executor in AT_ONCE or (profile is not None and profile.overlap)
         self._take_method(_config(speculative, method), named is not None)
-        self.max_batch = _batch_size(max_batch)
+        self.max_batch = batch_size(max_batch)
         choice = ModelChoice(
             self.target,
             runner,
@@ -110,7 +111,10 @@ class LLM:
         self._experiences = Experiences(profile or LearnedCosts(self._overlap), self._has_draft, file)
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
-        self._loop = Loop(self._parts.executor, costs=self._experiences.learned)
+        piece = self._verifier.runner.piece
+        limits = RoundLimits(piece=piece, prompt_tokens=piece)
+        self._loop = Loop(self._parts.executor, costs=self._experiences.learned, limits=limits)
+        self.scheduler = Scheduler(self._loop)
         weakref.finalize(self._loop, self._experiences.write, last=True)  # of the loop, for `using` shares it
         self._numbers = count()
         self._foretelling = Foretelling(predictor, self.target, named, self._verifier)
@@ -171,18 +175,19 @@ class LLM:
     def generate(self, prompts: Sequence[PromptLike], params: Params = None) -> list[Output]: ...
 
     def generate(self, prompts: str | Sequence[PromptLike], params: Params = None) -> Output | list[Output]:
-        """Answer one prompt, or many (texts or lists of token ids), `max_batch` of them at a time.
+        """Answer one prompt, or many (texts or lists of token ids), `max_batch` of them at a time: as one ends the
+        next begins.
 
         A seed is used for each prompt alike: a prompt's answer does not depend on the others. Of many prompts, one that
         fails does not take the others with it: its output has the finish reason "error", and the error.
         """
         if isinstance(prompts, str):
-            return self._one(self._ids(prompts), params)
+            return self._one(self.ids(prompts), params)
         if not isinstance(prompts, Sequence) or any(isinstance(prompt, int) for prompt in prompts):
             raise BadParameter(
                 f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids."
             )
-        return self._all([self._ids(prompt) for prompt in prompts], params)
+        return self._all([self.ids(prompt) for prompt in prompts], params)
 
     def chat(self, messages: Sequence[Message], params: Params = None) -> Output:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
@@ -190,7 +195,7 @@ class LLM:
 
     def stream(self, prompt: PromptLike, params: Params = None) -> Iterator[Chunk]:
         """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only."""
-        return self._stream(self._ids(prompt), params)
+        return self._stream(self.ids(prompt), params)
 
     def stream_chat(self, messages: Sequence[Message], params: Params = None) -> Iterator[Chunk]:
         """Answer a conversation a round at a time."""
@@ -225,6 +230,10 @@ class LLM:
         self._loop.trace = Trace()
         return self._loop.trace
 
+    def keep_experience(self) -> None:
+        """Write down what was learned, now and then."""
+        self._experiences.write()
+
     def close(self) -> None:
         """Stop a draft process, if there is one; nothing can be generated afterwards."""
         self._loop.close()
@@ -254,13 +263,20 @@ class LLM:
     def _take_method(self, config: SpeculativeConfig, has_draft: bool) -> None:
         self.method, self.config = best_fit(config, has_draft)
         self._method = find_method(self.method, has_draft)
-        if self.config.policy == "oracle":
-            raise BadParameter(
-                "Policy 'oracle' knows the target's text beforehand, which only a replay does: `specbranch bench run "
-                "--clock`."
-            )
+        _refuse_oracle(self.config)
 
-    def _ids(self, prompt: PromptLike) -> list[int]:
+    def resolved(self, method: str | None, speculative: Speculative) -> SpeculativeConfig:
+        """Return how a request would be decoded: as by this LLM where nothing is said; `speculative` False is plain
+        decoding. Raises a BadParameter for what cannot be done with these models."""
+        if method is None and speculative is None:
+            return self.config
+        plain = PLAIN if speculative is False else None
+        _, config = best_fit(_config(speculative or None, method or plain), self._has_draft)
+        _refuse_oracle(config)
+        return config
+
+    def ids(self, prompt: PromptLike) -> list[int]:
+        """Return a prompt as token ids."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         whole = isinstance(prompt, Sequence) and all(
@@ -274,26 +290,25 @@ class LLM:
 
     def _stream(self, prompt: list[int], params: Params) -> Iterator[Chunk]:
         # The answer is made now, so that a bad prompt is refused before the first chunk is asked for.
-        first, *others = self._samples(prompt, _checked(params))
+        first, *others = self.samples(prompt, checked(params))
         if others:
             raise BadParameter(f"n is {len(others) + 1}, but a stream carries one sample. Use generate, or n = 1.")
         return self._rounds(first)
 
     def _rounds(self, answer: Answer) -> Iterator[Chunk]:
-        session = answer.session
+        session, ticket = answer.session, self.enqueue(answer, counted=False)
         try:
-            self._join(answer)
             over = False
             while not over:
                 if not session.finished:  # another stream's round may have finished it
-                    self._loop.step()
+                    self.scheduler.step()
                 chunk = answer.chunk()
                 _raise_failure(chunk.output)
                 over = chunk.output is not None
                 if chunk.pieces or over:
                     yield chunk
         finally:
-            self._loop.leave(session)
+            self.scheduler.cancel(ticket)
             self._experiences.write()
 
     def _one(self, prompt: list[int], params: Params) -> Output:
@@ -302,32 +317,35 @@ class LLM:
         return output
 
     def _all(self, prompts: list[list[int]], given: Params) -> list[Output]:
-        params = _checked(given)
-        answers = [answer for prompt in prompts for answer in self._samples(prompt, params)]
-        for group in _groups(answers, self.max_batch):
-            self._finish(group)
+        params = checked(given)
+        answers = [answer for prompt in prompts for answer in self.samples(prompt, params)]
+        self._finish(answers)
         outputs = [answer.output() for answer in answers]
-        return [gather(samples) for samples in _groups(outputs, params.n)]
+        return [gather(outputs[start : start + params.n]) for start in range(0, len(outputs), params.n)]
 
-    def _finish(self, group: list[Answer]) -> None:
+    def _finish(self, answers: list[Answer]) -> None:
+        self.scheduler.most = self.max_batch
+        tickets: list[Ticket] = []
         try:
-            for answer in group:
-                self._join(answer)
-            while any(not answer.session.finished for answer in group):
-                self._loop.step()
+            tickets += [self.enqueue(answer) for answer in answers]
+            while any(not answer.session.finished for answer in answers):
+                self.scheduler.step()
         finally:
-            for answer in group:
-                self._loop.leave(answer.session)
+            for ticket in tickets:
+                self.scheduler.cancel(ticket)
             self._experiences.write()
 
-    def _join(self, answer: Answer) -> None:
+    def enqueue(self, answer: Answer, priority: int = 0, within: float | None = None, counted: bool = True) -> Ticket:
+        """Put an answer in the queue of the scheduler, whose steps make it; see `Scheduler.submit`."""
         if self._loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
-        self._loop.join(
-            answer.session, self._method.start(answer.session, self.config, self._experiences.of(self.config))
-        )
 
-    def _samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
+        def start() -> MethodRounds:
+            return self._method.start(answer.session, self.config, self._experiences.of(self.config))
+
+        return self.scheduler.submit(answer.session, start, priority, within, counted)
+
+    def samples(self, prompt: list[int], params: SamplingParams) -> list[Answer]:
         """Return n answers to be made to one prompt: the same seed, numbered samples."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
         first = self._request(prompt, params, seed)
@@ -337,10 +355,11 @@ class LLM:
         return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, self._wants_forecast)
 
     def _answer(self, prompt: list[int], request: Request) -> Answer:
-        self._check_length(prompt)
+        self.check_length(prompt)
         return Answer(next(self._numbers), prompt, request, self.context_length, self.tokenizer, self.method)
 
-    def _check_length(self, prompt: list[int]) -> None:
+    def check_length(self, prompt: Sequence[int]) -> None:
+        """Refuse a prompt that leaves no room for an answer, and an empty one."""
         if not prompt:
             raise BadParameter("The prompt is empty; give at least one token.")
         if len(prompt) >= self.context_length:
@@ -355,8 +374,12 @@ def _raise_failure(output: Output | None) -> None:
         raise output.error
 
 
-def _groups(items: list[T], size: int) -> list[list[T]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
+def _refuse_oracle(config: SpeculativeConfig) -> None:
+    if config.policy == "oracle":
+        raise BadParameter(
+            "Policy 'oracle' knows the target's text beforehand, which only a replay does: `specbranch bench run "
+            "--clock`."
+        )
 
 
 def _config(given: SpeculativeConfig | Mapping[str, Any] | None, method: str | None) -> SpeculativeConfig:
@@ -367,7 +390,8 @@ def _config(given: SpeculativeConfig | Mapping[str, Any] | None, method: str | N
     return replace(config, method=method) if method is not None else config
 
 
-def _checked(params: Params) -> SamplingParams:
+def checked(params: Params) -> SamplingParams:
+    """Return sampling parameters, made of a mapping if that is given."""
     if isinstance(params, Mapping):
         return SamplingParams.from_dict(params)
     if params is not None and not isinstance(params, SamplingParams):
@@ -375,7 +399,8 @@ def _checked(params: Params) -> SamplingParams:
     return params or SamplingParams()
 
 
-def _batch_size(given: int) -> int:
+def batch_size(given: int) -> int:
+    """Return how many requests may be decoded at once, or refuse it."""
     if not isinstance(given, int) or given < 1:
         raise BadParameter(f"max_batch is {given!r}; expected a whole number ≥ 1.")
     return given

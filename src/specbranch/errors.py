@@ -38,6 +38,22 @@ class CacheFull(SpecBranchError):
     """A sequence needs more places than its cache has."""
 
 
+class PoolFull(CacheFull):
+    """The places that all sequences share are taken; there is room once another one has ended."""
+
+
+class DeadlinePassed(SpecBranchError):
+    """A request was not finished in the time it was given."""
+
+
+class RequestCancelled(SpecBranchError):
+    """A request was let go before it was finished, by its caller or because the engine was closed."""
+
+
+class EngineFailed(SpecBranchError):
+    """The thread that owns the models met an error that belongs to no single request."""
+
+
 class DownloadError(SpecBranchError):
     """A file could not be fetched, checked or stored."""
 

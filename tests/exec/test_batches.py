@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 import toybench
-from specbranch.config import PolicyName, Rule, SpeculativeConfig
+from specbranch.config import Rule, SpeculativeConfig
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.orders import Orders
@@ -26,11 +26,13 @@ from specbranch.sim.toys import ToyRunner
 from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
+    NAMES,
     Case,
     Deferred,
     Ending,
     Timeless,
     answer,
+    config_of,
     decode,
     drafter_recipe,
     law,
@@ -72,18 +74,6 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     made = makers[request.param]()
     yield made
     made.close()
-
-
-NAMES = (*METHODS, "confidence")
-
-
-def config_of(method: str, rule: Rule) -> SpeculativeConfig:
-    policy: PolicyName | None = "confidence" if method == "confidence" else None
-    named = "specbranch" if policy else method
-    ahead = {"lookahead_window": 3, "lookahead_ngram": 3, "lookahead_candidates": 3}
-    return SpeculativeConfig(
-        method=named, policy=policy, num_speculative_tokens=3, max_branches=12, stop_below=0.4, rule=rule, **ahead
-    )
 
 
 def mixed(count: int, rules: tuple[Rule, ...]) -> list[tuple[Case, SpeculativeConfig]]:

@@ -178,7 +178,10 @@ def refused_or_ours(data: bytes) -> None:
         (b'["Leave",[true]]', "it holds True where int was expected"),
         (b'["Leave",[1.0]]', "it holds 1.0 where int was expected"),
         (b'["Broken",[null]]', "it holds None where str was expected"),
-        (b'["RoundDrafted",[1,[[2,["list",[]]]],[0.0,1.0,0]]]', "'list' where one of tuple, Tree was expected"),
+        (
+            b'["RoundDrafted",[1,[[2,["list",[]]]],[0.0,1.0,0]]]',
+            "'list' where one of tuple, Tree, Reached was expected",
+        ),
         (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],[0.5],null]]]]],[0.0,1.0,0]]]', "where packed floats was expected"),
         (b'["RoundDrafted",[1,[[2,["tuple",[[0,[],"AAAA",null]]]]],[0.0,1.0,0]]]', "is no message of ours"),
         (

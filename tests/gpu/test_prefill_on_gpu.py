@@ -15,7 +15,8 @@ from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.chunk_attention import attend_by_flash, attend_masked, choose_attend_chunk
-from specbranch.models.native import CHUNK, LONG_CHUNK, NativeRunner, load_native
+from specbranch.models.model import PIECES
+from specbranch.models.native import NativeRunner, load_native
 from tiny_models import GREEDY
 
 pytestmark = pytest.mark.gpu
@@ -87,10 +88,10 @@ def test_a_row_that_saw_its_successor_would_be_noticed() -> None:
     assert shifted.abs().max() > 5 * TOLERATED[torch.bfloat16]
 
 
-def test_chunks_are_long_where_flash_runs_and_short_elsewhere(runner: NativeRunner, folder: Path) -> None:
-    assert runner.chunk == LONG_CHUNK and runner.decoder.attend_chunk is attend_by_flash
+def test_pieces_are_a_gpus_and_flash_runs_where_it_can(runner: NativeRunner, folder: Path) -> None:
+    assert runner.piece == PIECES["cuda"] and runner.decoder.attend_chunk is attend_by_flash
     wide = load_native(folder, context_length=3000, device="cuda", dtype=torch.float32, cache_tokens=4000)
-    assert wide.chunk == CHUNK and wide.decoder.attend_chunk is attend_masked
+    assert wide.piece == PIECES["cuda"] and wide.decoder.attend_chunk is attend_masked
     # the kernel takes heads of at most 256
     assert choose_attend_chunk(DEVICE, torch.bfloat16, 4, 2, 512) is attend_masked
 

@@ -1,4 +1,4 @@
-"""A prompt is read in chunks: cut at absolute places, each behind all before it, and none of it left behind by an
+"""A prompt is read in pieces: cut at absolute places, each behind all before it, and none of it left behind by an
 interrupt."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from specbranch.models.chunk_attention import attend_masked, choose_attend_chunk
 from specbranch.models.decoder import ChunkView, Decoder, Step
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import gathered, put
-from specbranch.models.native import CHUNK, NativeRunner, load_native
+from specbranch.models.model import PIECES
+from specbranch.models.native import NativeRunner, load_native
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 KINDS = {"plain": NativeRunner, "graphs": GpuRunner}
@@ -64,7 +65,7 @@ def steps_of(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> list[Step
 def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
     runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner.chunk = 100
+    runner.piece = 100
     steps = steps_of(runner, monkeypatch)
     tokens = some_tokens(530)
     runner.open(0, GREEDY)
@@ -85,14 +86,14 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
 @pytest.mark.parametrize("chunk", [7, 64, 300, 2048])
 def test_chunks_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
     expected = read(runner, 0, some_tokens(700))
-    runner.chunk = chunk
+    runner.piece = chunk
     found = read(runner, 1, some_tokens(700))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("chunk", [100, CHUNK, 512])
+@pytest.mark.parametrize("chunk", [100, PIECES["cpu"], 512])
 def test_a_prompt_that_is_read_again_has_the_same_bits_in_other_pages(chunk: int, runner: NativeRunner) -> None:
-    runner.chunk = chunk
+    runner.piece = chunk
     expected = read(runner, 0, some_tokens(600))
     before = list(runner._held[0].table.pages)
     runner.open(1, GREEDY)
@@ -108,7 +109,7 @@ def test_a_prompt_that_is_read_again_has_the_same_bits_in_other_pages(chunk: int
 def test_bits_differ_where_a_prompt_is_cut_elsewhere(runner: NativeRunner) -> None:
     """That the test above would notice a cut that depends on what was there before."""
     expected = read(runner, 0, some_tokens(600))
-    runner.chunk = 40
+    runner.piece = 40
     assert not torch.equal(read(runner, 1, some_tokens(600)), expected)
 
 
@@ -117,7 +118,7 @@ def test_bits_differ_where_a_prompt_is_cut_elsewhere(runner: NativeRunner) -> No
 def test_an_interrupt_between_chunks_leaves_nothing_of_a_prompt(
     chunk: int, when: str, runner: NativeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner.chunk = 150
+    runner.piece = 150
     expected = read(runner, 0, some_tokens(600))
     runner.close(0)
     other, free = read(runner, 1, some_tokens(300, seed=2)), runner.pool.free
@@ -175,4 +176,4 @@ def test_what_is_put_in_pages_is_gathered_in_the_order_of_a_text(head_dim: int, 
 def test_a_cpu_reads_short_chunks_behind_a_mask(runner: NativeRunner) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         assert choose_attend_chunk(torch.device("cpu"), dtype, 4, 2, 64) is attend_masked
-    assert runner.chunk == CHUNK == 256
+    assert runner.piece == PIECES["cuda" if isinstance(runner, GpuRunner) else "cpu"]

@@ -21,7 +21,7 @@ from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.kv import Table
-from specbranch.models.native import READ_COMPILED, NativeRunner, load_native, open_model
+from specbranch.models.native import COMPILED_PIECE, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
 from tiny_models import CONFIGS, GREEDY, planted, saved, some_tokens, tiny
 
@@ -241,15 +241,15 @@ def test_rows_are_dealt_out_in_order(folders: dict[str, Path]) -> None:
     assert [len(step) for step in dealt(work[:3], 5)] == [2] and not list(dealt([], 4))
 
 
-def test_a_chunk_is_read_by_the_code_its_own_size_calls_for(
+def test_a_prompt_is_read_by_the_compiled_step_piece_by_piece(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, read = RUNNERS["float32"](folders["llama"]), []
     monkeypatch.setattr(FusedStep, "store", lambda _, work: read.append(len(work[0].tokens)))
-    for seq, tokens in enumerate((READ_COMPILED - 1, READ_COMPILED, READ_COMPILED + 1, STEP_ROWS, 150)):
+    for seq, tokens in enumerate((COMPILED_PIECE - 1, COMPILED_PIECE, COMPILED_PIECE + 1, 3 * COMPILED_PIECE)):
         runner.open(seq, GREEDY)
         runner.extend(seq, some_tokens(tokens))
-    assert read == [READ_COMPILED - 1, READ_COMPILED]
+    assert read == [COMPILED_PIECE - 1, COMPILED_PIECE, COMPILED_PIECE, 1, *[COMPILED_PIECE] * 3]
 
 
 def test_stale_values_behind_the_sequence_change_nothing(folders: dict[str, Path]) -> None:

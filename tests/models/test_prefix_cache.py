@@ -57,7 +57,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def made(kind: str, decoder: Decoder, chunk: int = 256, pages: int = 16) -> NativeRunner:
     runner = KINDS[kind](decoder, CONTEXT, pages=pages)
-    runner.chunk = chunk
+    runner.piece = chunk
     return runner
 
 
@@ -351,7 +351,7 @@ class Exercise:
     sequence holds is what was last written there."""
 
     def __init__(self, kind: str, decoder: Decoder, reference: Reference, rng: random.Random) -> None:
-        self.runner = made(kind, decoder, reference.runner.chunk, pages=9)
+        self.runner = made(kind, decoder, reference.runner.piece, pages=9)
         self.reference, self.rng = reference, rng
         self.bits: dict[int, torch.Tensor] = {}
         self.numbers = iter(range(1 << 30))
@@ -392,7 +392,7 @@ class Exercise:
         prompt = (*base[:shared], *other[:new], self.rng.randrange(2))
         self.runner.open(seq, GREEDY)
         self.bits[seq] = held_bits(self.runner, seq)
-        chunk, end = self.runner.chunk, len(prompt) - 1
+        chunk, end = self.runner.piece, len(prompt) - 1
         while (held := len(self.runner.slots(seq).prefix)) < end:
             stop = min((held // chunk + self.rng.choice((1, 2, 9))) * chunk, end)
             with self.interrupts():

@@ -14,7 +14,7 @@ from operator import itemgetter
 from statistics import median
 from typing import Literal, Protocol, get_args
 
-from specbranch.core.orders import DraftOrder, Orders, Reports, Span, Verify
+from specbranch.core.orders import DraftOrder, Orders, Read, Reports, Span, Verify
 
 KEPT = 15  # of the latest times at a number of rows; their median is the estimate
 SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
@@ -157,7 +157,7 @@ class LearnedCosts:
         overlaps = drafting is not None and verifying is not None and _overlap(drafting, verifying)
         if drafting is not None and steps and not any(_reads(order.draft) for order in orders.values()):
             self._drafted(drafting, steps, overlaps)
-        if verifying is not None and not any(_reads(order.verify) for order in orders.values()):
+        if verifying is not None and not any(order.read or _reads(order.verify) for order in orders.values()):
             self._verified(verifying, len(steps) if overlaps else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 
@@ -209,7 +209,7 @@ class LearnedCosts:
 
 def _reads(order: DraftOrder | Verify | None) -> bool:
     """Whether an order begins with reading a text."""
-    return order is not None and (order.on.base == 0 or len(order.on.tail) > MOST_UNREAD)
+    return order is not None and (isinstance(order, Read) or order.on.base == 0 or len(order.on.tail) > MOST_UNREAD)
 
 
 def _mean(steps: Sequence[int]) -> int:

@@ -1,25 +1,55 @@
 """The loop: every live session says what it wants, the executor does it, every session takes its reports.
 
-Owns which sessions are live. Invariant: a session joins, leaves or fails without the others noticing. A step that was
-interrupted can be made again: orders that were carried out may be repeated.
+Owns which sessions are live, and how much of their texts is still to be read. Invariants: a session joins, leaves,
+fails, or is put back and taken back without the others noticing. A step that was interrupted can be made again: orders
+that were carried out may be repeated.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal, Protocol
 
-from specbranch.core.costs import LearnedCosts
-from specbranch.core.market import Grant, LaneOffer, Offer, RowOffer, granted, let_draft
+from specbranch.core.costs import MOST_UNREAD, LearnedCosts
+from specbranch.core.market import MOST_LANES, MOST_ROWS, Grant, LaneOffer, Offer, RowOffer, granted, let_draft
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Orders, Reports
+from specbranch.core.orders import Context, Draft, Orders, Read, Reports
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.core.trace import Trace
-from specbranch.errors import SpecBranchError
+from specbranch.errors import PoolFull, SpecBranchError
 
 log = logging.getLogger("specbranch")
+
+DRAFT_PIECES = 4  # that a draft may read in the time of one of the target's, where the target reads none
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places of a model's cache, for all sequences together, and how many of them nobody holds."""
+
+    of: Literal["target", "draft"]
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """What one round may hold.
+
+    Texts are read in pieces of `piece` tokens: at most `prompt_tokens` of them beside rows of others, and at most
+    `prompt_tokens_alone` while nobody decodes; nothing: whole.
+    """
+
+    rows: int = MOST_ROWS
+    lanes: int = MOST_LANES
+    piece: int = 256
+    prompt_tokens: int | None = None
+    prompt_tokens_alone: int | None = None
 
 
 class Executor(Protocol):
@@ -41,6 +71,10 @@ class Executor(Protocol):
         """Seconds on the clock that spans are measured by."""
         ...
 
+    def places(self) -> tuple[Places, ...]:
+        """The places of each model that counts them, as far as that is known here."""
+        ...
+
     @property
     def restarts(self) -> int:
         """How often a lost draft worker was replaced."""
@@ -51,23 +85,100 @@ class Executor(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A session in the loop: what it wants next, and how far the models have read its text."""
+
+    session: Session
+    rounds: MethodRounds
+    turn: int  # who is read to next among those whose texts are unread: the lowest
+    wants: Orders | Offer
+    held: int | None = 0  # tokens that the target has read in pieces; nothing: all that it was told
+    draft_held: int = 0  # tokens that the draft was last told, or has read in pieces
+    lags: bool = False  # the draft was asked for something, and has too much to read first
+    resting: bool = False
+
+    @property
+    def orders(self) -> Orders | None:
+        """What it wants to be done; nothing while it offers."""
+        return self.wants if isinstance(self.wants, Orders) else None
+
+    @property
+    def unread(self) -> int:
+        """How much of its text the target has still to read, but for the last token, which is a step."""
+        return 0 if self.held is None else max(len(self.session.tokens) - 1 - self.held, 0)
+
+    @property
+    def draft_unread(self) -> int:
+        """The same of the draft, where it is asked for anything; what a round reads by the way does not count."""
+        asked = self.lags or (isinstance(self.wants, Orders) and self.wants.draft is not None)
+        unread = len(self.session.tokens) - 1 - self.draft_held
+        return unread if asked and unread > MOST_UNREAD else 0
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether its text would be another one without what it wants drafted."""
+        draft = self.orders.draft if self.orders else None
+        return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
+
+    def read(self, held: int, most: int) -> Read:
+        """An order to read on."""
+        tokens = self.session.tokens
+        return Read(Context(held, tuple(tokens[held : len(tokens) - 1]), tokens), most)
+
+    def restart(self) -> None:
+        """The workers hold nothing of it any more."""
+        self.held, self.draft_held, self.lags = 0, 0, False
+
+
+@dataclass(slots=True)
+class _Budget:
+    """How many tokens of texts a model may still read in a round."""
+
+    left: int
+    piece: int
+
+    def take(self, unread: int) -> int:
+        """Take whole pieces of what is unread, or all of it; returns how many tokens that is."""
+        taken = unread if unread <= self.left else self.left // self.piece * self.piece
+        self.left -= taken
+        return taken
+
+
 class Loop:
     """Runs sessions to their end, a round at a time."""
 
-    def __init__(self, executor: Executor, trace: Trace | None = None, costs: LearnedCosts | None = None) -> None:
-        """`costs` learn from every round, once, with the rows of all sessions."""
+    def __init__(
+        self,
+        executor: Executor,
+        trace: Trace | None = None,
+        costs: LearnedCosts | None = None,
+        limits: RoundLimits | None = None,
+    ) -> None:
+        """`costs` learn from every round, once, with the rows of all sessions; without `limits` texts are read
+        whole."""
         self.executor = executor
         self.trace = trace
         self.costs = costs
+        self.limits = limits or RoundLimits()
         self.closed = False
-        self._live: dict[int, tuple[Session, MethodRounds]] = {}
-        self._orders: dict[int, Orders] = {}
-        self._offers: dict[int, Offer] = {}
+        # Whether a session for whom there is no memory waits for some, instead of failing. Who they were in the last
+        # round: their orders stand.
+        self.patient = False
+        self.short: dict[int, PoolFull] = {}
+        self._live: dict[int, _Seat] = {}
+        self._back: dict[int, _Seat] = {}  # of those that were put back
+        self._turns = count()
 
     @property
     def live(self) -> bool:
         """Whether any session is unfinished."""
         return bool(self._live)
+
+    @property
+    def awake(self) -> bool:
+        """Whether a step would do anything."""
+        return any(not seat.resting for seat in self._live.values())
 
     def join(self, session: Session, rounds: MethodRounds) -> None:
         """Take a session in; it takes part from the next round on."""
@@ -80,72 +191,176 @@ class Loop:
         except BaseException:
             self.executor.leave(session.number)
             raise
-        self._live[session.number] = (session, rounds)
-        self._take(session.number, first)
+        self._live[session.number] = _Seat(session, rounds, next(self._turns), first)
 
     def step(self) -> list[Session]:
         """Run one round; returns the sessions that took part.
 
-        Those that only draft go first, all together; the others wait, so that the target reads for all at once.
+        Those that only draft go first, all together; the others wait, so that the target reads for all at once. Beside
+        its rows it reads on in the texts of others, a few pieces a round.
         """
-        restarts = self.executor.restarts
-        for session, _ in self._live.values():
-            session.company = len(self._live)
+        restarts, self.short = self.executor.restarts, {}
+        for seat in self._live.values():
+            seat.session.company = len(self._live)
         self._let_draft()
-        drafting = {number: orders for number, orders in self._orders.items() if orders.verify is None}
-        if not drafting:
-            self._grant_rows()
-        now = drafting or dict(self._orders)
+        self._leave_out_drafts()
+        now = self._drafting() or self._with_target()
+        if not now:
+            return []
         begun = self.executor.now()
-        reports = self.executor.run(now)
+        reports = self._run(now)
         if self.costs is not None:
             self.costs.observe(now, reports)
-        for number, (session, _) in self._live.items():
-            if number not in now:
-                session.waited += self.executor.now() - begun
-        for session, _ in self._live.values():
-            session.stats.draft_restarts += self.executor.restarts - restarts
-        took_part = [self._live[number][0] for number in reports]
+        for number, seat in self._live.items():
+            if number not in now and seat.held is None:
+                seat.session.waited += self.executor.now() - begun
+            seat.session.stats.draft_restarts += self.executor.restarts - restarts
+        took_part = [self._live[number].session for number in reports]
         for number, report in reports.items():
-            self._advance(number, report)
+            if isinstance(report.error, PoolFull) and self.patient:
+                self.short[number] = report.error
+            else:
+                self._advance(self._live[number], now[number], report)
         return took_part
+
+    def put_back(self, session: Session) -> None:
+        """Free what a live session holds; what it wants stands, and is done once it is taken back."""
+        self.executor.leave(session.number)
+        self._back[session.number] = self._live.pop(session.number)
+
+    def take_back(self, session: Session) -> None:
+        """Go on with a session that was put back: its text is read again."""
+        self.executor.open(session.number, session.request)
+        seat = self._live[session.number] = self._back.pop(session.number)
+        seat.restart()
+
+    def rest(self, session: Session, resting: bool) -> None:
+        """Have a live session take part in no round for a while, or take part again."""
+        self._live[session.number].resting = resting
+
+    def unread(self, session: Session) -> int:
+        """How much of a live session's text the target has still to read."""
+        seat = self._live.get(session.number)
+        return seat.unread if seat else 0
 
     def leave(self, session: Session) -> None:
         """Let a session go, finished or not, and free what it held."""
-        if session.number in self._live:
-            rounds, orders = self._live.pop(session.number)[1], self._orders.pop(session.number, Orders())
-            self._offers.pop(session.number, None)
-            try:
-                rounds.close()
-            finally:
-                session.stats.finished = self.executor.now()
-                if session.finished in (None, "error") and orders.verify and orders.verify.parents is None:
-                    # in flight: no verdict will come; a tree's tokens count once judged
-                    session.stats.unused += len(orders.verify.tokens)
-                self.executor.leave(session.number)
+        seat = self._live.pop(session.number, None) or self._back.pop(session.number, None)
+        if seat is None:
+            return
+        try:
+            seat.rounds.close()
+        finally:
+            session.stats.finished = self.executor.now()
+            verify = seat.orders.verify if seat.orders else None
+            if session.finished in (None, "error") and verify and verify.parents is None:
+                # in flight: no verdict will come; a tree's tokens count once judged
+                session.stats.unused += len(verify.tokens)
+            self.executor.leave(session.number)
 
     def close(self) -> None:
         """Stop the workers, for good."""
         self.closed = True
         self.executor.close()
 
-    def _advance(self, number: int, reports: Reports) -> None:
-        session, rounds = self._live[number]
-        first = session.stats.emitted == 0
-        session.stats.note_prompt(number, reports)
+    def _run(self, now: Mapping[int, Orders]) -> dict[int, Reports]:
+        """Carry out a round. What one session's orders raise is its own error: each is tried alone then."""
+        try:
+            return self.executor.run(now)
+        except Exception as error:
+            if len(self._live) == 1:
+                raise
+            tried = {number: self._tried(number, orders) for number, orders in now.items()}
+            if all(report.error is not None for report in tried.values()) and len(tried) > 1:
+                raise  # it is the models' error, not theirs
+            log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
+            return tried
+
+    def _tried(self, number: int, orders: Orders) -> Reports:
+        try:
+            return self.executor.run({number: orders})[number]
+        except Exception as error:  # whatever it is, it is this session's alone
+            return Reports(error=error)
+
+    def _drafting(self) -> dict[int, Orders]:
+        """The orders of those that only draft."""
+        return {
+            number: seat.orders for number, seat in self._ready().items() if seat.orders and seat.orders.verify is None
+        }
+
+    def _with_target(self) -> dict[int, Orders]:
+        """The orders of a round of the target: of all that have read their texts, and pieces for the others."""
+        self._grant_rows()
+        limits, now = self.limits, {number: seat.orders for number, seat in self._ready().items() if seat.orders}
+        most = limits.prompt_tokens if now else limits.prompt_tokens_alone
+        left = sys.maxsize if most is None else max(most, limits.piece)
+        target, draft = _Budget(left, limits.piece), _Budget(left, limits.piece)
+        awake = sorted((seat for seat in self._live.values() if not seat.resting), key=lambda seat: seat.turn)
+        ready = set(now)
+        for seat in (one for one in awake if one.session.number not in ready):
+            if orders := self._reading(seat, target, draft):
+                now[seat.session.number] = orders
+        if target.left == left:
+            draft.left *= DRAFT_PIECES
+        for seat in (one for one in awake if one.session.number in ready and limits.prompt_tokens is not None):
+            if seat.draft_unread:
+                now[seat.session.number] = self._beside(seat, now[seat.session.number], draft)
+        # A step that is begun ahead would be forgotten when the next piece is read.
+        return {n: _unhurried(one) for n, one in now.items()} if any(one.read for one in now.values()) else now
+
+    def _beside(self, seat: _Seat, orders: Orders, draft: _Budget) -> Orders:
+        """A session's orders while its draft reads on: without what was to be drafted."""
+        seat.lags = True
+        if not (taken := draft.take(seat.draft_unread)):
+            return replace(orders, draft=None)
+        seat.turn = next(self._turns)
+        return replace(orders, draft=seat.read(seat.draft_held, taken))
+
+    def _reading(self, seat: _Seat, target: _Budget, draft: _Budget) -> Orders | None:
+        """What is read for a session in this round; its own orders, once these find nothing more to read than that."""
+        unread, draft_unread = seat.unread, seat.draft_unread
+        taken, draft_taken = target.take(unread), draft.take(draft_unread)
+        if (taken, draft_taken) == (unread, draft_unread) and seat.orders:
+            return seat.orders
+        if not taken and not draft_taken:
+            return None
+        seat.turn = next(self._turns)
+        return Orders(
+            seat.read(seat.draft_held, draft_taken) if draft_taken else None,
+            read=seat.read(seat.held or 0, taken) if taken else None,
+        )
+
+    def _advance(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
+        session, first = seat.session, seat.session.stats.emitted == 0
+        session.stats.note_prompt(session.number, reports)
         if self.trace:
-            self.trace.record(number, self._orders[number], reports)
-        self._send(session, rounds, reports)
-        self._clock(session, reports, first)
+            self.trace.record(session.number, orders, reports)
+        self._note_read(seat, orders, reports)
+        if orders is seat.wants or orders.verify or reports.error:
+            told = replace(reports, drafting=None) if isinstance(orders.draft, Read) else reports
+            self._send(seat, told)
+            self._clock(session, told, first)
         if session.finished:
             self.leave(session)
 
-    def _send(self, session: Session, rounds: MethodRounds, told: Reports | Grant) -> None:
+    def _note_read(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
+        """Note how far the models have read; a draft that does not say so is waited for no longer."""
+        if orders.verify is not None:
+            seat.held = None
+        elif reports.reached is not None:
+            seat.held = reports.reached
+        if orders.draft is not None:
+            told = reports.draft_reached
+            seat.draft_held = len(seat.session.tokens) if told is None else told
+            seat.lags = seat.lags and seat.draft_unread > 0
+
+    def _send(self, seat: _Seat, told: Reports | Grant) -> None:
+        session = seat.session
         if isinstance(told, Reports) and told.error:
             session.fail(told.error)
             return
         try:
-            self._take(session.number, rounds.send(told))
+            seat.wants = seat.rounds.send(told)
         except StopIteration:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
@@ -155,38 +370,61 @@ class Loop:
                 log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
             session.fail(error)
 
-    def _take(self, number: int, what: Orders | Offer) -> None:
-        """Note what a session wants next."""
-        if isinstance(what, Offer):
-            self._offers[number] = what
-            self._orders.pop(number, None)
-        else:
-            self._orders[number] = what
-            self._offers.pop(number, None)
+    def _ready(self) -> dict[int, _Seat]:
+        """The sessions whose texts are read as far as what they want presumes; others are read to in pieces first."""
+        awake = {number: seat for number, seat in self._live.items() if not seat.resting}
+        if self.limits.prompt_tokens is None:
+            return awake
+        waits_for_draft = len(awake) == 1  # if it is in company it goes on without
+        return {
+            number: seat
+            for number, seat in awake.items()
+            if not seat.unread and not (seat.draft_unread and (waits_for_draft or seat.needs_draft))
+        }
+
+    def _leave_out_drafts(self) -> None:
+        """Draft nothing, in company, for sessions whose draft has much to read first and which can do without."""
+        if self.limits.prompt_tokens is None:
+            return
+        for seat in self._ready().values():
+            if seat.orders and seat.orders.verify is None and seat.draft_unread:
+                seat.lags = True
+                self._send(seat, Reports())
+                if seat.session.finished:
+                    self.leave(seat.session)
 
     def _let_draft(self) -> None:
         """Say to all that would draft while the target waits whether they may."""
-        offers = {number: offer for number, offer in self._offers.items() if isinstance(offer, LaneOffer)}
-        others = sum(orders.verify is None for orders in self._orders.values())
-        rest = [offer for offer in self._offers.values() if isinstance(offer, RowOffer)]
-        self._answer(let_draft(offers, sum(offer.rate for offer in rest), others))
+        ready = self._ready()
+        offers = {number: seat.wants for number, seat in ready.items() if isinstance(seat.wants, LaneOffer)}
+        others = sum(seat.orders is not None and seat.orders.verify is None for seat in ready.values())
+        rest = [seat.wants.rate for seat in ready.values() if isinstance(seat.wants, RowOffer)]
+        self._answer(let_draft(offers, sum(rest), others, self.limits.lanes))
 
     def _grant_rows(self) -> None:
         """Grant rows to all that offer some."""
-        offers = {number: offer for number, offer in self._offers.items() if isinstance(offer, RowOffer)}
-        rows = sum(1 + len(orders.verify.tokens) for orders in self._orders.values() if orders.verify)
-        self._answer(granted(offers, rows))
+        ready = self._ready()
+        offers = {number: seat.wants for number, seat in ready.items() if isinstance(seat.wants, RowOffer)}
+        verifies = [seat.orders.verify for seat in ready.values() if seat.orders]
+        rows = sum(1 + len(verify.tokens) for verify in verifies if verify)
+        self._answer(granted(offers, rows, self.limits.rows, self.limits.lanes))
 
     def _answer(self, answers: Mapping[int, Grant]) -> None:
         """Tell sessions what became of their offers, and hear what they want then."""
         for number, answer in answers.items():
-            session, rounds = self._live[number]
-            self._send(session, rounds, answer)
-            if session.finished:
-                self.leave(session)
+            seat = self._live[number]
+            self._send(seat, answer)
+            if seat.session.finished:
+                self.leave(seat.session)
 
     def _clock(self, session: Session, reports: Reports, first: bool) -> None:
         if not first:
             session.stats.clock(reports)
         elif session.stats.emitted:
             session.stats.first_token = self.executor.now()
+
+
+def _unhurried(orders: Orders) -> Orders:
+    """The same orders, without a hint at what comes next."""
+    verify = orders.verify
+    return replace(orders, verify=replace(verify, goes_on=False)) if verify and verify.goes_on else orders

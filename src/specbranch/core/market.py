@@ -67,11 +67,13 @@ Offer = RowOffer | LaneOffer
 Grant = RowGrant | LaneGrant
 
 
-def let_draft(offers: Mapping[int, LaneOffer], waiting: float = 0.0, others: int = 0) -> dict[int, LaneGrant]:
+def let_draft(
+    offers: Mapping[int, LaneOffer], waiting: float = 0.0, others: int = 0, lanes: int = MOST_LANES
+) -> dict[int, LaneGrant]:
     """Return who may draft in the next round.
 
     All sessions wait for those that do: `waiting` is what a second of the rest is worth, in tokens; `others` draft
-    anyway.
+    anyway. A step that they share has at most so many `lanes`.
     """
     first = next(iter(offers.values()), None)
     if first is None or not first.costs.knows_draft:
@@ -84,7 +86,7 @@ def let_draft(offers: Mapping[int, LaneOffer], waiting: float = 0.0, others: int
     if chosen and (len(offers) > 1 or waiting or others):
         rate = waiting + sum(offer.rate for offer in offers.values())
         # One alone has no more lanes than its tree, so that a device can grow it by itself.
-        steps = step_prices(costs, rate, context, MOST_LANES if len(chosen) + others > 1 else WIDTHS[-1])
+        steps = step_prices(costs, rate, context, lanes if len(chosen) + others > 1 else WIDTHS[-1])
     return {session: LaneGrant(session in chosen, steps) for session in offers}
 
 
@@ -119,7 +121,9 @@ def step_prices(costs: Costs, rate: float, context: float, widest: int) -> tuple
     return tuple([rate * costs.draft_seconds(width, context) for width in range(1, widest + 1)])
 
 
-def granted(offers: Mapping[int, RowOffer], others: int = 0) -> dict[int, RowGrant]:
+def granted(
+    offers: Mapping[int, RowOffer], others: int = 0, most_rows: int = MOST_ROWS, lanes: int = MOST_LANES
+) -> dict[int, RowGrant]:
     """Return how many of its tokens each session may send; `others` are rows that go into the same forward anyway.
 
     Tokens are taken by their reach, over all sessions, as long as another one brings more than its row costs all of
@@ -132,7 +136,7 @@ def granted(offers: Mapping[int, RowOffer], others: int = 0) -> dict[int, RowGra
     plain = costs.target_seconds(base, context)
     rate = sum(offer.rate for offer in offers.values())
     order, best, most, promised = list[int](), 0, 0.0, 0.0
-    for session, reach in _by_reach(offers, MOST_ROWS - base):
+    for session, reach in _by_reach(offers, most_rows - base):
         if reach < LEAST and base > 1:
             break
         order.append(session)
@@ -142,7 +146,7 @@ def granted(offers: Mapping[int, RowOffer], others: int = 0) -> dict[int, RowGra
             best, most = len(order), profit
     counts = Counter(order[:best])
     shared = costs.overlap and costs.knows_draft and base > 1
-    steps = step_prices(costs, rate, context, MOST_LANES) if shared else ()
+    steps = step_prices(costs, rate, context, lanes) if shared else ()
     return {session: RowGrant(counts[session], base + best, rate, steps) for session in offers}
 
 

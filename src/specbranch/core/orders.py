@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 from specbranch.config import HeadKind
 from specbranch.core.forecast import Signal
 from specbranch.core.trees import Growth, Tree
-from specbranch.errors import SpecBranchError
 
 Measure = Literal["top", "entropy"]
 Until = Literal["length", "target"]
@@ -116,6 +115,24 @@ class Grow:
     def until_target(self) -> bool:
         """Whether it ends when the target is done."""
         return self.growth.free_time > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Have a model read on in the sequence `on`, all of it committed, by about `most` tokens: whole pieces of the
+    prompt, and behind it steps. Nothing is asked; the worker tells how far it has come (`Reached`)."""
+
+    on: Context
+    most: int
+    announces: ClassVar[bool] = False
+    until_target: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How many tokens of a sequence a worker holds after a Read order."""
+
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +244,8 @@ class Span:
         return self.end - self.start
 
 
-DraftOrder = Draft | Grow
-Drafted = tuple[Branch, ...] | Tree  # what comes back for the one, and for the other
+DraftOrder = Draft | Grow | Read
+Drafted = tuple[Branch, ...] | Tree | Reached  # what comes back for each of them
 
 
 class Meanwhile:
@@ -261,12 +278,13 @@ class Meanwhile:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """One session's orders for one round; either may be absent. An executor that waits for a device may do
-    `meanwhile` first."""
+    """One session's orders for one round; any may be absent. `read` is the target's, and comes without `verify`. An
+    executor that waits for a device may do `meanwhile` first."""
 
     draft: DraftOrder | None = None
     verify: Verify | None = None
     meanwhile: Meanwhile | None = field(default=None, repr=False, compare=False)
+    read: Read | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +296,10 @@ class Reports:
     drafting: Span | None = None
     verifying: Span | None = None
     draft_lost: bool = False
-    error: SpecBranchError | None = None  # this session cannot go on; the others can
+    error: Exception | None = None  # this session cannot go on; the others can
     tree: Tree | None = None  # what a Grow order brought
+    reached: int | None = None  # tokens that the target holds after a Read order
+    draft_reached: int | None = None  # and the draft
 
     @property
     def kept(self) -> Branch | None:
@@ -292,4 +312,6 @@ class Reports:
 
 def as_drafted(what: Drafted) -> dict[str, Any]:
     """Return what was drafted as fields of a report."""
+    if isinstance(what, Reached):
+        return {"draft_reached": what.tokens}
     return {"tree": what} if isinstance(what, Tree) else {"branches": what}

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from math import lcm
 from typing import NamedTuple, Self
 
-from specbranch.errors import CacheFull
+from specbranch.errors import PoolFull
 
 PAGE = 256  # places
 BROKEN = 16  # idle pages that are known in part are kept: they serve the same prompt sent again, which is soon or never
@@ -24,11 +24,11 @@ BROKEN = 16  # idle pages that are known in part are kept: they serve the same p
 Copy = tuple[int, int]  # from page, to page
 
 
-def pieces(places: range, chunk: int) -> Iterator[tuple[int, int]]:
+def pieces(places: range, piece: int) -> Iterator[tuple[int, int]]:
     """Cut places at absolute multiples of a size, so that a prompt is cut alike however much of it was there before."""
     start = places.start
     while start < places.stop:
-        stop = min((start // chunk + 1) * chunk, places.stop)
+        stop = min((start // piece + 1) * piece, places.stop)
         yield start, stop
         start = stop
 
@@ -62,9 +62,9 @@ class Pool:
         return len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Return pages that nobody holds, or raise CacheFull and take none."""
+        """Return pages that nobody holds, or raise PoolFull and take none."""
         if count > self.free:
-            raise CacheFull(
+            raise PoolFull(
                 f"Need {count} more cache pages of {self.size} tokens, {self.free} free (of {self.pages}). "
                 "Send fewer requests at once, lower max_tokens or context_length, or raise cache_tokens."
             )
@@ -171,7 +171,7 @@ class PageTable:
         self.pages = list(pages)
 
     def reach(self, places: int) -> None:
-        """Have room for so many places, or raise CacheFull and change nothing."""
+        """Have room for so many places, or raise PoolFull and change nothing."""
         missing = self._count(places) - len(self.pages)
         if missing > 0:
             self.pages += self.pool.take(missing)
@@ -221,7 +221,7 @@ class ReadPrompt:
     """What of a sequence was read as a prompt, in whole pieces from its beginning; makes its pages known, and finds
     known ones.
 
-    A piece ends at a multiple of the runner's `chunk`, or where the prompt ends: it has the same bits wherever the same
+    A piece ends at a multiple of the runner's `piece`, or where the prompt ends: it has the same bits wherever the same
     text is cut alike. So pages of whole pieces serve every text that begins with them, those of a last, broken piece
     only a prompt that ends there. What was written by steps, or behind a broken piece, serves nobody.
     """
@@ -231,41 +231,41 @@ class ReadPrompt:
         self.whole = 0  # places
         self._marks: list[bytes] = []  # digests of the pages that `whole` fills
 
-    def note(self, text: Sequence[int], start: int, stop: int, chunk: int) -> None:
+    def note(self, text: Sequence[int], start: int, stop: int, piece: int) -> None:
         """Note that a piece of a text was read."""
         if start != self.whole:
             return
-        if stop - start == chunk:
+        if stop - start == piece:
             self.whole = stop
         pool = self.table.pool
-        for at, digest in enumerate(list(self._digests(text, stop, chunk)), len(self._marks)):
+        for at, digest in enumerate(list(self._digests(text, stop, piece)), len(self._marks)):
             if (at + 1) * pool.size <= self.whole:
                 self._marks.append(digest)
             pool.learn(self.table.pages[at], Content(digest, min(stop - at * pool.size, pool.size)))
 
-    def recall(self, text: Sequence[int], held: int, chunk: int) -> int:
+    def recall(self, text: Sequence[int], held: int, piece: int) -> int:
         """Hold what is known of the beginning of a text instead, if that is more than the first `held` tokens;
         returns how many are held then."""
         pool, end = self.table.pool, len(text)
         pages, marks = self.table.pages[: len(self._marks)], list(self._marks)
-        for digest in self._digests(text, end, chunk):
+        for digest in self._digests(text, end, piece):
             if (page := pool.known(digest)) is None:
                 break
             pages.append(page)
             marks.append(digest)
         places = min(len(pages) * pool.size, end)
         if places < end:
-            places -= places % lcm(chunk, pool.size)
+            places -= places % lcm(piece, pool.size)
         if places <= held:
             return held
         self.table.exchange(pages[: -(-places // pool.size)])
-        self.whole = places - places % chunk
+        self.whole = places - places % piece
         self._marks = marks[: self.whole // pool.size]
         return places
 
-    def cut(self, length: int, chunk: int) -> None:
+    def cut(self, length: int, piece: int) -> None:
         """Forget all but the first places."""
-        self.whole = min(self.whole, length - length % chunk)
+        self.whole = min(self.whole, length - length % piece)
         del self._marks[self.whole // self.table.pool.size :]
 
     def check(self) -> None:
@@ -275,13 +275,13 @@ class ReadPrompt:
             if known is not None and known.places == self.table.pool.size and known.digest != mark:
                 raise AssertionError(f"page {page} holds another text than it is known for")
 
-    def _digests(self, text: Sequence[int], end: int, chunk: int) -> Iterator[bytes]:
+    def _digests(self, text: Sequence[int], end: int, piece: int) -> Iterator[bytes]:
         """The digests of the pages of a text that ends there, from the first one that is not marked."""
-        size, whole = self.table.pool.size, end - end % chunk
+        size, whole = self.table.pool.size, end - end % piece
         before = self._marks[-1] if self._marks else b""
         for start in range(len(self._marks) * size, end, size):
             stop = min(start + size, end)
-            cut = array("q", (chunk, 0 if stop <= whole else end, *text[start:stop]))
+            cut = array("q", (piece, 0 if stop <= whole else end, *text[start:stop]))
             before = blake2b(before + cut.tobytes(), digest_size=32).digest()
             yield before
 

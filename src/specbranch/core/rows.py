@@ -15,7 +15,7 @@ from specbranch.core import noise
 from specbranch.core.noise import Purpose
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request, Spot
-from specbranch.core.runner import UNCOUNTED, Ask, Feed, Judged, Law, Proposal, Trial, Verdicts
+from specbranch.core.runner import Ask, Feed, Judged, Law, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.verify import Outcome, accept_match, accept_ratio
 
@@ -51,6 +51,7 @@ class RowRunner(Generic[Row]):
     """A Runner over a model that scores nodes; what remains to be told is how it opens, reads, keeps and scores."""
 
     prefix_cache = True  # whether what was read of prompts is kept for others, where it can be
+    piece = 256  # tokens of a prompt that are read at once
 
     def __init__(self, sampler: Sampler[Row]) -> None:
         self.sampler = sampler
@@ -63,14 +64,14 @@ class RowRunner(Generic[Row]):
         self._requests[seq], self._rows[seq] = request, {}
 
     @property
-    def places(self) -> int:
-        """How many places the cache has; nobody counts them unless it is told."""
-        return UNCOUNTED
+    def places(self) -> int | None:
+        """How many places there are for all sequences together; nothing: they are not counted."""
+        return None
 
     @property
     def places_free(self) -> int:
         """How many of them can be had."""
-        return UNCOUNTED
+        return 0
 
     def slots(self, seq: int) -> Slots:
         """The sequence's places, to be read."""

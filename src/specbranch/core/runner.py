@@ -18,7 +18,6 @@ from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
 
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
-UNCOUNTED = 1 << 62  # places of a cache that grows as it likes
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
 
 Allowed = frozenset[int]  # the tokens that may be said at a place
@@ -144,8 +143,14 @@ class Runner(Protocol):
         ...
 
     @property
-    def places(self) -> int:
-        """How many places the cache has, for all sequences together."""
+    def piece(self) -> int:
+        """How many tokens of a prompt are read at once: it is cut at multiples of this, counted from its beginning,
+        whoever reads it and whatever was read before, so that its bits depend on nothing else."""
+        ...
+
+    @property
+    def places(self) -> int | None:
+        """How many places there are for all sequences together; nothing: they are not counted."""
         ...
 
     @property

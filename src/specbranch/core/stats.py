@@ -25,6 +25,7 @@ AS_THEY_ARE = {  # fields that a summary tells as they are, and what it calls th
     "emitted": "tokens",
     "branch_hits_other": "branch_hits_other_head",
     "both_busy": "both_busy_seconds",
+    "queued": "queued_seconds",
     **{fate: FATE_NAMES[fate].counted for fate in FATES},
     **{name: name for name in SAME_NAME},
 }
@@ -56,6 +57,7 @@ class Stats(Fates):
     prompt_tokens_cached: int = 0  # that the target took from the prefix cache instead
     draft_prompt_tokens_read: int = 0
     draft_prompt_tokens_cached: int = 0
+    queued: float = 0.0  # seconds before it was started
     started: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
@@ -223,6 +225,7 @@ class Stats(Fates):
         decoded = max(self.emitted - 1, 0)
         return {
             "tokens": self.emitted,
+            "queued_seconds": self.queued,
             "ttft_seconds": self.ttft,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": _over(decoded, self.decode_seconds),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Sparse
+from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
 from specbranch.core.runner import Ask, Done, Feed, Proposal
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
@@ -76,6 +76,7 @@ class Drafter(Worker):
         return {
             **(self._branches(chains, done, announce) if chains else {}),
             **(self._trees(trees, done) if trees else {}),
+            **{session: self._reached(session, order) for session, order in orders.items() if isinstance(order, Read)},
         }
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
@@ -83,6 +84,13 @@ class Drafter(Worker):
         found = super().propose(work, asks)
         _check(proposal.confidence for proposal in found)
         return found
+
+    def _reached(self, session: int, order: Read) -> Reached:
+        """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in pieces."""
+        with suppress(CacheFull):
+            if not self._out_of_reach(session, order, 0):
+                return Reached(self.read(session, order))
+        return Reached(len(order.on))
 
     def _trees(self, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
         """Grow trees; one that has come out of reach stays as it is."""

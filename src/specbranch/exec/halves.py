@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span, Verdict, Verify, as_drafted
+from specbranch.core.loop import Places
+from specbranch.core.orders import (
+    Branch,
+    Drafted,
+    DraftOrder,
+    Orders,
+    Read,
+    Reports,
+    Span,
+    Verdict,
+    Verify,
+    as_drafted,
+)
 from specbranch.errors import SpecBranchError
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.exec.worker import Worker
@@ -46,15 +58,26 @@ class Verifying:
     """
 
     def __init__(
-        self, target: Verifier, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None, stretch: Stretch
+        self,
+        target: Verifier,
+        orders: Mapping[int, Verify],
+        heads: Mapping[int, Branch] | None,
+        stretch: Stretch,
+        reads: Mapping[int, Read] | None = None,
     ) -> None:
-        """Start the target; `heads` as for `Verifier.score`."""
+        """Start the target; `heads` as for `Verifier.score`. It reads on in texts last: memory is for those first who
+        are under way."""
         self.failed: dict[int, SpecBranchError] = {}
+        self.reached: dict[int, int] = {}
         self._target, self._stretch = target, stretch
         self._scored: Scored | None = None  # where there is nothing to verify
         self._error: Exception | None = None
         if orders:
             self._scored, self.failed = target.score(orders, heads)
+        if reads:
+            self.reached, short = target.read_on(reads)
+            self.failed |= short
+        if orders or reads:
             self._launched()
 
     def ready(self) -> bool:
@@ -96,6 +119,19 @@ def parted(orders: Mapping[int, Orders]) -> tuple[dict[int, DraftOrder], dict[in
     return drafts, {session: order.verify for session, order in orders.items() if order.verify}
 
 
+def places_of(target: Worker, draft: Worker | None = None) -> tuple[Places, ...]:
+    """The places of the workers' models, of those that count them."""
+    found = [Places("target", total, target.runner.places_free)] if (total := target.runner.places) else []
+    if draft is not None and (total := draft.runner.places):
+        found.append(Places("draft", total, draft.runner.places_free))
+    return tuple(found)
+
+
+def reads_of(orders: Mapping[int, Orders]) -> dict[int, Read]:
+    """What the target is to read and nothing is asked about."""
+    return {session: order.read for session, order in orders.items() if order.read}
+
+
 def do_meanwhile(orders: Mapping[int, Orders]) -> None:
     """Do what was put off, now that the target works."""
     for order in orders.values():
@@ -111,16 +147,19 @@ def reports_of(
     drafting: Span | None,
     verifying: Span | None,
     lost: Container[int] = (),
+    reached: Mapping[int, int] | None = None,
 ) -> dict[int, Reports]:
-    """Put both halves together; `lost` are sessions that have no draft, however much they ordered one."""
+    """Put both halves together; `lost` are sessions that have no draft, however much they ordered one, `reached` tells
+    how much the target holds of those it read on in."""
     return {
         session: Reports(
             **as_drafted(made.get(session, ())),
             verdict=verdicts.get(session),
             drafting=drafting if order.draft and session not in lost else None,
-            verifying=verifying if order.verify else None,
+            verifying=verifying if order.verify or order.read else None,
             draft_lost=order.draft is not None and session in lost,
             error=failed.get(session),
+            reached=(reached or {}).get(session),
         )
         for session, order in orders.items()
     }

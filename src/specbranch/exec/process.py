@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from specbranch.core.loop import Places
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
-from specbranch.exec.halves import Stretch, do_meanwhile, parted, reports_of
+from specbranch.exec.halves import Stretch, do_meanwhile, parted, places_of, reads_of, reports_of
 from specbranch.exec.messages import (
     Broken,
     HeadsDrawn,
@@ -165,6 +166,7 @@ class Process:
         work = self._begin(drafts)
         timed = Stretch(self.target, self.now)
         scored, failed = self.target.score(verifies)
+        reached, short = self.target.read_on(reads_of(orders))
         do_meanwhile(orders)
         self._await_heads(work, scored)
         verdicts = self.target.judge(scored, (work.heads if work else None) or {})
@@ -173,7 +175,12 @@ class Process:
         self._target_done(work)
         self._await_branches(work)
         made, drafting = (work.made, work.span) if work else (None, None)
-        return reports_of(orders, made or {}, verdicts, failed, drafting, timed.span(), drafts if made is None else ())
+        lost = drafts if made is None else ()
+        return reports_of(orders, made or {}, verdicts, failed | short, drafting, timed.span(), lost, reached)
+
+    def places(self) -> tuple[Places, ...]:
+        """The places of the target, if it counts them; those of the child are not known here."""
+        return places_of(self.target)
 
     def leave(self, session: int) -> None:
         """Free what a session holds."""

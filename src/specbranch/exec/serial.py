@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
+from specbranch.core.loop import Places
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.grower import never
-from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, reports_of
+from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, places_of, reads_of, reports_of
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 
@@ -48,11 +49,15 @@ class Serial:
         heads: dict[int, Branch] = {}
         made, drafting = self._drafted(drafts, never, heads.update)
         timed = self._stretch(self.target)
-        verifying = Verifying(self.target, verifies, heads, timed)
+        verifying = Verifying(self.target, verifies, heads, timed, reads_of(orders))
         do_meanwhile(orders)
         verdicts = verifying.judged()
         spans = drafting.span() if drafting else None, timed.span()
-        return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without)
+        return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
+
+    def places(self) -> tuple[Places, ...]:
+        """The places of each model that counts them."""
+        return places_of(self.target, self.draft)
 
     def leave(self, session: int) -> None:
         """Free what a session holds."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specbranch.core.orders import Orders, Reports
-from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, reports_of
+from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, reads_of, reports_of
 from specbranch.exec.serial import Serial
 from specbranch.exec.worker import Worker
 
@@ -25,12 +25,12 @@ class Streams(Serial):
         ahead = any(order.goes_on for order in verifies.values())
         timed = Stretch(self.target, self.now) if ahead else self._stretch(self.target)
         awaited = any(order.announces for order in drafts.values())
-        verifying = Verifying(self.target, verifies, None if awaited else {}, timed)
+        verifying = Verifying(self.target, verifies, None if awaited else {}, timed, reads_of(orders))
         do_meanwhile(orders)
         made, drafting = self._drafted(drafts, verifying.ready, verifying.tell)
         verdicts = verifying.judged()
         spans = drafting.span() if drafting else None, timed.span()
-        return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without)
+        return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 
     def _stretch(self, worker: Worker) -> Stretch:
         """A device that works by itself tells its own times: the host sees only when it looks."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
-from specbranch.core.orders import Aside, Branch, Context, Verdict, Verify
+from specbranch.core.orders import Aside, Branch, Context, Read, Verdict, Verify
 from specbranch.core.runner import Feed, Head, Judged, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
@@ -73,6 +73,18 @@ class Verifier(Worker):
         judged = tuple(trial for trial in trials if heads is not None or not self.request(trial.seq).by_ratio)
         self._count(work)
         return Scored(judged, tuple(told), self.runner.verify(work, (*judged, *told)), waiting), failed
+
+    def read_on(self, orders: Mapping[int, Read]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
+        """Read on in texts of which nothing is asked yet; returns how much is held of each, and who cannot be
+        served."""
+        reached: dict[int, int] = {}
+        failed: dict[int, SpecBranchError] = {}
+        for session, order in orders.items():
+            try:
+                reached[session] = self.read(session, order)
+            except SpecBranchError as error:
+                failed[session] = error
+        return reached, failed
 
     def tell(self, scored: Scored, heads: Mapping[int, Branch]) -> Scored:
         """Start to judge those that waited for their heads, which are as for `score`."""

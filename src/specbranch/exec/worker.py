@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specbranch.core.orders import UNREAD, Context, PromptRead
+from specbranch.core.orders import UNREAD, Context, PromptRead, Read
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, GrowsTrees, Proposal, Runner
 from specbranch.core.slots import ROOT, Slots
@@ -92,6 +92,21 @@ class Worker:
         self.runner.keep(session, [*path, *kept], len(path))
         return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
 
+    def read(self, session: int, order: Read) -> int:
+        """Read on in a sequence, by whole pieces of its prompt, then by steps; returns how many tokens of it are held.
+
+        Bits are those of reading it at once: both cut a prompt at the same places.
+        """
+        on = order.on.whole() if self.stale(session, order.on) else order.on
+        unread, path = self._unread(session, on, 0, asked=0)
+        self.runner.keep(session, path, len(path))
+        rest = unread[len(path) :]
+        if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
+            self._read_prompt(session, rest[:prompt], order.most)
+        else:
+            self._catch_up(session, rest[: order.most], len(rest[: order.most]), at_once=0)
+        return len(self.slots(session).prefix)
+
     def _unread(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
         """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry
         the first of them.
@@ -157,7 +172,8 @@ class Worker:
             self._read_prompt(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > at_once:
-            count = min(committed - 1, STRIDE, max(self.slots(session).room, 1))  # without room the cache says so
+            most = max(self.slots(session).room, 1)  # without room the cache says so
+            count = min(committed - min(at_once, 1), STRIDE, most)
             work = [Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))]
             self._count(work)
             self.runner.feed(work)
@@ -165,13 +181,18 @@ class Worker:
             rest, committed = rest[count:], committed - count
         return rest
 
-    def _read_prompt(self, session: int, tokens: Sequence[int]) -> None:
-        """Read the next tokens of the prompt, but for what the cache knows of them."""
-        held, before = self._held[session], self.slots(session).prefix[:]
-        known = self.runner.recall(session, (*before, *tokens)) - len(before)
-        if known < len(tokens):
-            self._extend(session, tokens[known:])
-        held.prompt = held.prompt.plus(PromptRead(read=len(tokens) - known, cached=known))
+    def _read_prompt(self, session: int, unread: Sequence[int], most: int | None = None) -> None:
+        """Read on in a prompt, of which all that is unread is given: to its end, or about `most` tokens of it in whole
+        pieces, but for what the cache knows of it. All reading of prompts begins here."""
+        held, before, piece = self._held[session], self.slots(session).prefix[:], self.runner.piece
+        known = self.runner.recall(session, (*before, *unread)) - len(before)
+        end = len(unread)
+        if most is not None:
+            at = len(before) + known
+            end = min((at // piece + max(most // piece, 1)) * piece - len(before), end)
+        if known < end:
+            self._extend(session, unread[known:end])
+        held.prompt = held.prompt.plus(PromptRead(read=max(end - known, 0), cached=known))
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         """Read a part of the prompt, about which nothing is asked."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from specbranch.core.pages import pieces
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError
@@ -31,7 +32,6 @@ from specbranch.models.files.rollback import active_window, refuse_if_cannot_rol
 from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow, rows_of
 
-CHUNK = 512  # tokens of a prompt read at once
 # relative difference of logits taken for rounding; coarser types: ROUGH
 SAME = {torch.float32: 0.01, torch.float64: 0.01}
 ROUGH = 0.2
@@ -206,14 +206,14 @@ class TransformersRunner(TorchRunner):
         return self._held[seq].slots
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in chunks."""
+        """Read tokens in chunks that end at multiples of `piece`."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
-        held.slots.extend(tokens)
+        places = held.slots.extend(tokens)
         with self._forgetting(seq):
             cache = held.line_to(ROOT).cache
-            for start in range(0, len(tokens), CHUNK):
-                self.forward(cache, tokens[start : start + CHUNK], last_row_only=True)
+            for start, stop in pieces(places, self.piece):
+                self.forward(cache, tokens[start - places.start : stop - places.start], last_row_only=True)
 
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Score new nodes, one forward for each unbranched run of them; one row a node."""

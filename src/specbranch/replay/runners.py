@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request
-from specbranch.core.runner import UNCOUNTED, Ask, Feed, Judged, Proposal, Trial, Verdicts
+from specbranch.core.runner import Ask, Feed, Judged, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.verify import accept_match
 from specbranch.errors import BadParameter
@@ -37,6 +37,10 @@ Beyond = Callable[[Sequence[Sequence[int]]], list[int]]  # from texts that left 
 class PlainSlots(Generic[Mark]):
     """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is
     told below it."""
+
+    piece = 256
+    places = None
+    places_free = 0
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length
@@ -58,16 +62,6 @@ class PlainSlots(Generic[Mark]):
     def demand(self, seq: int, count: int) -> None:
         """Make sure that so many more nodes fit."""
         self._slots[seq].demand(count)
-
-    @property
-    def places(self) -> int:
-        """Nobody counts."""
-        return UNCOUNTED
-
-    @property
-    def places_free(self) -> int:
-        """Nobody counts."""
-        return UNCOUNTED
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
         """Nothing is kept for others: what reading a prompt costs is charged to each."""

@@ -14,7 +14,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import PLAIN, find_method
 from specbranch.core.request import Request
-from specbranch.core.runner import UNCOUNTED, Ask, Feed, Judged, Proposal, Runner, Trial, Verdicts
+from specbranch.core.runner import Ask, Feed, Judged, Proposal, Runner, Trial, Verdicts
 from specbranch.core.session import Session
 from specbranch.core.slots import Slots
 from specbranch.core.stats import Stats
@@ -23,7 +23,7 @@ from specbranch.exec.worker import Worker
 from specbranch.replay.decode import Diverged, ReplayedModel
 from specbranch.replay.reader import Reader
 from specbranch.replay.record import Record
-from specbranch.replay.runners import MemoRunner, RecordedRunner
+from specbranch.replay.runners import MemoRunner, PlainSlots, RecordedRunner
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 
@@ -32,6 +32,10 @@ ROOM = 256  # places beyond the end of a text
 
 class OneEach:
     """A Runner that has another one for each sequence."""
+
+    piece = PlainSlots.piece
+    places = None
+    places_free = 0
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length
@@ -48,16 +52,6 @@ class OneEach:
     def demand(self, seq: int, count: int) -> None:
         """Make sure that so many more nodes fit."""
         self.runners[seq].demand(seq, count)
-
-    @property
-    def places(self) -> int:
-        """Nobody counts."""
-        return UNCOUNTED
-
-    @property
-    def places_free(self) -> int:
-        """Nobody counts."""
-        return UNCOUNTED
 
     def recall(self, seq: int, tokens: Sequence[int]) -> int:
         """Ask the sequence's runner."""

@@ -7,12 +7,12 @@ is done" depend on the profile.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from specbranch.core.orders import Branch, Orders, Reports, Span
 from specbranch.core.runner import Feed
 from specbranch.exec.drafter import Drafter
-from specbranch.exec.halves import parted, reports_of
+from specbranch.exec.halves import parted, reads_of, reports_of
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.profile import CostProfile
@@ -91,10 +91,15 @@ class VirtualClock(Serial):
         """Carry out one round and charge it."""
         charge, heads = Charge(self.profile), dict[int, Branch]()
         drafts, verifies = parted(orders)
-        fed, held = self.target.rows_fed, self._held(orders)
+        fed, held = self.target.rows_fed, self._mean_held(verifies)
         scored, failed = self.target.score(verifies)
         verified = self.target.rows_fed - fed
         charge.verified(verified, held)
+        reads = reads_of(orders)
+        before = self._mean_held(reads)
+        reached, short = self.target.read_on(reads)
+        pieces = self.target.rows_fed - fed - verified
+        charge.verified(pieces, before)  # a forward of its own
         if self.metered:
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
@@ -103,10 +108,10 @@ class VirtualClock(Serial):
         begun = start + charge.target_start
         drafted = timed.span() if timed else Span(0.0, 0.0)
         drafting = Span(start, start + charge.draft, drafted.tokens, drafted.prompts)
-        verifying = Span(begun, begun + charge.target, verified, self.target.prompts_read())
-        return reports_of(orders, made, verdicts, failed, drafting, verifying, self._without)
+        verifying = Span(begun, begun + charge.target, verified + pieces, self.target.prompts_read())
+        return reports_of(orders, made, verdicts, failed | short, drafting, verifying, self._without, reached)
 
-    def _held(self, orders: Mapping[int, Orders]) -> float:
-        """How many tokens the target holds of a sequence it is about to verify, on average."""
-        lengths = [len(self.target.slots(session).prefix) for session, order in orders.items() if order.verify]
+    def _mean_held(self, sessions: Iterable[int]) -> float:
+        """How many tokens the target holds of a sequence, on average."""
+        lengths = [len(self.target.slots(session).prefix) for session in sessions]
         return statistics.fmean(lengths) if lengths else 0.0

@@ -68,7 +68,7 @@ class PagedStates(MutableSequence[State]):
 
 
 class PagedToyRunner(ToyRunner):
-    """A toy with `pages` pages of `page` places each, which reads prompts in pieces of `chunk` tokens."""
+    """A toy with `pages` pages of `page` places each, which reads prompts in pieces of `piece` tokens."""
 
     _states: dict[int, PagedStates]  # type: ignore[assignment] # what the toy does with its states is the same
 
@@ -77,12 +77,12 @@ class PagedToyRunner(ToyRunner):
         law: ToyLaw,
         pages: int = 1024,
         page: int = 8,
-        chunk: int = 8,
+        piece: int = 8,
         context_length: int = 4096,
         tail: int = TAIL,
     ) -> None:
         super().__init__(law, context_length, tail)
-        self.pool, self.chunk = Pool(pages, page), chunk
+        self.pool, self.piece = Pool(pages, page), piece
         self._memory = [START] * (pages * page)
 
     @property
@@ -117,20 +117,20 @@ class PagedToyRunner(ToyRunner):
         self._reach({seq: len(tokens)})
         super()._extend(seq, tokens)
         if self.prefix_cache:
-            for piece in pieces(range(start, len(slots.prefix)), self.chunk):
-                states.read.note(slots.prefix, *piece, self.chunk)
+            for piece in pieces(range(start, len(slots.prefix)), self.piece):
+                states.read.note(slots.prefix, *piece, self.piece)
 
     def _recall(self, seq: int, tokens: Sequence[int]) -> None:
         slots = self.slots(seq)
         before = len(slots.prefix)
-        slots.extend(tokens[before : self._states[seq].recall(tokens, self.chunk)])
+        slots.extend(tokens[before : self._states[seq].recall(tokens, self.piece)])
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         self._reach({item.seq: len(item.tokens) for item in work})
         return super()._score(work)
 
     def _rewind(self, seq: int, length: int) -> None:
-        self._states[seq].read.cut(length, self.chunk)
+        self._states[seq].read.cut(length, self.piece)
         super()._rewind(seq, length)
 
     def _close(self, seq: int) -> None:

@@ -40,7 +40,7 @@ from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.trees import ENTRIES
-from specbranch.models.model import ProbeNetwork
+from specbranch.models.model import PIECES, ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
@@ -67,7 +67,7 @@ class GpuRunner(NativeRunner):
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
-        self._fused = None
+        self._fused, self.piece = None, PIECES["cuda"]
         self._stream = _own_stream(self, self.device) if self.device.type == "cuda" else None
         self._clock = None if self._stream is None else StreamClock(self._stream)
         self.transfer.stream = self._stream

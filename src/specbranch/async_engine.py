@@ -1,0 +1,431 @@
+"""`AsyncLLM`: one thread owns a loaded LLM; any number of tasks and threads send it requests.
+
+Owns that thread, and the way of a request there and of its text back. Invariants: nobody but the thread touches the
+models, sessions and answers; whatever happens there, every caller hears of the end of its request; a slow consumer
+holds up nobody but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeGuard, cast
+
+from specbranch.answer import Answer, Chunk, Output, Piece, gather
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.scheduler import Snapshot, Ticket
+from specbranch.engine import LLM, Params, PromptLike, Speculative, batch_size, checked
+from specbranch.errors import BadParameter, EngineFailed, RequestCancelled, SpecBranchError
+
+if TYPE_CHECKING:
+    from specbranch.text.chat_template import Message
+
+MOST = 64  # requests decoded at once, unless it is said
+BUFFER = 256  # tokens that a stream may be ahead of its consumer
+PIECES_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A request as it was checked by its caller's thread."""
+
+    prompt: list[int]
+    params: SamplingParams
+    config: SpeculativeConfig
+    priority: int
+    within: float | None
+    streams: bool
+
+
+class Submission:
+    """A request under way: its text as it comes, its output, and the way to cancel it. Any thread or task may use it;
+    its chunks go to one of them."""
+
+    def __init__(self, engine: AsyncLLM, wish: _Wish) -> None:
+        self.wish = wish
+        self.answers: list[Answer] = []  # the engine's thread's own, like the next two
+        self.tickets: list[Ticket] = []
+        self.resting = False
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._pieces: list[Piece] = []
+        self._output: Output | None = None
+        self._error: SpecBranchError | None = None
+        self._woken: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._taken = False  # the last chunk was
+
+    def cancel(self) -> None:
+        """Let the request go, within a round; harmless if it is over."""
+        if not self._is_over():
+            self._engine.post(partial(self._engine.drop, self))
+
+    def result(self, timeout: float | None = None) -> Output:
+        """Wait for the output, whole or with the error that ended it; raises a TimeoutError after so many seconds."""
+        with self._changed:
+            if not self._changed.wait_for(self._is_over, timeout):
+                raise TimeoutError(f"The request is not finished after {timeout:g} s; it goes on unless cancelled.")
+            return self._finished()
+
+    async def output(self) -> Output:
+        """The same for a task."""
+        while not self._is_over():
+            await self._news(self._is_over)
+        return self._finished()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Chunks as they come, for a thread; the last one carries the output, and its error if it has one."""
+        while not self._taken:
+            with self._changed:
+                self._changed.wait_for(self._has_news)
+            if (chunk := self._take()) is not None:
+                yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """The same for a task."""
+        while not self._taken:
+            await self._news(self._has_news)
+            if (chunk := self._take()) is not None:
+                yield chunk
+
+    def tell(self, pieces: Sequence[Piece], output: Output | None = None, error: SpecBranchError | None = None) -> int:
+        """Hand on what is new, and wake whoever waits; returns how many tokens were not taken yet."""
+        with self._changed:
+            if not self._is_over():
+                self._pieces += pieces
+                self._output, self._error = output, error
+            self._changed.notify_all()
+            woken, self._woken = self._woken, []
+            untaken = len(self._pieces)
+        for loop, future in woken:
+            with suppress(RuntimeError):  # its loop was closed
+                loop.call_soon_threadsafe(_settle, future)
+        return untaken
+
+    def _is_over(self) -> bool:
+        return self._output is not None or self._error is not None
+
+    def _has_news(self) -> bool:
+        return bool(self._pieces) or self._is_over() or self._taken
+
+    def _finished(self) -> Output:
+        if self._output is None:
+            assert self._error is not None
+            raise self._error
+        return self._output
+
+    def _take(self) -> Chunk | None:
+        """Take all that is new."""
+        with self._changed:
+            if self._taken or not self._has_news():
+                return None
+            pieces, self._pieces = self._pieces, []
+            self._taken = self._is_over()
+        if self._taken:
+            return Chunk(tuple(pieces), self._finished())
+        self._engine.post(partial(self._engine.go_on, self))
+        return Chunk(tuple(pieces))
+
+    async def _news(self, there: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            if there():
+                return
+            future: asyncio.Future[None] = loop.create_future()
+            self._woken.append((loop, future))
+        await future
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What the thread is to do between two rounds; others put it here."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    tasks: list[Callable[[], None]] = field(default_factory=list)
+    closing: bool = False
+    drain: bool = True
+    ended: bool = False
+
+
+class AsyncLLM:
+    """An LLM for many callers at once."""
+
+    def __init__(self, llm: LLM, max_batch: int = MOST, buffer: int = BUFFER) -> None:
+        """Take over a loaded LLM, which nobody else may use from now on.
+
+        `max_batch`: requests decoded at once; memory may allow fewer. `buffer`: tokens that a stream may be ahead of
+        its consumer; beyond, its request rests until they were taken.
+        """
+        self._llm, self._buffer = llm, buffer
+        self._scheduler = llm.scheduler
+        self._scheduler.most = batch_size(max_batch)
+        loop = self._scheduler.loop
+        loop.limits = replace(loop.limits, prompt_tokens_alone=PIECES_ALONE * loop.limits.piece)
+        self._variants: dict[SpeculativeConfig, LLM] = {llm.config: llm}
+        self._open: list[Submission] = []  # the thread's own
+        self._inbox = _Inbox()
+        self._snapshot = Snapshot()
+        self._thread = threading.Thread(target=self._serve, name="specbranch", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        params: Params = None,
+        *,
+        method: str | None = None,
+        speculative: Speculative = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        streams: bool = False,
+    ) -> Submission:
+        """Send a request: a text, token ids, or a conversation; from any thread. What is wrong with it is raised here.
+
+        `method`, `speculative`: another way to decode than the LLM's own, on the same models; `speculative=False` is
+        plain decoding. Higher priorities go first. `deadline`: seconds in which it has to be finished; else it ends
+        with an error and what it has. `streams`: its chunks will be taken as they come, one sample only.
+        """
+        return self._sent(self._wish(prompt, params, method, speculative, priority, deadline, streams))
+
+    async def generate(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        params: Params = None,
+        *,
+        method: str | None = None,
+        speculative: Speculative = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Output:
+        """Answer a prompt; see `submit`. An error that ended the request is raised. Cancelling the task cancels the
+        request."""
+        submission = self._sent(self._wish(prompt, params, method, speculative, priority, deadline))
+        try:
+            output = await submission.output()
+        finally:
+            submission.cancel()
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def stream(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        params: Params = None,
+        *,
+        method: str | None = None,
+        speculative: Speculative = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """Answer a prompt as its text comes; see `submit`. Closing the iterator cancels the request. The last chunk
+        carries the output; an error that ended the request is raised instead of it."""
+        return self._chunks(self._wish(prompt, params, method, speculative, priority, deadline, streams=True))
+
+    async def _chunks(self, wish: _Wish) -> AsyncIterator[Chunk]:
+        submission = self._sent(wish)
+        try:
+            async for chunk in submission:
+                error = chunk.output.error if chunk.output else None
+                if chunk.pieces or not error:
+                    yield replace(chunk, output=None) if error else chunk
+                if error is not None:
+                    raise error
+        finally:
+            submission.cancel()
+
+    def stats(self) -> Snapshot:
+        """What there is to do and was done, as of the last round; from any thread."""
+        return self._snapshot
+
+    def shut_down(self, drain: bool = True) -> None:
+        """Take no more requests, finish those there are, or with `drain` false cancel them, and close the LLM; returns
+        when that is done."""
+        with self._inbox.changed:
+            self._inbox.closing, self._inbox.drain = True, self._inbox.drain and drain
+            self._inbox.changed.notify_all()
+        self._thread.join()
+
+    async def close(self, drain: bool = True) -> None:
+        """The same for a task."""
+        await asyncio.to_thread(self.shut_down, drain)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        await self.close(drain=error is None)
+
+    def post(self, task: Callable[[], None], refuse: bool = False) -> None:
+        """Have the thread do something between two rounds. Once the engine is closed there is nothing left to do, and
+        what must not be lost is refused."""
+        with self._inbox.changed:
+            if refuse and (self._inbox.closing or self._inbox.ended):
+                raise BadParameter("This AsyncLLM was closed; make a new one.")
+            self._inbox.tasks.append(task)
+            self._inbox.changed.notify_all()
+
+    def _wish(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        given: Params,
+        method: str | None,
+        speculative: Speculative,
+        priority: int,
+        deadline: float | None,
+        streams: bool = False,
+    ) -> _Wish:
+        """Check a request, in its caller's thread: nothing here touches the models."""
+        params, config = checked(given), self._llm.resolved(method, speculative)
+        if streams and params.n > 1:
+            raise BadParameter(f"n is {params.n}, but a stream carries one sample. Use generate, or n = 1.")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise BadParameter(f"priority is {priority!r}; expected a whole number, higher ones first.")
+        if deadline is not None and (not isinstance(deadline, (int, float)) or not deadline > 0):
+            raise BadParameter(f"deadline is {deadline!r}; expected seconds above 0, or nothing.")
+        ids = self._llm.tokenizer.chat(prompt) if _is_conversation(prompt) else self._llm.ids(cast(PromptLike, prompt))
+        self._llm.check_length(ids)
+        return _Wish(ids, params, config, priority, deadline, streams)
+
+    def _sent(self, wish: _Wish) -> Submission:
+        submission = Submission(self, wish)
+        self.post(partial(self._admit, submission), refuse=True)
+        return submission
+
+    # What follows is done by the thread alone.
+
+    def drop(self, submission: Submission) -> None:
+        """Cancel a request."""
+        self._let_go(submission, RequestCancelled("The request was cancelled."))
+
+    def go_on(self, submission: Submission) -> None:
+        """Go on with a request whose consumer has caught up."""
+        if submission.resting:
+            self._rest(submission, False)
+
+    def _serve(self) -> None:
+        reason: SpecBranchError = RequestCancelled("The engine was closed before the request was finished.")
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # whatever it is, callers are not to wait for ever
+            reason = _failure(error)
+        finally:
+            self._end(reason)
+
+    def _turn(self) -> bool:
+        """Do what came in, then one round; returns whether to go on."""
+        for task in self._wait():
+            task()
+        if self._inbox.closing:
+            for submission in list(self._open):
+                if not self._inbox.drain:
+                    return False
+                self.go_on(submission)
+            if not self._open:
+                return False
+        try:
+            self._scheduler.step()
+        except Exception as error:
+            self._fail(error)
+        self._snapshot = self._scheduler.snapshot()  # whoever hears of an end finds it counted
+        for submission in list(self._open):
+            self._deliver(submission)
+        return True
+
+    def _wait(self) -> list[Callable[[], None]]:
+        """Wait until there is something to do; returns what came in."""
+        inbox, clock = self._inbox, self._scheduler.loop.executor.now
+        with inbox.changed:
+            while not (inbox.tasks or inbox.closing or self._scheduler.busy):
+                due = self._scheduler.next_deadline
+                if due is not None and due <= clock():
+                    break
+                inbox.changed.wait(None if due is None else due - clock())
+            tasks, inbox.tasks = inbox.tasks, []
+        return tasks
+
+    def _admit(self, submission: Submission) -> None:
+        wish = submission.wish
+        try:
+            llm = self._variants.get(wish.config)
+            if llm is None:
+                llm = self._variants[wish.config] = self._llm.using(speculative=wish.config)
+            submission.answers = llm.samples(wish.prompt, wish.params)
+            self._open.append(submission)
+            for answer in submission.answers:
+                submission.tickets.append(llm.enqueue(answer, wish.priority, wish.within))
+        except Exception as error:  # it is this request's own
+            self._let_go(submission, error if isinstance(error, SpecBranchError) else _failure(error))
+
+    def _deliver(self, submission: Submission) -> None:
+        """Tell a caller what is new."""
+        answers = submission.answers
+        over = all(answer.session.finished for answer in answers)
+        if submission.wish.streams:
+            chunk = answers[0].chunk()
+            if (chunk.pieces or over) and submission.tell(chunk.pieces, chunk.output) > self._buffer and not over:
+                self._rest(submission, True)
+        elif over:
+            submission.tell((), gather([answer.output() for answer in answers]))
+        if over:
+            self._open.remove(submission)
+            self._llm.keep_experience()
+
+    def _rest(self, submission: Submission, resting: bool) -> None:
+        submission.resting = resting
+        for ticket in submission.tickets:
+            self._scheduler.rest(ticket, resting)
+
+    def _let_go(self, submission: Submission, error: SpecBranchError) -> None:
+        for ticket in submission.tickets:
+            self._scheduler.cancel(ticket)
+        if submission in self._open:
+            self._open.remove(submission)
+        submission.tell((), error=error)
+
+    def _fail(self, error: Exception) -> None:
+        """End all requests that were live, or all if none was: a round went wrong, and it is not known for whom."""
+        tickets = self._scheduler.tickets
+        struck = [ticket for ticket in tickets if ticket.state == "live"] or tickets
+        for ticket in struck:
+            if not ticket.session.finished:
+                ticket.session.fail(_failure(error))
+            with suppress(Exception):  # a model that failed may fail again when it is to free something
+                self._scheduler.cancel(ticket)
+
+    def _end(self, reason: SpecBranchError) -> None:
+        """Let all go, and close."""
+        with self._inbox.changed:
+            self._inbox.closing = self._inbox.ended = True
+            tasks, self._inbox.tasks = self._inbox.tasks, []
+        for task in tasks:
+            with suppress(Exception):
+                task()  # a request that came last is told of the end, too
+        for submission in list(self._open):
+            with suppress(Exception):
+                self._let_go(submission, reason)
+            submission.tell((), error=reason)
+        with suppress(Exception):
+            self._snapshot = self._scheduler.snapshot()
+        self._llm.close()
+
+
+def _failure(error: BaseException) -> EngineFailed:
+    said = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return EngineFailed(f"The engine failed while it was at work ({said}). Send the request again.")
+
+
+def _is_conversation(prompt: PromptLike | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
+    return isinstance(prompt, Sequence) and any(isinstance(message, Mapping) for message in prompt)

@@ -1,0 +1,295 @@
+"""Who is in the loop: requests wait in a queue, are admitted as there is room for them, and leave.
+
+Owns the queue, admission, deadlines, and who is put back when memory runs short; rounds are the Loop's. Invariants:
+each request's text is as if it were alone; one that has left, however it did, holds nothing.
+
+The bound on waiting: higher priorities go first, and within a priority requests are admitted in the order in which they
+came; none is overtaken by one that came later. So where at most M are decoded at once, none takes more than R rounds,
+and there is memory for M, a request with k others before it is admitted after at most ⌊k / M⌋ · R rounds. Where memory
+is short the oldest of the highest priority is never put back, so it is admitted after at most k · R rounds of its own
+kind. Once admitted, a request that has read its text takes part in every round of the target; while m texts are unread,
+one of p pieces is read within m · p such rounds, however long the others are.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specbranch.core.loop import Loop, Places
+from specbranch.core.methods import MethodRounds
+from specbranch.core.session import Session
+from specbranch.errors import CacheFull, DeadlinePassed
+
+AHEAD = 64  # places beyond its text that a request is to have when it is admitted, and that live ones are to keep
+
+TicketState = Literal["waiting", "live", "over"]
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in the hands of the scheduler."""
+
+    session: Session
+    start: Callable[[], MethodRounds]
+    priority: int
+    arrival: int
+    submitted: float
+    deadline: float | None  # on the executor's clock
+    counted: bool  # whether it is one of those that may be live at once
+    state: TicketState = "waiting"
+    begun: bool = False  # whether it was live before
+    resting: bool = False
+    emitted: int = 0  # tokens that were counted
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Where it stands in the queue."""
+        return -self.priority, self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a scheduler has to do, and has done."""
+
+    running: int = 0
+    waiting: int = 0
+    reading: int = 0  # of those running: their prompts are being read
+    resting: int = 0  # of those running: nobody takes what they say
+    rounds: int = 0
+    tokens: int = 0  # emitted
+    prompt_tokens: int = 0  # of requests that were admitted
+    submitted: int = 0
+    finished: int = 0
+    failed: int = 0  # past their deadline, or by an error
+    cancelled: int = 0
+    put_back: int = 0  # times that a request was, for want of memory
+    places: tuple[Places, ...] = ()
+
+
+@dataclass(slots=True)
+class _Counts:
+    rounds: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    submitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    put_back: int = 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Decides who is in a loop; one thread calls it. `most`: requests decoded at once; nothing: as many as fit."""
+
+    loop: Loop
+    most: int | None = None
+    ahead: int = AHEAD
+    _waiting: list[Ticket] = field(default_factory=list)  # in their order
+    _live: dict[int, Ticket] = field(default_factory=dict)  # by session
+    _timed: list[Ticket] = field(default_factory=list)  # those with a deadline that are not over
+    _counts: _Counts = field(default_factory=_Counts)
+    _short: bool = False  # of memory: nobody is admitted before somebody has left
+
+    def __post_init__(self) -> None:
+        self.loop.patient = True
+
+    def submit(
+        self,
+        session: Session,
+        start: Callable[[], MethodRounds],
+        priority: int = 0,
+        within: float | None = None,
+        counted: bool = True,
+    ) -> Ticket:
+        """Put a request in the queue; `start` begins its method once it is admitted, `within` so many seconds it has
+        to be finished. One that can never fit has failed already when this returns."""
+        now = self.loop.executor.now()
+        deadline = None if within is None else now + within
+        ticket = Ticket(session, start, priority, self._counts.submitted, now, deadline, counted)
+        self._counts.submitted += 1
+        target = next((places for places in self.loop.executor.places() if places.of == "target"), None)
+        if target is not None and len(session.tokens) > target.total:
+            session.fail(_never_fits(session, target))
+            self._end(ticket)
+        else:
+            insort(self._waiting, ticket, key=lambda one: one.order)
+            self._timed += [ticket] if deadline is not None else []
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Let a request go; harmless if it is over."""
+        if ticket.state != "over":
+            self._end(ticket)
+
+    def rest(self, ticket: Ticket, resting: bool) -> None:
+        """Have a request take part in no round for a while, or take part again."""
+        ticket.resting = resting
+        if ticket.state == "live":
+            self.loop.rest(ticket.session, resting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do now."""
+        return self.loop.awake or any(not ticket.resting for ticket in self._waiting)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """All requests that are not over."""
+        return [*self._live.values(), *self._waiting]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next request is over its time, on the executor's clock."""
+        return min((ticket.deadline for ticket in self._timed if ticket.deadline is not None), default=None)
+
+    def step(self) -> list[Session]:
+        """Make one round; returns the sessions that took part."""
+        self._expire()
+        self._admit()
+        took_part = self.loop.step() if self.loop.awake else []
+        self._counts.rounds += bool(took_part)
+        for session in took_part:
+            if ticket := self._live.get(session.number):
+                self._count(ticket)
+                if session.finished:
+                    self._end(ticket)
+        for ticket in [ticket for ticket in self._live.values() if ticket.session.finished]:
+            self._end(ticket)  # it failed before the round
+        if took_part and self.loop.short:
+            self._make_room(took_part)
+        return took_part
+
+    def snapshot(self) -> Snapshot:
+        """What there is to do, and was done."""
+        counts, live = self._counts, self._live.values()
+        return Snapshot(
+            running=len(live),
+            waiting=len(self._waiting),
+            reading=sum(self.loop.unread(ticket.session) > 0 for ticket in live),
+            resting=sum(ticket.resting for ticket in live),
+            rounds=counts.rounds,
+            tokens=counts.tokens,
+            prompt_tokens=counts.prompt_tokens,
+            submitted=counts.submitted,
+            finished=counts.finished,
+            failed=counts.failed,
+            cancelled=counts.cancelled,
+            put_back=counts.put_back,
+            places=self.loop.executor.places(),
+        )
+
+    def _expire(self) -> None:
+        """End requests whose time is over, with what they have."""
+        if (next_one := self.next_deadline) is None or (now := self.loop.executor.now()) < next_one:
+            return
+        for ticket in list(self._timed):
+            if ticket.deadline is not None and ticket.deadline <= now:
+                ticket.session.fail(_too_late(ticket))
+                self._end(ticket)
+
+    def _admit(self) -> None:
+        """Take in those that are first in the queue, as long as there is room."""
+        while (ticket := next((one for one in self._waiting if not one.resting), None)) and self._has_room(ticket):
+            self._waiting.remove(ticket)
+            self._begin(ticket)
+
+    def _begin(self, ticket: Ticket) -> None:
+        session = ticket.session
+        ticket.state, self._live[session.number] = "live", ticket
+        try:
+            if ticket.begun:
+                self.loop.take_back(session)
+                self.loop.rest(session, ticket.resting)
+            else:
+                self.loop.join(session, ticket.start())
+                session.stats.queued = session.stats.started - ticket.submitted
+                self._counts.prompt_tokens += session.request.prompt_length
+        except Exception as error:  # it is this request's own
+            session.fail(error)
+            self._end(ticket)
+        ticket.begun = True
+
+    def _has_room(self, ticket: Ticket) -> bool:
+        running = [one for one in self._live.values() if not one.resting]
+        if ticket.counted and self.most is not None and sum(one.counted for one in running) >= self.most:
+            return False
+        if self._fits(ticket):
+            return not (self._short and running)
+        if not running and self._live:
+            self._put_back(self._last())  # it rests, and another could go on
+            return self._has_room(ticket)
+        return not self._live  # alone it may try
+
+    def _fits(self, ticket: Ticket) -> bool:
+        """Whether each model has places for the text and some more, those left out that live ones are to have."""
+        need = len(ticket.session.tokens) + self._ahead(ticket.session)
+        promised = sum(self.loop.unread(one.session) + self._ahead(one.session) for one in self._live.values())
+        bounded = [places for places in self.loop.executor.places() if places.of == "target" or need <= places.total]
+        return all(need <= places.free - promised for places in bounded)
+
+    def _ahead(self, session: Session) -> int:
+        return min(self.ahead, max(session.room, 1))
+
+    def _make_room(self, took_part: Sequence[Session]) -> None:
+        """Put back the youngest of the lowest priority, for those who found no memory; one that is alone fails."""
+        if any(session.finished for session in took_part):
+            return  # whoever ended in this round has left room
+        if len(self._live) > 1:
+            self._short = True
+            self._put_back(self._last())
+            return
+        for ticket in list(self._live.values()):
+            ticket.session.fail(self.loop.short[ticket.session.number])
+            self._end(ticket)
+
+    def _last(self) -> Ticket:
+        """Who is put back first: one that rests, else the youngest of the lowest priority."""
+        return max(self._live.values(), key=lambda one: (one.resting, one.order))
+
+    def _put_back(self, ticket: Ticket) -> None:
+        self.loop.put_back(ticket.session)
+        del self._live[ticket.session.number]
+        ticket.state = "waiting"
+        self._counts.put_back += 1
+        insort(self._waiting, ticket, key=lambda one: one.order)
+
+    def _end(self, ticket: Ticket) -> None:
+        """Forget a request, and free what it holds."""
+        session = ticket.session
+        if ticket.state == "live":
+            self._count(ticket)
+            del self._live[session.number]
+            self._short = False
+        elif ticket in self._waiting:
+            self._waiting.remove(ticket)
+        if ticket in self._timed:
+            self._timed.remove(ticket)
+        ticket.state = "over"
+        self._counts.finished += session.finished in ("stop", "length")
+        self._counts.failed += session.finished == "error"
+        self._counts.cancelled += session.finished is None
+        self.loop.leave(session)
+
+    def _count(self, ticket: Ticket) -> None:
+        emitted = ticket.session.stats.emitted
+        self._counts.tokens += emitted - ticket.emitted
+        ticket.emitted = emitted
+
+
+def _never_fits(session: Session, places: Places) -> CacheFull:
+    return CacheFull(
+        f"The prompt has {len(session.tokens)} tokens, but the cache has {places.total} places for all requests "
+        "together. Shorten the prompt, or raise cache_tokens (--cache-tokens)."
+    )
+
+
+def _too_late(ticket: Ticket) -> DeadlinePassed:
+    given = (ticket.deadline or 0.0) - ticket.submitted
+    return DeadlinePassed(
+        f"The request was not finished within its {given:g} s; it has {ticket.session.stats.emitted} tokens. Give it "
+        "more time, ask for fewer tokens, or send fewer requests at once."
+    )

@@ -1,0 +1,124 @@
+"""Many requests on real decoders: each has the bits it has alone, in pieces, put back, in any company."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specbranch import LLM, AsyncLLM, SamplingParams
+from specbranch.core.orders import Context, Read
+from specbranch.core.request import Request
+from specbranch.core.runner import Feed
+from specbranch.core.slots import ROOT
+from specbranch.exec.verifier import Verifier
+from specbranch.exec.worker import Worker
+from specbranch.models.cpu.kernels import load_kernel
+from specbranch.models.native import NativeRunner
+
+METHODS = ("autoregressive", "specbranch", "speculative", "tree", "pearl", "lookup")
+
+
+def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 400) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def test_pieces_and_put_backs_leave_every_bit_as_it_is(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if load_kernel() is not None:
+        monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
+    asked = prompts(12, 260)
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=90, logprobs=2, ignore_eos=True)
+    given: dict[str, Any] = {"device": "cpu", "context_length": 400}
+    with LLM(*pair, **given) as llm:
+        alone = [llm.using(METHODS[at % 6]).generate([one], params)[0] for at, one in enumerate(asked)]
+
+    async def together() -> tuple[list[Any], Any]:
+        # 5 pages: a prompt of 250 tokens and its answer take two
+        async with AsyncLLM(LLM(*pair, **given, cache_tokens=1280)) as engine:
+            engine._scheduler.ahead = 1
+            waits = [engine.generate(one, params, method=METHODS[at % 6]) for at, one in enumerate(asked)]
+            outputs = await asyncio.gather(*waits)
+            runner = engine._llm.target_runner
+            assert isinstance(runner, NativeRunner)
+            runner.check()
+            return outputs, engine.stats()
+
+    outputs, stats = asyncio.run(together())
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
+    if load_kernel() is not None:
+        assert [one.logprobs for one in outputs] == [one.logprobs for one in alone]
+    assert stats.put_back > 0 and stats.finished == 12 and all(one.free == one.total for one in stats.places)
+
+
+@pytest.mark.parametrize("runner", ["native", "transformers"])
+def test_a_text_read_in_pieces_is_that_read_at_once(
+    runner: Any, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt, and of an answer behind it, which is read by steps."""
+    exact = runner == "native" and load_kernel() is not None
+    monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm" if exact else "torch")
+    with LLM(pair[0], method="autoregressive", runner=runner, device="cpu", context_length=400) as llm:
+        model, text = llm.target_runner, tuple(prompts(1, 1)[0] * 330)
+        model.piece = 64  # type: ignore[misc]
+        request = Request(SamplingParams(), 0, 250)
+        rows = []
+        for most in (None, 1, 64, 150):
+            worker = Verifier(model)
+            worker.open(0, request)
+            held = _read_on(worker, text, most) if most else [0]
+            _, rest = worker.align(0, Context(0, text))
+            model.feed([Feed(0, tuple(rest), tuple(range(ROOT, len(rest) - 1)))])
+            rows.append([model.margin(0, len(rest) - 1, token, 7) for token in range(100)])
+            worker.leave(0)
+            if most:
+                assert held[-1] == len(text) - 1 and held[0] == max(most // 64, 1) * 64
+                assert {at % 64 for at in held if at < 249} == {0}  # whole pieces, and all of the prompt but its last
+        for found in rows[1:]:
+            assert found == rows[0] if exact else found == pytest.approx(rows[0], abs=1e-4)
+
+
+def _read_on(worker: Worker, text: Sequence[int], most: int) -> list[int]:
+    held = [0]
+    while held[-1] < len(text) - 1:
+        base = held[-1]
+        held.append(worker.read(0, Read(Context(base, tuple(text[base:-1]), text), most)))
+    return held[1:]
+
+
+@pytest.mark.slow
+def test_smollm2_gives_each_the_text_it_gives_alone(default_model: Path) -> None:
+    asked = [
+        "Why is the sky blue?",
+        "def fibonacci(n):\n" * 30,
+        "Once upon a time there was a branch. " * 25,
+        "The capital of France is",
+        "1, 2, 3, 4, 5, 6,",
+        "List three colours.",
+    ]
+    hows: list[dict[str, Any]] = [
+        {},
+        {"method": "tree"},
+        {"speculative": False},
+        {"method": "speculative"},
+        {},
+        {"method": "lookup"},
+    ]
+    params = [SamplingParams(temperature=0.7 * (at % 2), seed=at, max_tokens=40) for at in range(6)]
+    with LLM(device="cpu", context_length=1024) as llm:
+        plain = llm.using("autoregressive")
+        alone = [plain.generate(prompt, one) for prompt, one in zip(asked, params, strict=True)]
+
+    async def together() -> tuple[list[Any], Any]:
+        async with AsyncLLM(LLM(device="cpu", context_length=1024, cache_tokens=1024)) as engine:
+            engine._scheduler.ahead = 1
+            waits = [engine.generate(prompt, one, **how) for prompt, one, how in zip(asked, params, hows, strict=True)]
+            return await asyncio.gather(*waits), engine.stats()
+
+    outputs, stats = asyncio.run(together())
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
+    assert all(one.free == one.total for one in stats.places)

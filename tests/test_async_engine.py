@@ -1,0 +1,286 @@
+"""AsyncLLM as a user has it: many tasks and threads, one pair of models."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from specbranch import LLM, AsyncLLM, SamplingParams
+from specbranch.answer import Chunk
+from specbranch.core.methods import METHODS
+from specbranch.errors import BadParameter, DeadlinePassed, EngineFailed, RequestCancelled, SpecBranchError
+
+PROMPT = "A branch is a guess about what the large model will say next."
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
+LONG = SamplingParams(temperature=0.8, seed=3, max_tokens=400, ignore_eos=True)
+WAIT = 60.0  # seconds after which a test gives up
+
+
+def load(pair: tuple[str, str], **given: Any) -> LLM:
+    return LLM(*pair, dtype="float64", device="cpu", context_length=480, **given)
+
+
+@pytest.fixture(scope="module")
+def reference(pair: tuple[str, str]) -> Iterator[LLM]:
+    with load(pair, method="autoregressive") as llm:
+        yield llm
+
+
+def run(pair: tuple[str, str], work: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], **given: Any) -> Any:
+    """Do some work with an engine, within a time."""
+
+    async def whole() -> Any:
+        async with AsyncLLM(load(pair), **given) as engine:
+            return await asyncio.wait_for(work(engine), WAIT)
+
+    return asyncio.run(whole())
+
+
+MIXED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0.8, "seed": 1}, {}),
+    ({"temperature": 0.0, "repetition_penalty": 1.3}, {"method": "specbranch"}),
+    ({"temperature": 0.7, "seed": 2, "presence_penalty": 0.5, "logprobs": 2}, {"method": "tree"}),
+    ({"temperature": 1.0, "seed": 3, "top_p": 0.9, "stop": ("e",)}, {"speculative": {"method": "pearl"}}),
+    ({"temperature": 1.0, "seed": 4, "top_k": 5, "n": 3}, {"speculative": False}),
+    ({"temperature": 0.6, "seed": 5, "min_p": 0.1}, {"method": "lookup", "priority": 2}),
+    ({"temperature": 0.9, "seed": 6, "frequency_penalty": 0.4}, {"speculative": {"policy": "confidence"}}),
+    ({"temperature": 0.9, "seed": 7, "logit_bias": {9: 3.0}}, {"method": "speculative", "deadline": WAIT}),
+    ({"temperature": 0.0}, {"method": "lookahead"}),
+    ({"temperature": 0.9, "seed": 8}, {"method": "auto"}),
+]
+PROMPTS: list[Any] = [PROMPT, "Smile", [5, 6, 7] * 30, [{"role": "user", "content": "Hello"}], PROMPT * 4]
+
+
+def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[str, str], reference: LLM) -> None:
+    asked = [
+        (PROMPTS[at % len(PROMPTS)], SamplingParams(max_tokens=24, ignore_eos=True, **params), how)
+        for at, (params, how) in enumerate(MIXED * 2)
+    ]
+
+    async def work(engine: AsyncLLM) -> list[Any]:
+        return await asyncio.gather(*(engine.generate(prompt, params, **how) for prompt, params, how in asked))
+
+    outputs = run(pair, work)
+    for (prompt, params, how), got in zip(asked, outputs, strict=True):
+        is_chat = isinstance(prompt[0], dict)
+        expected = reference.chat(prompt, params) if is_chat else reference.generate([prompt], params)[0]
+        assert (got.text, got.token_ids, got.finish_reason) == (
+            expected.text,
+            expected.token_ids,
+            expected.finish_reason,
+        )
+        assert [one.token_ids for one in got.alternatives] == [one.token_ids for one in expected.alternatives]
+        assert (got.logprobs is None) == (expected.logprobs is None) and got.method == how.get("method", got.method)
+        for ours, theirs in zip(got.logprobs or (), expected.logprobs or (), strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-9)
+
+
+@pytest.mark.parametrize("method", ["speculative", "pearl"])
+def test_the_ratio_rule_gives_the_same_tokens_in_company(pair: tuple[str, str], method: str) -> None:
+    config = {"method": method, "rule": "ratio"}
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(5)]
+
+    async def work(engine: AsyncLLM) -> list[Any]:
+        return await asyncio.gather(*(engine.generate(PROMPT * 3, one, speculative=config) for one in params))
+
+    with load(pair, speculative=config) as alone:
+        expected = [alone.generate(PROMPT * 3, one).token_ids for one in params]
+    assert [output.token_ids for output in run(pair, work)] == expected
+
+
+def test_streams_add_up_to_their_answers(pair: tuple[str, str], reference: LLM) -> None:
+    async def one(engine: AsyncLLM, prompt: str) -> list[Chunk]:
+        return [chunk async for chunk in engine.stream(prompt, PARAMS)]
+
+    async def work(engine: AsyncLLM) -> list[list[Chunk]]:
+        return await asyncio.gather(*(one(engine, prompt) for prompt in (PROMPT, "Smile", PROMPT)))
+
+    for prompt, chunks in zip((PROMPT, "Smile", PROMPT), run(pair, work), strict=True):
+        output = chunks[-1].output
+        assert output is not None and output.text == reference.generate(prompt, PARAMS).text
+        assert "".join(chunk.text for chunk in chunks) == output.text and len(chunks) > 3
+        assert all(chunk.output is None for chunk in chunks[:-1])
+
+
+def test_threads_send_requests_too(pair: tuple[str, str], reference: LLM) -> None:
+    engine, found = AsyncLLM(load(pair)), dict[int, Any]()
+
+    def ask(at: int) -> None:
+        params = SamplingParams(temperature=0.8, seed=at, max_tokens=20, ignore_eos=True)
+        if at % 2:
+            found[at] = engine.submit(PROMPT, params).result(WAIT).token_ids
+        else:
+            *_, last = engine.submit(PROMPT, params, streams=True)
+            found[at] = last.output.token_ids if last.output else None
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    engine.shut_down()
+    for at in range(6):
+        params = SamplingParams(temperature=0.8, seed=at, max_tokens=20, ignore_eos=True)
+        assert found[at] == reference.generate(PROMPT, params).token_ids
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("way", ["close the iterator", "cancel the task", "cancel the submission"])
+def test_a_request_that_is_cancelled_is_gone_and_disturbs_no_other(
+    pair: tuple[str, str], reference: LLM, way: str
+) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        other = asyncio.ensure_future(engine.generate(PROMPT, PARAMS))
+        if way == "close the iterator":
+            async with aclosing(engine.stream(PROMPT, LONG)) as chunks:  # type: ignore[type-var]
+                await anext(chunks)
+        elif way == "cancel the task":
+            task = asyncio.ensure_future(engine.generate(PROMPT, LONG))
+            await _until(lambda: engine.stats().running == 2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            submission = engine.submit(PROMPT, LONG)
+            submission.cancel()
+            with pytest.raises(RequestCancelled):
+                await submission.output()
+        output = await other
+        await _until(lambda: engine.stats().running == 0)
+        assert engine.stats().cancelled == 1 and engine.stats().finished == 1
+        assert all(places.free == places.total for places in engine.stats().places)
+        return output
+
+    assert run(pair, work).token_ids == reference.generate(PROMPT, PARAMS).token_ids
+
+
+def test_a_slow_consumer_rests_and_holds_up_nobody(pair: tuple[str, str], reference: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=100, ignore_eos=True)
+
+    async def work(engine: AsyncLLM) -> Any:
+        slow = engine.stream("Smile", params)
+        chunks = [await anext(slow)]
+        await _until(lambda: engine.stats().resting == 1)
+        behind = engine.stats().tokens
+        quick = await engine.generate(PROMPT, PARAMS)
+        assert engine.stats().resting == 1 and engine.stats().tokens <= behind + 30
+        chunks += [chunk async for chunk in slow]
+        return quick, chunks
+
+    quick, chunks = run(pair, work, max_batch=1, buffer=8)
+    assert quick.token_ids == reference.generate(PROMPT, PARAMS).token_ids
+    assert chunks[-1].output.token_ids == reference.generate("Smile", params).token_ids
+    assert "".join(chunk.text for chunk in chunks) == chunks[-1].output.text
+
+
+def test_a_request_past_its_deadline_ends_with_what_it_has(pair: tuple[str, str], reference: LLM) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        waiting = engine.submit(PROMPT, LONG)
+        late = engine.submit("Smile", LONG, deadline=1e-6)
+        with pytest.raises(DeadlinePassed, match="not finished within"):
+            await engine.generate(PROMPT, LONG, deadline=1e-6)
+        output = await late.output()
+        waiting.cancel()
+        return output
+
+    output = run(pair, work, max_batch=1)
+    assert output.finish_reason == "error" and isinstance(output.error, DeadlinePassed)
+    assert output.token_ids == reference.generate("Smile", LONG).token_ids[: len(output.token_ids)]
+
+
+def test_closing_finishes_what_there_is_or_cancels_it(pair: tuple[str, str]) -> None:
+    async def drained() -> Any:
+        engine = AsyncLLM(load(pair))
+        submissions = [engine.submit(PROMPT, PARAMS) for _ in range(3)]
+        await engine.close()
+        with pytest.raises(BadParameter, match="was closed"):
+            engine.submit(PROMPT, PARAMS)
+        return [submission.result(0) for submission in submissions]
+
+    async def dropped() -> None:
+        engine = AsyncLLM(load(pair))
+        submissions = [engine.submit(PROMPT, LONG) for _ in range(3)]
+        await engine.close(drain=False)
+        for submission in submissions:
+            with pytest.raises(RequestCancelled, match="closed before"):
+                await submission.output()
+
+    assert {len(output.token_ids) for output in asyncio.run(drained())} == {30}
+    asyncio.run(dropped())
+
+
+def test_an_error_in_the_thread_reaches_every_caller_and_the_next_request_is_served(
+    pair: tuple[str, str], reference: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        runner, failing = engine._llm.target_runner, True
+        verify = runner.verify
+
+        def broken(*given: Any) -> Any:
+            if failing:
+                raise RuntimeError("CUDA error: an illegal memory access\nand more")
+            return verify(*given)
+
+        monkeypatch.setattr(runner, "verify", broken)
+        answers = [engine.generate(PROMPT, PARAMS) for _ in range(3)]
+        stream = engine.stream(PROMPT, PARAMS)
+        for error in await asyncio.gather(*answers, anext(stream), return_exceptions=True):
+            assert isinstance(error, SpecBranchError | RuntimeError) and "illegal memory access" in str(error)
+        failing = False
+        return await engine.generate(PROMPT, PARAMS)
+
+    assert run(pair, work).token_ids == reference.generate(PROMPT, PARAMS).token_ids
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        def dying(*given: Any) -> None:
+            raise SystemExit("gone")
+
+        monkeypatch.setattr(engine._scheduler.loop, "step", dying)
+        for error in await asyncio.gather(*(engine.generate(PROMPT, PARAMS) for _ in range(3)), return_exceptions=True):
+            assert isinstance(error, EngineFailed | BadParameter)
+
+    run(pair, work)
+
+
+MISUSES: dict[str, tuple[Callable[[AsyncLLM], Any], str]] = {
+    "an empty prompt": (lambda engine: engine.submit([]), "prompt is empty"),
+    "a long prompt": (lambda engine: engine.submit([5] * 500), "the context holds 480"),
+    "an unknown method": (lambda engine: engine.submit("x", method="specbranhc"), "Did you mean 'specbranch'"),
+    "an unknown parameter": (lambda engine: engine.submit("x", {"temprature": 1}), "Did you mean 'temperature'"),
+    "a stream of several": (lambda engine: engine.stream("x", {"n": 2}), "a stream carries one sample"),
+    "no deadline": (lambda engine: engine.submit("x", deadline=0), "deadline is 0"),
+    "a priority in words": (lambda engine: engine.submit("x", priority="high"), "priority is 'high'"),
+    "the oracle": (lambda engine: engine.submit("x", speculative={"policy": "oracle"}), "only a replay does"),
+}
+
+
+def test_misuse_gets_a_sentence_at_once(pair: tuple[str, str]) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        for do, sentence in MISUSES.values():
+            with pytest.raises(SpecBranchError, match=sentence):
+                do(engine)
+        assert engine.stats().submitted == 0
+
+    run(pair, work)
+    with load(pair) as llm, pytest.raises(BadParameter, match="max_batch is 0"):
+        AsyncLLM(llm, max_batch=0)
+
+
+def test_every_method_can_be_asked_for_by_a_request(pair: tuple[str, str], reference: LLM) -> None:
+    async def work(engine: AsyncLLM) -> list[Any]:
+        return await asyncio.gather(*(engine.generate(PROMPT, PARAMS, method=name) for name in METHODS))
+
+    outputs = run(pair, work)
+    assert [output.method for output in outputs] == list(METHODS)
+    assert {output.token_ids for output in outputs} == {reference.generate(PROMPT, PARAMS).token_ids}
