@@ -387,6 +387,7 @@ class AsyncLLM:
         submission.resting = resting
         for ticket in submission.tickets:
             self._scheduler.rest(ticket, resting)
+        self._snapshot = self._scheduler.snapshot()  # there may be no further round to take it
 
     def _let_go(self, submission: Submission, error: SpecBranchError) -> None:
         for ticket in submission.tickets:
