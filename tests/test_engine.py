@@ -18,6 +18,7 @@ from specbranch import LLM, SamplingParams, SpeculativeConfig
 from specbranch.answer import Output
 from specbranch.config import ExecutorName, WeightsName
 from specbranch.core.methods import METHODS
+from specbranch.core.pages import PAGE
 from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.text.chat_template import Message
@@ -261,9 +262,11 @@ def test_n_samples_read_their_prompt_once(
     for kept, without in zip(*found, strict=True):
         whole = len(kept[0].prompt_token_ids) - 1  # the last token is a step
         for model in ("", "draft_"):
-            counted = [f"{model}prompt_tokens_read", f"{model}prompt_tokens_cached"]
-            assert [[one.stats[name] for name in counted] for one in kept] == [[whole, 0], *[[0, whole]] * 3]
-            assert [[one.stats[name] for name in counted] for one in without] == [[whole, 0]] * 4
+            read, cached = f"{model}prompt_tokens_read", f"{model}prompt_tokens_cached"
+            assert all(one.stats[read] + one.stats[cached] == whole for one in kept)
+            # those that are read in turns share in the reading; what lies in a page that is not full yet, two may read
+            assert whole <= sum(one.stats[read] for one in kept) < whole + PAGE
+            assert [(one.stats[read], one.stats[cached]) for one in without] == [(whole, 0)] * 4
 
 
 def test_a_chat_goes_on_without_reading_it_all_again(pair: tuple[str, str]) -> None:

@@ -281,7 +281,7 @@ class NativeRunner(TorchRunner):
 
     def _store(self, table: Table, tokens: Sequence[int], start: int) -> None:
         """Read a piece."""
-        if self._fused:
+        if self._fused and len(tokens) <= STEP_ROWS:
             self._fused.store([rows_of_chunk(table, tokens, start)])
         else:
             self.decoder.store(self._chunk_step(table, tokens, start), self.memory)
