@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from specbranch.models.batch import Rows, positions_of, tokens_of
+from specbranch.models.cpu.block_kernel_text import ROUNDED
+from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
 from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer
+from specbranch.models.files.blocks import BLOCK
 from specbranch.models.kv import PAGE, Memory
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
@@ -60,6 +63,7 @@ class FusedStep:
         }
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
         sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
+        sizes["rounded"] = max(sizes[name] for name in ("h", "seen", "gated")) * ROUNDED // (4 * BLOCK)  # counted in floats
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
         self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
         self._lists: dict[int, Operations] = {}  # by rows
@@ -101,7 +105,7 @@ class FusedStep:
         """Fill the first buffers and the table of rows."""
         tokens, positions = torch.from_numpy(tokens_of(work)), positions_of(work)
         rows, turned = len(tokens), torch.from_numpy(positions)
-        torch.index_select(self.decoder.embedding, 0, tokens, out=self.buffers["x"][:rows])
+        self._look_up(tokens, self.buffers["x"][:rows])
         torch.index_select(self.decoder.cos, 0, turned, out=self.buffers["cos"][:rows])
         torch.index_select(self.decoder.sin, 0, turned, out=self.buffers["sin"][:rows])
         self.table[:rows, 3] = positions + 1
@@ -115,6 +119,13 @@ class FusedStep:
         operations = self._lists[rows]
         operations.table[:, COUNTER] = 0
         return operations
+
+    def _look_up(self, tokens: Tensor, into: Tensor) -> None:
+        table = self.decoder.embedding
+        if isinstance(table, Tensor):
+            torch.index_select(table, 0, tokens, out=into)
+        else:
+            into.copy_(table[tokens])
 
     def _enter(self, rows: Rows, entries: np.ndarray) -> None:
         """Fill the entries of some rows, but for their counts, in the order of ENTRY."""
@@ -152,9 +163,13 @@ class FusedStep:
         )
 
     def _add_linear(self, operations: Operations, layer: Linear, source: str, target: str | None, rows: int) -> None:
-        assert isinstance(layer, KernelLinear)
         to = self._at(target) if target else 0
-        operations.add(layer.kernel.work, *layer.arguments(self._at(source), to, rows))
+        if isinstance(layer, BlockLinear):
+            for code, *arguments in layer.operations(self._at(source), self._at("rounded"), to, rows):
+                operations.add(code.address, *arguments)
+        else:
+            assert isinstance(layer, KernelLinear)
+            operations.add(layer.kernel.work, *layer.arguments(self._at(source), to, rows))
 
     def _add_attention(self, operations: Operations, index: int, layer: Layer, rows: int) -> None:
         arch, norm, table = self.decoder.arch, layer.qk_norm, self.table.ctypes.data
@@ -191,7 +206,7 @@ def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
         decoder.head,
         *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)),
     ]
-    if not all(isinstance(matrix, KernelLinear) for matrix in matrices):
+    if not all(isinstance(matrix, KernelLinear | BlockLinear) for matrix in matrices):
         return None
     arch = decoder.arch
     kernels = load_row_kernels(KernelShape(arch.heads, arch.kv_heads, arch.head_dim))

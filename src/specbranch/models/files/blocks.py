@@ -150,6 +150,11 @@ FORMS: dict[str, tuple[BlockForm, Callable[[Tensor], Fields]]] = {
 ROWS = BlockForm(8, None)  # int8 with a scale for each output
 
 
+def fits_blocks(ins: int) -> bool:
+    """Whether so many inputs are whole blocks."""
+    return ins % BLOCK == 0
+
+
 @dataclass(frozen=True, slots=True)
 class BlockPart:
     """Some outputs of a matrix in one form: tiles [⌈outs/8⌉, bytes], the last of them filled up with zeros."""
@@ -259,6 +264,9 @@ class BlockMatrix:
             here = (ids >= start) & (ids < end)
             weight[here] = part.rows(ids[here] - start)
         return Matrix(weight, None if self.bias is None else self.bias[ids])
+
+
+AnyMatrix = Matrix | BlockMatrix
 
 
 def in_blocks(matrix: Matrix) -> BlockMatrix:
