@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm, silu
 from specbranch.models import rope
 from specbranch.models.chunk_attention import choose_attend_chunk
 from specbranch.models.cpu.block_kernels import block_linear
-from specbranch.models.cpu.linear import Linear, choose_linear, forced_kind, small_linear, takes
+from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
 from specbranch.models.files.stored_rows import looked_up
@@ -221,13 +221,15 @@ def _joined_norm(arch: Architecture, q_norm: Tensor | None, k_norm: Tensor | Non
 
 def _held(matrix: AnyMatrix, linear: Linear) -> AnyMatrix:
     """The matrix with the weight that is multiplied by, should that be another than was given: none is held twice."""
-    return matrix if isinstance(matrix, BlockMatrix) else replace(matrix, weight=getattr(linear, "weight", matrix.weight))
+    return (
+        matrix if isinstance(matrix, BlockMatrix) else replace(matrix, weight=getattr(linear, "weight", matrix.weight))
+    )
 
 
 def _linear(matrix: AnyMatrix, dtype: torch.dtype) -> Linear:
     """Return what multiplies by a matrix in this precision."""
     if isinstance(matrix, BlockMatrix):
-        return block_linear(matrix, plainly=forced_kind() not in (None, "llvm"))
+        return block_linear(matrix)
     if matrix.scale is None:
         return choose_linear(matrix.weight, matrix.bias)
     if takes(matrix.stored, matrix.weight.device, dtype):

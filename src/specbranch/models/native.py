@@ -41,7 +41,7 @@ from specbranch.models.model import TorchRunner
 from specbranch.models.room import pool_pages
 from specbranch.models.rows import TensorRow
 from specbranch.models.sheet import Arrays
-from specbranch.models.storage import agreed, refuse_floats, tell
+from specbranch.models.storage import agreed, refuse_floats, tell, usual_storage
 
 log = logging.getLogger("specbranch")
 
@@ -342,8 +342,9 @@ def load_native(
     """
     located = model if isinstance(model, Located) else locate(str(model))
     place = torch.device(device or "cpu")
-    precision, stored = agreed(dtype, weights, place)
     arch, source = open_model(located)
+    weights = usual_storage(source, place) if weights is None and dtype is None else weights
+    precision, stored = agreed(dtype, weights, place)
     context = arch.choose_context(context_length, shorten=shorten)
     if stored == "stored":
         refuse_floats(source)

@@ -12,6 +12,7 @@ import torch
 
 from specbranch.config import WeightsName
 from specbranch.errors import BadParameter
+from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.blocks import FORMS
@@ -38,8 +39,8 @@ def agreed(
         if device.type == "cpu" and asked in (None, torch.float32):
             return torch.float32, weights
         raise BadParameter(
-            f"weights is 'stored' on {device} with dtype {name_of(asked or usual)!r}; expected a CPU and float32, as its "
-            "kernels are made for these. Leave --weights out, or use int8 or int4."
+            f"weights is 'stored' on {device} with dtype {name_of(asked or usual)!r}; expected a CPU and float32, for "
+            "which its kernels are made. Leave --weights out, or use int8 or int4."
         )
     own: torch.dtype = getattr(torch, weights)
     computed = asked or (usual if takes(weights, device, usual) else own)
@@ -52,6 +53,12 @@ def agreed(
         "(on CPUs with "
         "compiled kernels bfloat16 weights with dtype float32, too). Leave --weights or --dtype out."
     )
+
+
+def usual_storage(source: TensorSource, device: torch.device) -> WeightsName | None:
+    """How matrices are stored where nothing is asked for: on a CPU as they are, if they lie in blocks."""
+    kinds = stored_kinds(source) if isinstance(source, GgufFile) else {}
+    return "stored" if kinds and runs_blocks(device, [FORMS[kind][0] for kind in kinds]) else None
 
 
 def refuse_floats(source: TensorSource) -> None:

@@ -32,6 +32,7 @@ class Target:
 
     @property
     def lanes(self) -> int:
+        """How many sums an instruction makes."""
         return 8 if self.dot in ("vnni", "avx2") else 4
 
     @property
@@ -71,9 +72,7 @@ class Writer:
         self.lines.append(f"{label}:")
         self.label = label
 
-    def loop(
-        self, count: str, carried: list[tuple[str, str]], body: Callable[[list[str]], list[str]]
-    ) -> list[str]:
+    def loop(self, count: str, carried: list[tuple[str, str]], body: Callable[[list[str]], list[str]]) -> list[str]:
         """Write a loop of at least one turn; `carried` are kinds and first values of what goes from turn to turn."""
         self._names += 1
         name, before = f"loop{self._names}", self.label
@@ -172,9 +171,7 @@ class _Tile:
             start, ends, sums = self._blocks(w, w.at(at, self.form.before), here, str(SUPER // BLOCK), fields, 2)
             for part in range(1 + self.form.offsets):
                 own = sums[part * len(self.sums) :]
-                totals = [
-                    self._fma(w, own[at], factors[part][at // self.rows], totals[at]) for at in self.sums
-                ]
+                totals = [self._fma(w, own[at], factors[part][at // self.rows], totals[at]) for at in self.sums]
             return [start, *ends, *totals]
 
         carried = [("ptr", "%w"), *(("ptr", x) for x in xs), *zeros]
@@ -196,14 +193,9 @@ class _Tile:
 
     def _halves(self, w: Writer, at: str, many: int) -> list[list[str]]:
         """Write the loading of so many times 8 halves as floats: vectors of each."""
-        lanes = self.target.lanes
-        return [
-            [
-                w.op(f"fpext <{lanes} x half> {w.load(f'<{lanes} x half>', at, 16 * one + 2 * lanes * part)} to {self.floats}")
-                for part in range(self.target.vectors)
-            ]
-            for one in range(many)
-        ]
+        half, size = f"<{self.target.lanes} x half>", 2 * self.target.lanes
+        places = [[2 * TILE * one + size * part for part in range(self.target.vectors)] for one in range(many)]
+        return [[w.op(f"fpext {half} {w.load(half, at, place)} to {self.floats}") for place in some] for some in places]
 
     def _block(self, w: Writer, at: str, xs: list[str], sums: list[str], sides: int) -> list[str]:
         form = self.form

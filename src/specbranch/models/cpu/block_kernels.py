@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from specbranch.models.cpu.block_kernel_text import ROUNDED, Dot, Target, rounding, source
 from specbranch.models.cpu.kernels import PART, is_arm
+from specbranch.models.cpu.linear import forced_kind
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm, BlockMatrix, BlockPart, Fields
 
@@ -106,21 +107,27 @@ class BlockTwin:
 
 def rounded_rows(x: Tensor) -> Tensor:
     """What the numbers of rows become, block by block."""
-    blocks = x.unflatten(-1, (-1, BLOCK))
+    blocks = torch.unflatten(x, -1, (-1, BLOCK))
     greatest = blocks.abs().amax(-1, keepdim=True)
     numbers = (blocks * torch.where(greatest == 0, 0.0, 127 / greatest)).round()
     return (numbers * (greatest / 127)).flatten(-2)
 
 
-def block_linear(matrix: BlockMatrix, plainly: bool) -> BlockLinear | BlockTwin:
+def block_linear(matrix: BlockMatrix) -> BlockLinear | BlockTwin:
     """Return what multiplies by a matrix in blocks."""
-    return BlockTwin(matrix) if plainly or not all(multiplies(part.form) for part in matrix.parts) else BlockLinear(matrix)
+    compiled = runs_blocks(torch.device("cpu"), (part.form for part in matrix.parts))
+    return BlockLinear(matrix) if compiled else BlockTwin(matrix)
 
 
 def tiles_at_a_time(part: BlockPart) -> int:
     """How many tiles a thread should take at once: several turns for every thread."""
     tiles, size = part.tiles.shape
     return max(1, min(PART // size, tiles // (4 * torch.get_num_threads())))
+
+
+def runs_blocks(device: torch.device, forms: Iterable[BlockForm]) -> bool:
+    """Whether integer products of these forms run here."""
+    return device.type == "cpu" and forced_kind() in (None, "llvm") and all(map(multiplies, forms))
 
 
 def multiplies(form: BlockForm) -> bool:
@@ -137,7 +144,9 @@ def _right(form: BlockForm) -> bool:
     """Compare with the twin on a small matrix."""
     outs, ins, made = 2 * TILE + 3, SUPER, torch.Generator().manual_seed(0)
     part = BlockPart.empty(form, outs, ins)
-    numbers = torch.randint(0, 256 if form.bits == 4 or not form.offsets else 128, (outs, ins // BLOCK, 4 * form.words), generator=made)
+    numbers = torch.randint(
+        0, 256 if form.bits == 4 or not form.offsets else 128, (outs, ins // BLOCK, 4 * form.words), generator=made
+    )
     halves = torch.randn(outs, ins // BLOCK, form.halves, generator=made).half() if form.halves else None
     factors = torch.randn(outs, 1, 1 + form.offsets, generator=made).half() if form.supers else None
     part.put(0, Fields(numbers.to(torch.uint8), halves, factors))

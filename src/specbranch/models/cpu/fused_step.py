@@ -63,7 +63,9 @@ class FusedStep:
         }
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
         sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
-        sizes["rounded"] = max(sizes[name] for name in ("h", "seen", "gated")) * ROUNDED // (4 * BLOCK)  # counted in floats
+        sizes["rounded"] = (
+            max(sizes[name] for name in ("h", "seen", "gated")) * ROUNDED // (4 * BLOCK)
+        )  # counted in floats
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
         self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
         self._lists: dict[int, Operations] = {}  # by rows

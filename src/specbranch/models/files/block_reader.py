@@ -35,9 +35,7 @@ def read_parts(file: GgufFile, wanted: Sequence[BlockRows], ins: int, *, leading
     if any(kind not in FORMS for kind in kinds.values()):
         return None
     numbered = groupby(enumerate(wanted), lambda one: _together(one, kinds))
-    return tuple(
-        _read_part(file, [rows for _, rows in some], kinds, form, ins) for (form, _), some in numbered
-    )
+    return tuple(_read_part(file, [rows for _, rows in some], kinds, form, ins) for (form, _), some in numbered)
 
 
 def stored_kinds(file: GgufFile) -> dict[str, int]:

@@ -26,6 +26,7 @@ from specbranch.models.files.matrix import Matrix
 BLOCK = 32  # inputs whose numbers lie together
 SUPER = 256  # inputs whose scales share a factor
 TILE = 8  # outputs that lie together
+LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,11 @@ def _q8_0(raw: Tensor) -> Fields:
 
 def _q4_k(raw: Tensor) -> Fields:
     factors, sixes, low = fields_of(raw, 4, 12, 128)
-    pairs = low.view(-1, 4, 2, 16)  # of 64 inputs the first 32 are in the low halves, of which the second 16 come last
-    first, second = pairs.unbind(2)
-    numbers = torch.stack((first & 15 | second << 4, first >> 4 | second & 0xF0), 2)
+    # Of 64 inputs the first 32 are in the low halves, of which the second 16 come last; eight bytes at a time.
+    first, second = torch.unflatten(low.view(torch.int64), -1, (4, 2, 2)).unbind(2)
+    early = (second & LOW_HALVES).bitwise_left_shift_(4).bitwise_or_(first & LOW_HALVES)
+    late = (first >> 4).bitwise_and_(LOW_HALVES).bitwise_or_(second & ~LOW_HALVES)
+    numbers = torch.stack((early, late), 2).view(torch.uint8)
     return Fields(numbers.view(-1, 8, 16), _scales_and_offsets(sixes), _signed(factors))
 
 
@@ -180,8 +183,13 @@ class BlockPart:
         full = outs // TILE * TILE
         for first, last in ((0, full), (full, outs)):  # whole tiles, then what is left
             if last > first:
-                self._put(start + first, *(None if part is None else part.view(outs, -1)[first:last] for part in (
-                    fields.numbers.contiguous(), fields.halves, fields.factors)))
+                self._put(
+                    start + first,
+                    *(
+                        None if part is None else part.view(outs, -1)[first:last]
+                        for part in (fields.numbers.contiguous(), fields.halves, fields.factors)
+                    ),
+                )
 
     def _put(self, start: int, numbers: Tensor | None, halves: Tensor | None, factors: Tensor | None) -> None:
         assert numbers is not None
@@ -198,11 +206,12 @@ class BlockPart:
         form, many = self.form, tiles.shape[0]
         supers = self.ins // SUPER if form.supers else 1
         whole = tiles.view(many, supers, -1)
-        blocks = whole[..., form.before :].unflatten(-1, (-1, form.block))
+        blocks = torch.unflatten(whole[..., form.before :], -1, (-1, form.block))
         cut = 2 * TILE * form.halves
-        words = blocks[..., cut:].view(torch.int32).unflatten(-1, (form.words, TILE))
-        halves = blocks[..., :cut].view(torch.float16).unflatten(-1, (form.halves, TILE))
-        factors = whole[..., : form.before].view(torch.float16).unflatten(-1, (1 + form.offsets if form.before else 0, TILE))
+        words = torch.unflatten(blocks[..., cut:].view(torch.int32), -1, (form.words, TILE))
+        halves = torch.unflatten(blocks[..., :cut].view(torch.float16), -1, (form.halves, TILE))
+        own = whole[..., : form.before].view(torch.float16)
+        factors = torch.unflatten(own, -1, (form.before // (2 * TILE), TILE))
         return words, halves, factors
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -221,7 +230,7 @@ class BlockPart:
         form, halves = self.form, halves.to(dtype)
         own = factors.to(dtype).unsqueeze(2) if form.supers else halves.new_ones(1, 1, 1, 2)  # [ids, supers, 1, 2]
         scales = halves[..., : form.groups] * own[..., :1]
-        out = numbers.unflatten(-1, (form.groups, -1)) * scales.unsqueeze(-1)
+        out = torch.unflatten(numbers, -1, (form.groups, -1)) * scales.unsqueeze(-1)
         if form.offsets:
             out = out + (halves[..., form.groups :] * own[..., 1:]).unsqueeze(-1)
         return out.reshape(len(ids), self.ins)
@@ -278,4 +287,3 @@ def in_blocks(matrix: Matrix) -> BlockMatrix:
     assert part.scale is not None
     part.scale[:outs] = matrix.scale
     return BlockMatrix((part,), matrix.bias)
-

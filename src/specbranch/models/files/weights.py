@@ -99,6 +99,11 @@ class Weights:
         head = self.reduced.matrix if self.reduced else self.head
         return (*(matrix for layer in self.layers for matrix in layer.matrices), head)
 
+    def in_floats(self) -> tuple[Tensor, Matrix]:
+        """The embedding and the head of a model that was read in floats."""
+        assert isinstance(self.embedding, Tensor) and isinstance(self.head, Matrix)
+        return self.embedding, self.head
+
     @property
     def stored(self) -> str:
         """How the layers' matrices are stored; int4 or in blocks if any is, though those that do not fit it are
