@@ -3,7 +3,7 @@
 Owns the text and how rounded rows lie in memory; how weights do is said in `files.blocks`.
 
 A rounded row is a block of 48 bytes for every 32 inputs: the numbers, then their scale, the scale times the sum of the
-numbers (both float32), that sum as a whole number, and four bytes of nothing. The greatest number of a block is 127.
+numbers (both float32), that sum as a whole number, and the sum of the first 16. The greatest number of a block is 127.
 
 Invariant: an element of the result is one chain of operations in a fixed order, whatever the number of rows or threads;
 sums within a block are of whole numbers, and exact.
@@ -220,8 +220,8 @@ class _Tile:
 
     def _dots(self, w: Writer, at: str, xs: list[str], tails: list[str], groups: int) -> list[list[str]]:
         """Write the sums of products of whole numbers, as floats, for each group of the block."""
-        starts = [self._start(w, tail) for tail in tails]
-        sums = [[starts[one % self.rows] for one in self.sums] for _ in range(groups)]
+        starts = [self._starts(w, tail, groups) for tail in tails]
+        sums = [[starts[one % self.rows][group] for one in self.sums] for group in range(groups)]
         activations = [[w.load("<4 x i32>", x, 16 * half, 4) for half in (0, 1)] for x in xs]
         for word, numbers in self._numbers(w, at):
             group = word * 4 // (BLOCK // groups)
@@ -260,17 +260,22 @@ class _Tile:
         bits."""
         return 1.5 * 2.0 ** (23 - self.shift)
 
-    def _start(self, w: Writer, tail: str) -> str:
+    def _starts(self, w: Writer, tail: str, groups: int) -> list[str]:
+        """Write what the sums of each group begin with."""
         bits = struct.unpack("<i", struct.pack("<f", self._zero))[0]
         start = f"splat (i32 {bits})"
         if self.target.dot != "vnni" or self.form.offsets:
-            return start
-        # weights are 128 too great, to be without a sign
-        whole = w.op(f"bitcast <4 x float> {tail} to <4 x i32>")
-        lanes = self.target.lanes
-        spread = w.op(f"shufflevector <4 x i32> {whole}, <4 x i32> poison, <{lanes} x i32> splat (i32 2)")
-        more = w.op(f"shl {self.whole} {spread}, splat (i32 7)")
-        return w.op(f"sub {self.whole} {start}, {more}")
+            return [start] * groups
+        # Weights are 128 too great, to be without a sign.
+        lanes, words = self.target.lanes, w.op(f"bitcast <4 x float> {tail} to <4 x i32>")
+        own = [
+            w.op(f"shufflevector <4 x i32> {words}, <4 x i32> poison, <{lanes} x i32> splat (i32 {lane})")
+            for lane in ((2,) if groups == 1 else (3, 2))
+        ]
+        if groups == 2:
+            own[1] = w.op(f"sub {self.whole} {own[1]}, {own[0]}")
+        more = [w.op(f"shl {self.whole} {one}, splat (i32 7)") for one in own]
+        return [w.op(f"sub {self.whole} {start}, {one}") for one in more]
 
     def _as_float(self, w: Writer, sum_: str) -> str:
         floats = w.op(f"bitcast {self.whole} {sum_} to {self.floats}")
@@ -502,6 +507,7 @@ declare <32 x float> @llvm.roundeven.v32f32(<32 x float>)
 declare float @llvm.vector.reduce.fmaximum.v32f32(<32 x float>)
 declare <32 x i32> @llvm.fptosi.sat.v32i32.v32f32(<32 x float>)
 declare i32 @llvm.vector.reduce.add.v32i32(<32 x i32>)
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 """
 # What is no number makes the scale none, and so the result; a block of zeros has the scale 0.
 _ROUND_BLOCK = f"""  %values = load <32 x float>, ptr %from, align 4
@@ -526,4 +532,8 @@ _ROUND_BLOCK = f"""  %values = load <32 x float>, ptr %from, align 4
   %scaled.sum.p = getelementptr i8, ptr %to, i64 36
   store float %scaled.sum, ptr %scaled.sum.p, align 4
   %sum.p = getelementptr i8, ptr %to, i64 40
-  store i32 %sum, ptr %sum.p, align 4"""
+  store i32 %sum, ptr %sum.p, align 4
+  %early = shufflevector <32 x i32> %wide, <32 x i32> poison, <16 x i32> <{", ".join(f"i32 {at}" for at in range(16))}>
+  %early.sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %early)
+  %early.p = getelementptr i8, ptr %to, i64 44
+  store i32 %early.sum, ptr %early.p, align 4"""
