@@ -96,7 +96,7 @@ class Writer:
 
 def source(form: BlockForm, target: Target) -> str:
     """Write the product with one form of weights: tiles for 1 to TILE_ROWS rows, and the work of one thread."""
-    tiles = [_Tile(form, target, rows).source() for rows in range(1, TILE_ROWS + 1)]
+    tiles = [_BlockTile(form, target, rows).source() for rows in range(1, TILE_ROWS + 1)]
     return "\n".join([_DECLARATIONS, _DOTS[target.dot], *tiles, _all_rows(), _work(form)])
 
 
@@ -118,7 +118,7 @@ declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1)""",
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _BlockTile:
     """A function for a tile of outputs and a few rows, all sums in registers."""
 
     form: BlockForm
