@@ -172,9 +172,11 @@ def test_an_int8_draft_is_multiplied_as_it_is_stored_and_says_nearly_what_it_say
     drafts: dict[str, str], pair: tuple[str, str]
 ) -> None:
     whole = load_draft(drafts["int8"], pair[0], context_length=64)
-    layer = whole.decoder.layers[0].down
+    layer, narrow = whole.decoder.layers[0].gate_up, whole.decoder.layers[0].down
     assert whole.compiled and whole.weights == "stored" and isinstance(layer, BlockLinear)
-    dense = read_draft(drafts["int8"]).tensor("model.layers.0.mlp.down_proj.weight")
+    assert isinstance(narrow, KernelLinear)  # 48 inputs are no whole blocks
+    held = read_draft(drafts["int8"])
+    dense = torch.cat([held.tensor(f"model.layers.0.mlp.{part}_proj.weight") for part in ("gate", "up")])
     torch.testing.assert_close(layer.matrix.widened(torch.float32), dense, rtol=1e-6, atol=0)
     expected = rows(load_draft(drafts["int8"], pair[0], context_length=64, weights="int8"), (5, 6, 7))
     found, kept = rows(whole, (5, 6, 7)), whole.decoder.columns.ids

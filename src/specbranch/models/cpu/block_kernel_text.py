@@ -12,7 +12,7 @@ sums within a block are of whole numbers, and exact.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -232,27 +232,19 @@ class _BlockTile:
                     sums[group][one] = self._dot(w, sums[group][one], numbers[part], x)
         return [[self._as_float(w, one) for one in some] for some in sums]
 
-    def _numbers(self, w: Writer, at: str) -> list[tuple[int, list[str]]]:
-        """Write the unpacking of a block's numbers: for every four inputs a vector of bytes for each part of the
-        tile."""
+    def _numbers(self, w: Writer, at: str) -> Iterator[tuple[int, list[str]]]:
+        """Write the unpacking of a block's numbers, when they are asked for: for every four inputs a vector of bytes
+        for each part of the tile. Both halves of a byte come after each other, so that few are held at a time."""
         size, parts = 4 * self.target.lanes, range(self.target.vectors)
-        if self.form.bits == 8:
-            return [
-                (word, [w.load(self.bytes, at, 4 * TILE * word + size * part) for part in parts]) for word in range(8)
-            ]
-        raw = [[w.load(self.bytes, at, 4 * TILE * word + size * part) for part in parts] for word in range(4)]
-        low, high = ("shl", "and") if self.shift else ("and", "lshr")
-        mask = f"splat (i8 {-16 if self.shift else 15})"
-        four = "splat (i8 4)"
-        lows = [
-            (word, [w.op(f"{low} {self.bytes} {one}, {four if low == 'shl' else mask}") for one in raw[word]])
-            for word in range(4)
-        ]
-        highs = [
-            (word + 4, [w.op(f"{high} {self.bytes} {one}, {mask if high == 'and' else four}") for one in raw[word]])
-            for word in range(4)
-        ]
-        return lows + highs
+        for word in range(self.form.words):
+            raw = [w.load(self.bytes, at, 4 * TILE * word + size * part) for part in parts]
+            if self.form.bits == 8:
+                yield word, raw
+                continue
+            low, high = ("shl", "and") if self.shift else ("and", "lshr")
+            by = {"and": f"splat (i8 {-16 if self.shift else 15})", "shl": "splat (i8 4)", "lshr": "splat (i8 4)"}
+            yield word, [w.op(f"{low} {self.bytes} {one}, {by[low]}") for one in raw]
+            yield word + 4, [w.op(f"{high} {self.bytes} {one}, {by[high]}") for one in raw]
 
     @property
     def _zero(self) -> float:
