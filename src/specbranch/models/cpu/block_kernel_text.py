@@ -19,7 +19,7 @@ from typing import Literal
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm
 
 ROUNDED = 48  # bytes of a block of a rounded row
-TILE_ROWS = 4  # rows taken at once; more take the tile's weights again, from the first cache level
+SUMS = 8  # vectors of sums that fit in the registers, beside as many of whole numbers
 
 Dot = Literal["sdot", "vnni", "avx2", "plain"]  # the instruction that sums four products
 
@@ -39,6 +39,11 @@ class Target:
     def vectors(self) -> int:
         """Of a tile's outputs."""
         return TILE // self.lanes
+
+    @property
+    def rows(self) -> int:
+        """How many are taken at once; more take the tile's weights again, from the first cache level."""
+        return SUMS // self.vectors
 
 
 @dataclass(slots=True)
@@ -95,9 +100,9 @@ class Writer:
 
 
 def source(form: BlockForm, target: Target) -> str:
-    """Write the product with one form of weights: tiles for 1 to TILE_ROWS rows, and the work of one thread."""
-    tiles = [_BlockTile(form, target, rows).source() for rows in range(1, TILE_ROWS + 1)]
-    return "\n".join([_DECLARATIONS, _DOTS[target.dot], *tiles, _all_rows(), _work(form)])
+    """Write the product with one form of weights: tiles for 1 to `target.rows` rows, and the work of one thread."""
+    tiles = [_BlockTile(form, target, rows).source() for rows in range(1, target.rows + 1)]
+    return "\n".join([_DECLARATIONS, _DOTS[target.dot], *tiles, _all_rows(target), _work(form)])
 
 
 _DECLARATIONS = """
@@ -334,17 +339,15 @@ class _BlockTile:
         w.do(f"br i1 {end}, label %copy, label %done")
         w.begin("copy")
 
-        def one(_: list[str]) -> list[str]:
-            at = w.op("shl i64 %copied, 2")
+        def one(copied: list[str]) -> list[str]:
+            at = w.op(f"shl i64 {copied[0]}, 2")
             for row in range(self.rows):
                 value = w.load("float", w.at(held, at), 4 * TILE * row, 4)
                 to = w.at(w.at("%y", w.op(f"mul i64 %stride, {row}")), at)
                 w.do(f"store float {value}, ptr {to}, align 4")
-            return [w.op("add i64 %copied, 1")]
+            return [w.op(f"add i64 {copied[0]}, 1")]
 
-        first = len(w.lines)
         w.loop("%left", [("i64", "0")], one)
-        w.lines[first:] = [line.replace("%copied", _carried(w.lines[first:])) for line in w.lines[first:]]
         w.do("br label %done")
         w.begin("done")
         w.do("ret void")
@@ -356,19 +359,14 @@ class _BlockTile:
             w.do(f"store {self.floats} {total}, ptr {to}, align 4")
 
 
-def _carried(lines: list[str]) -> str:
-    """The name of what the loop carries first."""
-    return next(line.split()[0] for line in lines if " = phi i64" in line and ".i = " not in line)
-
-
 def _number(value: float) -> str:
     """A float as LLVM writes it: the bits of the same double."""
     return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
 
 
-def _all_rows() -> str:
+def _all_rows(target: Target) -> str:
     """Write a function that takes a tile's outputs through all rows, a few rows at a time."""
-    sizes = range(1, TILE_ROWS + 1)
+    sizes = range(1, target.rows + 1)
     targets = " ".join(f"i64 {rows}, label %take{rows}" for rows in sizes)
     call = "(ptr %xr, ptr %w, ptr %scale, ptr %bias, ptr %yr, i64 %blocks, i64 %stride, i64 %left)"
     takes = "\n".join(f"take{rows}:\n  call void @tile{rows}{call}\n  br label %taken" for rows in sizes)
@@ -380,7 +378,7 @@ begin:
 next:
   %r = phi i64 [0, %begin], [%r.next, %taken]
   %remain = sub i64 %rows, %r
-  %some = call i64 @llvm.smin.i64(i64 %remain, i64 {TILE_ROWS})
+  %some = call i64 @llvm.smin.i64(i64 %remain, i64 {target.rows})
   %x.at = mul i64 %r, %row
   %xr = getelementptr i8, ptr %x, i64 %x.at
   %y.at = mul i64 %r, %stride
