@@ -40,6 +40,7 @@ from tiny_models import GREEDY, SHAPE, saved, some_tokens
 
 pytestmark = pytest.mark.skipif(not multiplies(ROWS), reason="no compiled kernels on this machine")
 ALL: dict[str, BlockForm] = {**{name: form for name, (form, _) in FORMS.items()}, "rows": ROWS}
+FILES = ("llama Q4_1", "llama Q4_0", "qwen2 Q8_0", "qwen2 Q5_1", "narrow Q4_1")
 WIDE = {**SHAPE, "hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4}
 
 
@@ -258,18 +259,22 @@ def test_the_greatest_sums_fit() -> None:
 
 def model_of(kind: str) -> PreTrainedModel:
     torch.manual_seed(1)
-    made = LlamaConfig(**WIDE, tie_word_embeddings=True) if kind == "llama" else Qwen2Config(**WIDE)
-    return AutoModelForCausalLM.from_config(made)
+    made = {
+        "llama": lambda: LlamaConfig(**WIDE, tie_word_embeddings=True),
+        "qwen2": lambda: Qwen2Config(**WIDE),
+        # heads of which none fills a block
+        "narrow": lambda: LlamaConfig(**{**WIDE, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    }
+    return AutoModelForCausalLM.from_config(made[kind]())
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("stored")
     made = {}
-    for kind, stored in (("llama", "Q4_1"), ("llama", "Q4_0"), ("qwen2", "Q8_0"), ("qwen2", "Q5_1")):
-        made[f"{kind} {stored}"] = write_gguf(
-            model_of(kind), place / f"{kind}-{stored}.gguf", gguf.GGMLQuantizationType[stored]
-        )
+    for name in FILES:
+        kind, stored = name.split()
+        made[name] = write_gguf(model_of(kind), place / f"{kind}-{stored}.gguf", gguf.GGMLQuantizationType[stored])
     return made
 
 
@@ -283,7 +288,7 @@ def rows_of(runner: NativeRunner, *feeds: Feed) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama Q4_1", "llama Q4_0", "qwen2 Q8_0", "qwen2 Q5_1"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_quantised_file_runs_as_stored_on_a_cpu_and_says_nearly_what_it_says_in_float32(
     name: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +305,19 @@ def test_a_quantised_file_runs_as_stored_on_a_cpu_and_says_nearly_what_it_says_i
     assert (rows_of(twin, feed) - found).abs().max() < 0.1 * expected.abs().max()
     tokens = torch.tensor([0, 7, 130])
     torch.testing.assert_close(runner.decoder.embedding[tokens], wide.decoder.embedding[tokens], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama Q4_1", "qwen2 Q8_0"])
+def test_operations_round_their_rows_as_a_layer_by_itself_does(name: str, files: dict[str, Path]) -> None:
+    runner = load_native(files[name], context_length=200)
+    step, decoder = runner._fused, runner.decoder
+    rows_of(runner, Feed(0, (1, 2, 3), (ROOT, 0, 0)))
+    # What the last operations left in the buffers: the last norm's rows, and the logits that came of them.
+    hidden, size = step.buffers["h"][:3], decoder.arch.hidden // BLOCK * ROUNDED
+    expected = torch.zeros(3, size, dtype=torch.uint8)
+    _rounding()(hidden.data_ptr(), expected.data_ptr(), 3, decoder.arch.hidden // BLOCK)
+    found = step.buffers["rounded"].view(torch.uint8).flatten()[: 3 * size].view(3, size)
+    assert torch.equal(found, expected) and expected.any()
 
 
 def test_a_token_has_the_same_bits_alone_in_a_tree_and_in_company(files: dict[str, Path], threads: int) -> None:

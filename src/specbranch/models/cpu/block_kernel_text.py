@@ -454,7 +454,8 @@ def rounding() -> str:
         f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
         for at, (kind, name) in enumerate(fields, start=1)
     )
-    return f"""{_ROUNDING_DECLARATIONS}
+    return f"""declare i64 @llvm.smin.i64(i64, i64)
+{ROUND_STRETCH}
 define void @round(ptr %arguments) {{
 begin:
 {loads}
@@ -473,25 +474,16 @@ take:
   %full = add i64 %first, {AT_ONCE}
   %last = call i64 @llvm.smin.i64(i64 %full, i64 %blocks)
   %before = mul i64 %row, %blocks
-  br label %each
-each:
-  %b = phi i64 [%first, %take], [%b.next, %each]
-  %at = add i64 %before, %b
-  %x.at = mul i64 %at, {4 * BLOCK}
-  %from = getelementptr i8, ptr %x, i64 %x.at
-  %y.at = mul i64 %at, {ROUNDED}
-  %to = getelementptr i8, ptr %y, i64 %y.at
-{_ROUND_BLOCK}
-  %b.next = add i64 %b, 1
-  %b.more = icmp slt i64 %b.next, %last
-  br i1 %b.more, label %each, label %next
+  %at = add i64 %before, %first
+  %many = sub i64 %last, %first
+  call void @round_stretch(ptr %x, ptr %y, i64 %at, i64 %many)
+  br label %next
 end:
   ret void
 }}"""
 
 
 _ROUNDING_DECLARATIONS = """
-declare i64 @llvm.smin.i64(i64, i64)
 declare <32 x float> @llvm.fabs.v32f32(<32 x float>)
 declare <32 x float> @llvm.roundeven.v32f32(<32 x float>)
 declare float @llvm.vector.reduce.fmaximum.v32f32(<32 x float>)
@@ -527,3 +519,23 @@ _ROUND_BLOCK = f"""  %values = load <32 x float>, ptr %from, align 4
   %early.sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %early)
   %early.p = getelementptr i8, ptr %to, i64 44
   store i32 %early.sum, ptr %early.p, align 4"""
+
+# Rounds so many blocks of what lies at %x, from a block on.
+ROUND_STRETCH = f"""{_ROUNDING_DECLARATIONS}
+define internal void @round_stretch(ptr %x, ptr %y, i64 %first, i64 %many) {{
+begin:
+  %last = add i64 %first, %many
+  br label %each
+each:
+  %at = phi i64 [%first, %begin], [%next, %each]
+  %x.at = mul i64 %at, {4 * BLOCK}
+  %from = getelementptr i8, ptr %x, i64 %x.at
+  %y.at = mul i64 %at, {ROUNDED}
+  %to = getelementptr i8, ptr %y, i64 %y.at
+{_ROUND_BLOCK}
+  %next = add i64 %at, 1
+  %more = icmp slt i64 %next, %last
+  br i1 %more, label %each, label %end
+end:
+  ret void
+}}"""

@@ -77,12 +77,18 @@ class BlockLinear:
 
     def _apply(self, x: Tensor, y: Tensor) -> None:
         rounded = torch.empty(x.shape[0], self.blocks * ROUNDED, dtype=torch.uint8)
-        for code, *arguments in self.operations(x.data_ptr(), rounded.data_ptr(), y.data_ptr(), x.shape[0]):
+        code, *arguments = self.rounding(x.data_ptr(), rounded.data_ptr(), x.shape[0])
+        code(*arguments)
+        for code, *arguments in self.products(rounded.data_ptr(), y.data_ptr(), x.shape[0]):
             code(*arguments)
 
-    def operations(self, x: int, rounded: int, y: int, rows: int) -> Iterator[tuple[Any, ...]]:
-        """What is to be run for rows at the address `x`, one after the other: each code with its arguments."""
-        yield self._round, x, rounded, rows, self.blocks
+    def rounding(self, x: int, rounded: int, rows: int) -> tuple[Any, ...]:
+        """The code that rounds rows at the address `x`, with its arguments."""
+        return self._round, x, rounded, rows, self.blocks
+
+    def products(self, rounded: int, y: int, rows: int) -> Iterator[tuple[Any, ...]]:
+        """What is to be run then for rows at the address `rounded`, one after the other: each code with its
+        arguments."""
         for code, part, bias in self._parts:
             scale = 0 if part.scale is None else part.scale.data_ptr()
             yield (

@@ -145,29 +145,32 @@ class FusedStep:
         """List the operations of a step over so many rows."""
         operations = Operations()
         for index, layer in enumerate(self.decoder.layers):
-            self._add_norm(operations, layer.attention_norm, rows, change=index > 0)
+            self._add_norm(operations, layer.attention_norm, rows, layer.qkv, change=index > 0)
             operations.entered.append(len(operations.rows))
             self._add_attention(operations, index, layer, rows)
-            self._add_norm(operations, layer.mlp_norm, rows)
+            self._add_norm(operations, layer.mlp_norm, rows, layer.gate_up)
             self._add_linear(operations, layer.gate_up, "h", "both", rows)
-            code = self.kernels.addresses["gate"]
-            operations.add(code, self._at("both"), self._at("gated"), rows, self.decoder.arch.intermediate)
+            code, rounded = self.kernels.addresses["gate"], self._rounded(layer.down)
+            operations.add(code, self._at("both"), self._at("gated"), rounded, rows, self.decoder.arch.intermediate)
             self._add_linear(operations, layer.down, "gated", "change", rows)
-        self._add_norm(operations, self.decoder.norm, rows)
+        self._add_norm(operations, self.decoder.norm, rows, self.decoder.head)
         self._add_linear(operations, self.decoder.head, "h", None, rows)
         return operations.finish()
 
-    def _add_norm(self, operations: Operations, weight: Tensor, rows: int, change: bool = True) -> None:
+    def _add_norm(self, operations: Operations, weight: Tensor, rows: int, before: Linear, change: bool = True) -> None:
         arch, added = self.decoder.arch, self._at("change") if change else 0
-        code = self.kernels.addresses["norm"]
-        operations.add(
-            code, self._at("x"), added, weight.data_ptr(), self._at("h"), rows, arch.hidden, float_bits(arch.rms_eps)
-        )
+        code, eps = self.kernels.addresses["norm"], float_bits(arch.rms_eps)
+        places = self._at("x"), added, weight.data_ptr(), self._at("h"), self._rounded(before)
+        operations.add(code, *places, rows, arch.hidden, eps)
+
+    def _rounded(self, layer: Linear) -> int:
+        """Where the operation before a layer is to put its rows rounded; nowhere unless the layer wants them so."""
+        return self._at("rounded") if isinstance(layer, BlockLinear) else 0
 
     def _add_linear(self, operations: Operations, layer: Linear, source: str, target: str | None, rows: int) -> None:
         to = self._at(target) if target else 0
         if isinstance(layer, BlockLinear):
-            for code, *arguments in layer.operations(self._at(source), self._at("rounded"), to, rows):
+            for code, *arguments in layer.products(self._at("rounded"), to, rows):
                 operations.add(code.address, *arguments)
         else:
             assert isinstance(layer, KernelLinear)
@@ -182,7 +185,12 @@ class FusedStep:
         operations.add(turn, self._at("qkv"), *angles, table, *norms, rows, index, float_bits(arch.rms_eps))
         operations.written = len(operations.rows)
         scale = float_bits(1.0 / math.sqrt(arch.head_dim))
-        operations.add(attend, self._at("qkv"), table, self._at("seen"), rows, rows * arch.kv_heads, index, scale)
+        whole = arch.heads // arch.kv_heads * arch.head_dim % BLOCK == 0  # what one item computes
+        places = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
+        operations.add(attend, *places, rows, rows * arch.kv_heads, index, scale)
+        if isinstance(layer.out, BlockLinear) and not whole:
+            code, *arguments = layer.out.rounding(self._at("seen"), self._at("rounded"), rows)
+            operations.add(code.address, *arguments)
         self._add_linear(operations, layer.out, "seen", "change", rows)
 
     def _at(self, buffer: str) -> int:
