@@ -32,6 +32,7 @@ from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import best_fit, find_method
+from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT, TAIL
@@ -44,7 +45,7 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import Weights
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.kv import PAGE, Table
+from specbranch.models.kv import Table
 from specbranch.models.mirror import as_transformers
 from specbranch.models.shapes import SHAPES
 from specbranch.text.tokenizer import Tokenizer

@@ -29,7 +29,7 @@ MOST_NODES = 128  # of a cache's tail: lookahead's window and candidates fit it
 NGRAMS = (3, 16)  # shortest and longest n-gram of lookahead decoding
 ExecutorName = Literal["serial", "process", "streams"]
 AT_ONCE: tuple[ExecutorName, ...] = ("process", "streams")  # executors under which draft and target work at once
-WeightsName = Literal["float32", "bfloat16", "int8", "int4"]  # how matrices are stored
+WeightsName = Literal["float32", "bfloat16", "int8", "int4", "stored"]  # how matrices are stored
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
 
 

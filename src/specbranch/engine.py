@@ -78,8 +78,9 @@ class LLM:
         and time is modelled: all seconds in the statistics are those the profile charges. A profile measured with
         another pair is refused, unless forced. `predictor`: a folder that `specbranch train-predictor` wrote, for
         policy "paper"; the pairs known by name have one of their own. `dtype`: the precision of computing. `weights`,
-        `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8" or "int4"; the last two are another,
-        coarser model, of which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
+        `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8", "int4" or "stored" (as in a quantised
+        GGUF file; the default for one on a CPU unless a dtype is given). The last three are another, coarser model, of
+        which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
         places in each model's cache for all requests together; nothing: what there is room for. `device_map`: "auto"
         spreads the target over all GPUs, by the transformers runner; the draft stays on one device. What is learned of
         a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the

@@ -15,6 +15,7 @@ import torch
 from specbranch.bench.lab import Lab, Workload
 from specbranch.bench.methods import OUTSIDE
 from specbranch.bench.outside import Transformers, assistant_of
+from specbranch.bench.subjects import Running
 from specbranch.cli.main import run
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -182,7 +183,7 @@ def test_loading_and_answering_print_nothing(lab: Lab, capfd: pytest.CaptureFixt
 def test_the_default_pair_answers_alike_but_for_near_ties(default_model: Path, tmp_path: Path) -> None:
     """Our kernels and transformers' round differently, so only where two tokens nearly tie may the texts part."""
     prompt = Prompt("0", "", ("Write a Python function that adds two numbers.",))
-    with Lab("smollm2-default", folder=tmp_path) as lab:
+    with Lab("smollm2-default", folder=tmp_path, running=Running(weights="float32")) as lab:
         (record,) = lab.records(prompt, Workload(max_tokens=16))
         theirs = Transformers(lab)
         for method in OUTSIDE:

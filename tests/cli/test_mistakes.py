@@ -39,7 +39,7 @@ MISTAKES = {
     "unknown weights": (["--weights", "int5"], "Unknown storage of weights 'int5'. Did you mean 'int"),
     "unknown weights of a draft that is not used": (
         ["--draft-weights", "int"],
-        "Known: bfloat16, float32, int4, int8.",
+        "Known: bfloat16, float32, int4, int8, stored.",
     ),
     "weights of another precision": (
         ["--weights", "float32", "--dtype", "float64", "--device", "cpu"],

@@ -19,9 +19,10 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.distill.draft_folder import read_draft
 from specbranch.distill.load import _own_storage, load_draft
-from specbranch.errors import ModelError
+from specbranch.errors import BadParameter, ModelError
 from specbranch.exec.messages import Hello
 from specbranch.exec.wire import from_bytes, to_bytes
+from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.files.architecture import Architecture
@@ -149,7 +150,7 @@ def test_an_int8_draft_stays_in_int8_and_says_what_it_says_in_float32(
     drafts: dict[str, str], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
-    compact = load_draft(drafts["int8"], pair[0], context_length=64)
+    compact = load_draft(drafts["int8"], pair[0], context_length=64, weights="int8")
     layer, stored = compact.decoder.layers[0].down, read_draft(drafts["int8"])
     assert compact._fused is not None and isinstance(layer, KernelLinear) and layer.scale is not None
     dense = stored.tensor("model.layers.0.mlp.down_proj.weight")
@@ -164,6 +165,24 @@ def test_an_int8_draft_stays_in_int8_and_says_what_it_says_in_float32(
     assert (found - expected)[:, kept].abs().max() < 0.02 * expected[:, kept].abs().max()
     monkeypatch.setattr(plain.decoder, "head", compact.decoder.head)
     torch.testing.assert_close(rows(plain, (5, 6, 7))[:, kept], found[:, kept], rtol=1e-4, atol=1e-4)
+
+
+@needs_kernel
+def test_an_int8_draft_is_multiplied_as_it_is_stored_and_says_nearly_what_it_says_in_int8(
+    drafts: dict[str, str], pair: tuple[str, str]
+) -> None:
+    whole = load_draft(drafts["int8"], pair[0], context_length=64)
+    layer, narrow = whole.decoder.layers[0].gate_up, whole.decoder.layers[0].down
+    assert whole.compiled and whole.weights == "stored" and isinstance(layer, BlockLinear)
+    assert isinstance(narrow, KernelLinear)  # 48 inputs are no whole blocks
+    held = read_draft(drafts["int8"])
+    dense = torch.cat([held.tensor(f"model.layers.0.mlp.{part}_proj.weight") for part in ("gate", "up")])
+    torch.testing.assert_close(layer.matrix.widened(torch.float32), dense, rtol=1e-6, atol=0)
+    expected = rows(load_draft(drafts["int8"], pair[0], context_length=64, weights="int8"), (5, 6, 7))
+    found, kept = rows(whole, (5, 6, 7)), whole.decoder.columns.ids
+    assert (found - expected)[:, kept].abs().max() < 0.05 * expected[:, kept].abs().max()
+    with pytest.raises(BadParameter, match="stores floats; expected int8"):
+        load_draft(drafts["whole"], pair[0], context_length=64, weights="stored")
 
 
 def test_an_int8_draft_is_written_out_on_a_cpu_without_a_kernel_for_its_precision(
@@ -210,13 +229,13 @@ def test_an_int8_draft_is_written_out_where_that_is_asked_for(drafts: dict[str, 
 def test_off_the_cpu_an_int8_draft_stays_so_unless_told(drafts: dict[str, str], pair: tuple[str, str]) -> None:
     draft = read_draft(drafts["int8"])
     for dtype in (torch.bfloat16, torch.float32):
-        assert _own_storage(draft, torch.device("cuda"), dtype) == "int8"  # is only named here
+        assert _own_storage(draft, torch.device("cuda"), dtype, None) == "int8"  # is only named here
         built = read_layers(Architecture.from_config(draft.config), draft, torch.device("cpu"), dtype, "int8")[0][
             0
         ].down
         stored = draft.tensor("model.layers.0.mlp.down_proj.weight")
         torch.testing.assert_close(built.widened(torch.float32), stored, rtol=1e-6, atol=0)
-    assert _own_storage(read_draft(drafts["whole"]), torch.device("cuda"), torch.bfloat16) is None
+    assert _own_storage(read_draft(drafts["whole"]), torch.device("cuda"), torch.bfloat16, None) is None
 
 
 def test_the_draft_process_stores_as_it_is_told(drafts: dict[str, str], pair: tuple[str, str]) -> None:

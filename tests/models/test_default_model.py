@@ -1,4 +1,5 @@
-"""The embedded default for real: SmolLM2-135M-Instruct in float32 says what transformers says, with every method.
+"""The embedded default for real: SmolLM2-135M-Instruct in float32 says what transformers says, with every method, and
+every method says the same with other weights.
 
 Float32 sums in another order move logits by about 1e-5: a first divergence is allowed at a closer tie than `NEAR`, at
 most once in 10,000 tokens, and is printed.
@@ -61,7 +62,7 @@ def long_text(llm: LLM, length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(default_model: Path) -> Iterator[LLM]:
-    with LLM(method="autoregressive", device="cpu") as llm:
+    with LLM(method="autoregressive", device="cpu", weights="float32") as llm:
         yield llm
 
 
@@ -140,7 +141,7 @@ def test_lookup_gives_the_tokens_of_plain_decoding(temperature: float, plain: LL
     text = "The keeper lit the lamp. The keeper wound the clock. The keeper wrote the log. "
     prompt = plain.tokenizer.chat([{"role": "user", "content": f"Repeat this three times: {text * 3}"}])
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=100, ignore_eos=True)
-    with LLM(method="lookup", device="cpu") as llm:
+    with LLM(method="lookup", device="cpu", weights="float32") as llm:
         answer = llm.generate([prompt], params)[0]
     expected = plain.generate([prompt], params)[0]
     assert answer.token_ids == expected.token_ids or near_tie(
@@ -157,8 +158,15 @@ def test_drafting_methods_give_the_tokens_of_plain_decoding(method: str, executo
     method, _, policy = method.partition(":")
     settings = {"num_speculative_tokens": 3, "stop_below": 0.3, "policy": policy or None}
     with LLM(
-        "smollm2-135m", half, method, executor=executor, device="cpu", context_length=512, speculative=settings
-    ) as llm:  # type: ignore[arg-type]
+        "smollm2-135m",
+        half,
+        method,  # type: ignore[arg-type]
+        executor=executor,  # type: ignore[arg-type]
+        device="cpu",
+        weights="float32",
+        context_length=512,
+        speculative=settings,
+    ) as llm:
         for temperature in (0.0, 0.7, 1.3):
             params = SamplingParams(temperature=temperature, seed=2, max_tokens=20, ignore_eos=True)
             prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
@@ -174,7 +182,7 @@ def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float
     """Planned by a profile in which drafting pays, so that trees are grown, verified and re-rooted; decisions and
     tokens are real."""
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
-    with LLM("smollm2-135m", half, method, clock="c10", device="cpu", context_length=512) as llm:
+    with LLM("smollm2-135m", half, method, clock="c10", device="cpu", weights="float32", context_length=512) as llm:
         prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
         answer, expected = llm.generate([prompt], params)[0], plain.generate([prompt], params)[0]
     assert answer.token_ids == expected.token_ids
@@ -182,7 +190,7 @@ def test_trees_give_the_tokens_of_plain_decoding(method: str, temperature: float
 
 
 @pytest.mark.parametrize("method", ["speculative", "pearl", "tree", "specbranch"])
-@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+@pytest.mark.parametrize("weights", ["stored", "int8", "bfloat16"])
 def test_stored_weights_have_a_text_of_their_own_and_every_method_gives_it(
     weights: WeightsName, method: str, default_model: Path
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -48,9 +49,9 @@ def gguf_names(layers: int) -> dict[str, str]:
     return pairs
 
 
-def write_gguf(kind: str, path: Path, stored: gguf.GGMLQuantizationType = F32) -> Path:
+def write_gguf(model: str | PreTrainedModel, path: Path, stored: gguf.GGMLQuantizationType = F32) -> Path:
     """Write a tiny model as llama.cpp's converter would."""
-    model = tiny(kind)
+    model = tiny(model) if isinstance(model, str) else model
     config, arch = model.config, model.config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, "llama" if arch == "mistral" else arch)

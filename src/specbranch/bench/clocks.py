@@ -68,7 +68,7 @@ def machine_clock(
     target: str, draft: str, title: str, running: Running, progress: StepsDone = silent, far: bool = False
 ) -> Clock:
     """Load both models and measure them, in some seconds; `specbranch profile` takes its time and is exacter."""
-    big = ModelChoice(target, device=running.device)
+    big = ModelChoice(target, device=running.device, weights=running.weights)
     device = running.draft_device or running.device
     small = ModelChoice(draft, device=device, shorten=True, weights=running.draft_weights)
     made = measure(load_pair(big, small, title, running.executor), FARTHER if far else BRIEFLY, progress)

@@ -19,6 +19,7 @@ from typing import Any, Self
 from specbranch.assembly import identity
 from specbranch.bench.subjects import Running, pair_title, told_of
 from specbranch.config import SamplingParams
+from specbranch.core.runner import Runner
 from specbranch.engine import LLM
 from specbranch.errors import ModelError
 from specbranch.hrad.forecaster import ON
@@ -87,6 +88,7 @@ class Lab:
                     executor=running.executor,
                     device=running.device,
                     draft_device=running.draft_device,
+                    weights=running.weights,
                     draft_weights=running.draft_weights,
                     context_length=context_length,
                     prefix_cache=False,  # every run reads its prompt: times to the first token are those of reading it
@@ -95,7 +97,7 @@ class Lab:
             self.identity = {**told_of("target", target), "target_identity": identity(target), **running.told()}
             if draft is not None:
                 self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
-            known = self.identity["target_identity"]
+            known = self._known("target_identity", self.llm.target_runner)
             self._records = Records(self.folder / "records", known)
             self.draft = self._remembering(draft, opened)
             self.forecasts = self._foretelling(predictor, draft)
@@ -156,9 +158,14 @@ class Lab:
         worker = self.llm.drafter
         if name is None or worker is None:
             return None
-        known = self.identity["draft_identity"]
+        known = self._known("draft_identity", worker.runner)
         memory = self._memory("drafts", known, opened)
         return ReplayedModel(f"{known} {self.identity['target_identity']}", memory, worker.runner)
+
+    def _known(self, name: str, runner: Runner) -> str:
+        """By what a model's words are kept: stored weights have a text of their own."""
+        stored = getattr(runner, "weights", None) == "stored"
+        return f"{self.identity[name]}-stored" if stored else str(self.identity[name])
 
     def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
         """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as
@@ -170,7 +177,10 @@ class Lab:
             predictor = Predictor.load(folder)
             predictor.check_pair(self.identity["target_identity"], self.identity.get("draft_identity"))
             return RecordedSignals(
-                predictor, self.llm.target_runner, self.folder / "forecasts", self.identity["target_identity"]
+                predictor,
+                self.llm.target_runner,
+                self.folder / "forecasts",
+                self._known("target_identity", self.llm.target_runner),
             )
         except ModelError as error:
             log.warning("%s %s", error, ON)

@@ -116,13 +116,19 @@ def given_settings(texts: Sequence[str], pairs: Sequence[PairOrder]) -> tuple[Se
 
 
 def checked_running(
-    executor: str, device: str | None, draft_device: str | None, draft_weights: str | None, by_the_wall: bool
+    executor: str,
+    device: str | None,
+    draft_device: str | None,
+    weights: str | None,
+    draft_weights: str | None,
+    by_the_wall: bool,
 ) -> Running:
     """Return where and how models run, refusing devices that are not there."""
     if executor not in get_args(ExecutorName):
         raise unknown("executor", executor, get_args(ExecutorName))
-    if draft_weights is not None and draft_weights not in WEIGHTS:
-        raise unknown("storage of weights", draft_weights, WEIGHTS)
+    for kind in (weights, draft_weights):
+        if kind is not None and kind not in WEIGHTS:
+            raise unknown("storage of weights", kind, WEIGHTS)
     if not by_the_wall and executor != "serial":
         raise BadParameter(
             f"--executor {executor} runs by the wall clock only, and --clock was given. Leave one of them out."
@@ -132,7 +138,7 @@ def checked_running(
             from specbranch.assembly import chosen_device
 
             chosen_device(asked)
-    checked: dict[str, Any] = {"executor": executor, "draft_weights": draft_weights}
+    checked: dict[str, Any] = {"executor": executor, "weights": weights, "draft_weights": draft_weights}
     return Running(device=device, draft_device=draft_device, **checked)
 
 

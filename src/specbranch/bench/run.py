@@ -147,8 +147,8 @@ def _answer(
 def _blank(lab: Lab, asked: AskedPrompt, setting: Setting, clock: Clock) -> PromptRun:
     """A run that was not made yet."""
     rule = "match" if setting.config is None else setting.config.rule
-    # In half precision transformers rounds otherwise than we do, and near-ties fall otherwise.
-    exact = asked.workload.temperature == 0 and lab.llm.dtype in ("float32", "float64")
+    # In half precision and with stored weights transformers rounds otherwise than we do, and near-ties fall otherwise.
+    exact = asked.workload.temperature == 0 and lab.llm.weights in ("float32", "float64")
     return PromptRun(
         pair=lab.pair,
         suite=asked.suite.name,

@@ -63,6 +63,7 @@ class Running:
     executor: ExecutorName = "serial"
     device: str | None = None
     draft_device: str | None = None
+    weights: WeightsName | None = None
     draft_weights: WeightsName | None = None
 
     def told(self) -> dict[str, Any]:
@@ -75,7 +76,8 @@ class Running:
         """What a title says of it."""
         executor = None if self.executor == "serial" else self.executor
         place = None if self.draft_device is None else f"{self.draft_device}-draft"
-        return "".join(f"+{part}" for part in (self.draft_weights, place, executor) if part)
+        target = None if self.weights is None else f"{self.weights}-target"
+        return "".join(f"+{part}" for part in (target, self.draft_weights, place, executor) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,9 +96,15 @@ def bench() -> None:
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
 @_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
 @_models(
+    "--weights",
+    metavar="TYPE",
+    help="How the target's matrices are stored: float32, bfloat16, int8, int4 or stored [stored if its file is a "
+    "quantised GGUF and it runs on a CPU].",
+)
+@_models(
     "--draft-weights",
     metavar="TYPE",
-    help="How the draft's matrices are stored: float32, bfloat16, int8 or int4 [int8 if its file is].",
+    help="How the draft's matrices are stored, likewise [as in its file if that is int8].",
 )
 @_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
 @_how(
@@ -326,6 +332,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
             wanted["executor"],
             wanted["device"],
             wanted["draft_device"],
+            wanted["weights"],
             wanted["draft_weights"],
             by_the_wall=clocks[0].is_wall,
         ),

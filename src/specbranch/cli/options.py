@@ -72,8 +72,9 @@ TARGET = (
     _model(
         "--weights",
         metavar="TYPE",
-        help="How the target's matrices are stored: float32, bfloat16, int8 or int4. The last two make another, "
-        "coarser model of it, with a text of its own [as --dtype].",
+        help="How the target's matrices are stored: float32, bfloat16, int8, int4, or stored: as in its file, a "
+        "quantised GGUF, multiplied by whole numbers. The last three have a text of their own [stored for such a file "
+        "on a CPU unless --dtype is given, else as --dtype].",
     ),
     _model(
         "--runner", metavar="RUNNER", help="native, transformers, or auto: native where the architecture allows [auto]."
@@ -96,8 +97,8 @@ DRAFT = (
     _draft(
         "--draft-weights",
         metavar="TYPE",
-        help="How the draft's matrices are stored, see --weights; this changes speed alone [int8 if its file is, "
-        "else as --dtype].",
+        help="How the draft's matrices are stored, see --weights; this changes speed alone [stored (a GPU: int8) if "
+        "its file is in int8, else as --dtype].",
     ),
 )
 SPECULATION = (

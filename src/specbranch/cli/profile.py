@@ -138,7 +138,8 @@ def _table(made: CostProfile) -> list[str]:
 def _precision(told: Mapping[str, Any]) -> str:
     """Name the precision, and how matrices are stored where that differs."""
     stored = (("target", told["weights"]), ("draft", told["draft_weights"]))
-    return str(told["dtype"]) + "".join(f", {name} in {kind}" for name, kind in stored if kind != told["dtype"])
+    others = [f"{name} {'as ' if kind == 'stored' else 'in '}{kind}" for name, kind in stored if kind != told["dtype"]]
+    return ", ".join([str(told["dtype"]), *others])
 
 
 def _warning(spread: dict[str, float]) -> list[str]:

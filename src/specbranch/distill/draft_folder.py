@@ -24,6 +24,7 @@ from specbranch.distill.draft_name import KEY
 from specbranch.errors import ModelError
 from specbranch.files import spoken
 from specbranch.models.files.architecture import Architecture, Rope
+from specbranch.models.files.blocks import AnyMatrix
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.tensor_file import TensorSource
@@ -280,7 +281,8 @@ def _layer_tensors(arch: Architecture, layer: LayerWeights, index: int) -> dict[
     return {f"{HUGGING_FACE[part].format(index)}.{suffix}": tensor for (part, suffix), tensor in parts.items()}
 
 
-def _parts(matrix: Matrix, sizes: Mapping[str, int]) -> dict[tuple[str, str], Tensor]:
+def _parts(matrix: AnyMatrix, sizes: Mapping[str, int]) -> dict[tuple[str, str], Tensor]:
+    assert isinstance(matrix, Matrix)  # what is trained is in floats
     whole = {"weight": matrix.weight} if matrix.bias is None else {"weight": matrix.weight, "bias": matrix.bias}
     return {
         (part, suffix): rows

@@ -18,16 +18,18 @@ from specbranch.config import WeightsName
 from specbranch.core.runner import Runner
 from specbranch.core.slots import TAIL
 from specbranch.distill.draft_folder import DraftFile, fingerprint_of, read_draft
-from specbranch.errors import ModelError
+from specbranch.errors import BadParameter, ModelError
 from specbranch.models.columns import Columns
+from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.blocks import ROWS, AnyMatrix
 from specbranch.models.files.identity import checked_source
 from specbranch.models.files.inflated import InflatedSource, inflated_architecture
 from specbranch.models.files.inflation import is_inflation, read_inflation, uninflated
 from specbranch.models.files.locate import locate
-from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.stored_rows import Embedding
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import (
     HUGGING_FACE,
@@ -36,6 +38,7 @@ from specbranch.models.files.weights import (
     read_layers,
     read_part,
     read_weights,
+    whole_rows,
 )
 from specbranch.models.native import NativeRunner, native_runner, open_model
 from specbranch.models.room import pool_pages
@@ -48,8 +51,8 @@ SHARED = {f"{HUGGING_FACE[part]}.weight": part for part in ("embedding", "head")
 class Shared:
     """What a draft takes from its target."""
 
-    embedding: Tensor
-    head: Matrix  # [vocabulary, hidden], as the target has it, or as the draft does where it was read for it alone
+    embedding: Embedding
+    head: AnyMatrix  # [vocabulary, hidden], as the target has it, or as the draft does where it was read for it alone
 
     @classmethod
     def of(cls, runner: Runner | None, device: torch.device, dtype: torch.dtype) -> Shared | None:
@@ -86,7 +89,12 @@ def load_draft(
     )
     context = arch.choose_context(context_length, shorten=True)
     if recipe is None:
-        stored = _own_storage(found.draft, place, precision) if weights is None else stored
+        stored = _own_storage(found.draft, place, precision, dtype) if weights is None else stored
+        if stored == "stored" and found.draft.info.storage != "int8":
+            raise BadParameter(
+                f"weights of the draft is 'stored', but {found.name} stores floats; expected int8. Leave "
+                "--draft-weights out, or use int8."
+            )
         # An inflated target's embedding is padded.
         shared = None if is_inflation(target) else Shared.of(target_runner, place, precision)
         shared = shared or _read_shared(found.target, found.source, place, precision, stored)
@@ -159,11 +167,16 @@ def _inflated(
     return replace(held, reduced=ReducedHead(held.head, columns))
 
 
-def _own_storage(draft: DraftFile, device: torch.device, dtype: torch.dtype) -> WeightsName | None:
+def _own_storage(
+    draft: DraftFile, device: torch.device, dtype: torch.dtype, asked: torch.dtype | None
+) -> WeightsName | None:
     """How a draft is stored unless told: as its file is, but on a CPU without the kernel, which would write int8 out
-    at every step."""
-    worth = device.type != "cpu" or takes("int8", device, dtype)
-    return "int8" if draft.info.storage == "int8" and worth else None
+    at every step. Integer products, where rows are rounded too, are for who asks for no precision."""
+    if draft.info.storage != "int8":
+        return None
+    if asked is None and runs_blocks(device, (ROWS,)):
+        return "stored"
+    return "int8" if device.type != "cpu" or takes("int8", device, dtype) else None
 
 
 def _read_shared(
@@ -175,11 +188,13 @@ def _read_shared(
 
 
 def _reduced(
-    ids: Tensor | None, head: Matrix, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
+    ids: Tensor | None, head: AnyMatrix, device: torch.device, dtype: torch.dtype, stored: WeightsName | None
 ) -> ReducedHead | None:
     """Copy a reduced head's rows: scattered among the target's, they could not be read at the memory's pace."""
     if ids is None:
         return None
-    columns = Columns(ids.to(device), head.weight.shape[0])
+    columns = Columns(ids.to(device), head.outs)
     rows = head.rows(columns.ids)
+    if stored == "stored":
+        return ReducedHead(whole_rows(rows), columns)
     return ReducedHead(rows.in_floats(dtype) if stored is None else rows.stored_as(stored), columns)

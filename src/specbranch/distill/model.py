@@ -83,8 +83,9 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(TrainedLayer(weights.layers[index], trained) for index in chosen)
         self.norm = _parameter(weights.norm, trained)
         # Buffers that are not persistent: no checkpoint stores the target's matrices again.
-        self.register_buffer("embedding", weights.embedding, persistent=False)
-        head = weights.head if head_ids is None else weights.head.rows(head_ids.to(weights.head.weight.device))
+        embedding, whole = weights.in_floats()
+        self.register_buffer("embedding", embedding, persistent=False)
+        head = whole if head_ids is None else whole.rows(head_ids.to(whole.weight.device))
         self.register_buffer("head", head.weight, persistent=False)
         self.register_buffer("head_ids", head_ids, persistent=False)
         self._tables: tuple[Tensor, Tensor] | None = None

@@ -392,7 +392,8 @@ def _identity(settings: TrainSettings, material: Material, weights: Weights) -> 
     values = {name: value for name, value in asdict(settings).items() if name not in aside}
     digest = sha256(material.tokens.numpy().data)
     digest.update(material.starts.numpy().data)
-    sample = weights.embedding[:: max(weights.embedding.shape[0] // 64, 1)].float().cpu().contiguous()
+    table = weights.in_floats()[0]
+    sample = table[:: max(table.shape[0] // 64, 1)].float().cpu().contiguous()
     return {
         **values,
         "layers": list(settings.layers),

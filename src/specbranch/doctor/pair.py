@@ -83,7 +83,8 @@ def kernels(name: str, runner: Any) -> Finding:
         advice = "The native decoder does not know its architecture, or --runner asked for this."
         return note(about, "it runs on transformers, which is slower.", advice)
     dtype = precision(runner)
-    stored = "" if runner.weights == dtype else f", with weights in {runner.weights}"
+    kind = "as they are stored" if runner.weights == "stored" else f"in {runner.weights}"
+    stored = "" if runner.weights == dtype else f", with weights {kind}"
     if runner.device.type != "cpu":
         return well(about, f"it runs on {runner.device}, in {dtype}{stored}.")
     if getattr(runner, "_fused", None) is not None:

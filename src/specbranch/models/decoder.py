@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from specbranch.core.pages import PAGE
 from specbranch.models import rope
 from specbranch.models.chunk_attention import choose_attend_chunk
+from specbranch.models.cpu.block_kernels import block_linear
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
+from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import Memory, gathered, put
@@ -88,9 +90,7 @@ class Decoder:
         self.columns = weights.reduced.columns if weights.reduced else None
         device, dtype = weights.norm.device, weights.norm.dtype
         self.head = _linear(weights.reduced.matrix if weights.reduced else weights.head, dtype)
-        # The weight that is multiplied by, should that be another than was given: none is held twice.
-        held = getattr(self.head, "weight", weights.head.weight)
-        self.head_matrix = None if weights.reduced else replace(weights.head, weight=held)
+        self.head_matrix = None if weights.reduced else _held(weights.head, self.head)
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
         self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
@@ -125,7 +125,7 @@ class Decoder:
     def _entered(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """The rows' embeddings, and what turns them [rows, 1, head_dim]."""
         cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (self.cos, self.sin))
-        return embedding(step.tokens, self.embedding), cos, sin
+        return looked_up(self.embedding, step.tokens), cos, sin
 
     def _through(
         self, layer: Layer, x: Tensor, step: Step, held: tuple[Tensor, Tensor], turning: Sequence[Tensor]
@@ -220,8 +220,17 @@ def _joined_norm(arch: Architecture, q_norm: Tensor | None, k_norm: Tensor | Non
     return torch.cat((q_norm.expand(arch.heads, -1), k_norm.expand(arch.kv_heads, -1)))
 
 
-def _linear(matrix: Matrix, dtype: torch.dtype) -> Linear:
+def _held(matrix: AnyMatrix, linear: Linear) -> AnyMatrix:
+    """The matrix with the weight that is multiplied by, should that be another than was given: none is held twice."""
+    return (
+        matrix if isinstance(matrix, BlockMatrix) else replace(matrix, weight=getattr(linear, "weight", matrix.weight))
+    )
+
+
+def _linear(matrix: AnyMatrix, dtype: torch.dtype) -> Linear:
     """Return what multiplies by a matrix in this precision."""
+    if isinstance(matrix, BlockMatrix):
+        return block_linear(matrix)
     if matrix.scale is None:
         return choose_linear(matrix.weight, matrix.bias)
     if takes(matrix.stored, matrix.weight.device, dtype):

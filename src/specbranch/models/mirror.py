@@ -70,7 +70,8 @@ def as_transformers(decoder: Decoder) -> PreTrainedModel:
 def named(decoder: Decoder) -> dict[str, Tensor]:
     """Name views of the weights as transformers does, but for the head's."""
     arch = decoder.arch
-    found = {f"{HUGGING_FACE['embedding']}.weight": decoder.embedding, f"{HUGGING_FACE['norm']}.weight": decoder.norm}
+    found = {f"{HUGGING_FACE['embedding']}.weight": _floats(decoder.embedding)}
+    found[f"{HUGGING_FACE['norm']}.weight"] = decoder.norm
     kv = arch.kv_heads * arch.head_dim
     for index, layer in enumerate(decoder.layers):
         q, k, v = torch.split(_weight(layer.qkv), [arch.heads * arch.head_dim, kv, kv])
@@ -84,14 +85,16 @@ def named(decoder: Decoder) -> dict[str, Tensor]:
 
 def _weight(linear: object) -> Tensor:
     """The matrix that is multiplied by, in floats."""
-    weight: Any = getattr(linear, "weight", None)
-    if weight is None or getattr(linear, "scale", None) is not None:
+    return _floats(None if getattr(linear, "scale", None) is not None else getattr(linear, "weight", None))
+
+
+def _floats(weight: object) -> Tensor:
+    if not isinstance(weight, Tensor):
         raise BadParameter(
-            "Weights in int8 or int4 cannot be shared with transformers, which has no kernel for them. Leave its "
-            "methods (hf-…) out of "
-            "--methods, or run in plain floats."
+            "Weights in int8, int4 or blocks cannot be shared with transformers, which has no kernel for them. Leave "
+            "its methods (hf-…) out of --methods, or run in plain floats."
         )
-    return weight  # type: ignore[no-any-return]
+    return weight
 
 
 def _turning(given: Any, config: Any, arch: Architecture) -> Any:

@@ -61,7 +61,7 @@ def _matrix_bytes(outs: int, ins: int, kind: WeightsName | torch.dtype, on_cpu: 
         return outs * ins * kind.itemsize
     if kind == "int4" and fits_int4(ins):
         return outs * ins // 2 + outs * (ins // GROUP) * SCALE
-    held = kind if kind in ("float32", "bfloat16") else whole_numbers() if on_cpu else "int8"
+    held = kind if kind in ("float32", "bfloat16") else whole_numbers() if on_cpu and kind == "int8" else "int8"
     return outs * (ins * BYTES[held] + SCALE)
 
 

@@ -12,8 +12,13 @@ import torch
 
 from specbranch.config import WeightsName
 from specbranch.errors import BadParameter
+from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
+from specbranch.models.files.block_reader import stored_kinds
+from specbranch.models.files.blocks import FORMS
+from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import GROUP
+from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights
 
 log = logging.getLogger("specbranch")
@@ -30,6 +35,13 @@ def agreed(
     usual, asked = torch.float32 if device.type == "cpu" else torch.bfloat16, _dtype(dtype)
     if weights is None or weights in ("int8", "int4"):
         return asked or usual, weights
+    if weights == "stored":
+        if device.type == "cpu" and asked in (None, torch.float32):
+            return torch.float32, weights
+        raise BadParameter(
+            f"weights is 'stored' on {device} with dtype {name_of(asked or usual)!r}; expected a CPU and float32, for "
+            "which its kernels are made. Leave --weights out, or use int8 or int4."
+        )
     own: torch.dtype = getattr(torch, weights)
     computed = asked or (usual if takes(weights, device, usual) else own)
     if computed is own:
@@ -43,11 +55,26 @@ def agreed(
     )
 
 
+def usual_storage(source: TensorSource, device: torch.device) -> WeightsName | None:
+    """How matrices are stored where nothing is asked for: on a CPU as they are, if they lie in blocks."""
+    kinds = stored_kinds(source) if isinstance(source, GgufFile) else {}
+    return "stored" if kinds and runs_blocks(device, [FORMS[kind][0] for kind in kinds]) else None
+
+
+def refuse_floats(source: TensorSource) -> None:
+    """Raise unless a file stores matrices in blocks that can be multiplied as they are."""
+    if not isinstance(source, GgufFile) or not stored_kinds(source):
+        raise BadParameter(
+            f"weights is 'stored', but {source.name} is no GGUF file with matrices in any of {', '.join(FORMS)}. Leave "
+            "--weights out, or use int8."
+        )
+
+
 def alike(dtype: torch.dtype | None, weights: WeightsName | None, runner: str) -> torch.dtype | None:
     """Return the precision for a runner that stores matrices in no other, or say what it cannot do."""
     if weights is None or (dtype is not None and weights == name_of(dtype)):
         return dtype
-    own = None if weights in ("int8", "int4") or dtype is not None else getattr(torch, weights)
+    own = None if weights in ("int8", "int4", "stored") or dtype is not None else getattr(torch, weights)
     if isinstance(own, torch.dtype):
         return own
     raise BadParameter(

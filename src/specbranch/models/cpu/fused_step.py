@@ -17,10 +17,13 @@ from torch import Tensor
 
 from specbranch.core.pages import PAGE
 from specbranch.models.batch import Rows, positions_of, tokens_of
+from specbranch.models.cpu.block_kernel_text import ROUNDED
+from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
 from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer
+from specbranch.models.files.blocks import BLOCK
 from specbranch.models.kv import Memory
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
@@ -61,6 +64,9 @@ class FusedStep:
         }
         sizes |= {"seen": arch.heads * arch.head_dim, "both": 2 * arch.intermediate, "gated": arch.intermediate}
         sizes |= {"cos": arch.head_dim, "sin": arch.head_dim}
+        sizes["rounded"] = (
+            max(sizes[name] for name in ("h", "seen", "gated")) * ROUNDED // (4 * BLOCK)
+        )  # counted in floats
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
         self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
         self._lists: dict[int, Operations] = {}  # by rows
@@ -102,7 +108,7 @@ class FusedStep:
         """Fill the first buffers and the table of rows."""
         tokens, positions = torch.from_numpy(tokens_of(work)), positions_of(work)
         rows, turned = len(tokens), torch.from_numpy(positions)
-        torch.index_select(self.decoder.embedding, 0, tokens, out=self.buffers["x"][:rows])
+        self._look_up(tokens, self.buffers["x"][:rows])
         torch.index_select(self.decoder.cos, 0, turned, out=self.buffers["cos"][:rows])
         torch.index_select(self.decoder.sin, 0, turned, out=self.buffers["sin"][:rows])
         self.table[:rows, 3] = positions + 1
@@ -116,6 +122,13 @@ class FusedStep:
         operations = self._lists[rows]
         operations.table[:, COUNTER] = 0
         return operations
+
+    def _look_up(self, tokens: Tensor, into: Tensor) -> None:
+        table = self.decoder.embedding
+        if isinstance(table, Tensor):
+            torch.index_select(table, 0, tokens, out=into)
+        else:
+            into.copy_(table[tokens])
 
     def _enter(self, rows: Rows, entries: np.ndarray) -> None:
         """Fill the entries of some rows, but for their counts, in the order of ENTRY."""
@@ -133,29 +146,36 @@ class FusedStep:
         """List the operations of a step over so many rows."""
         operations = Operations()
         for index, layer in enumerate(self.decoder.layers):
-            self._add_norm(operations, layer.attention_norm, rows, change=index > 0)
+            self._add_norm(operations, layer.attention_norm, rows, layer.qkv, change=index > 0)
             operations.entered.append(len(operations.rows))
             self._add_attention(operations, index, layer, rows)
-            self._add_norm(operations, layer.mlp_norm, rows)
+            self._add_norm(operations, layer.mlp_norm, rows, layer.gate_up)
             self._add_linear(operations, layer.gate_up, "h", "both", rows)
-            code = self.kernels.addresses["gate"]
-            operations.add(code, self._at("both"), self._at("gated"), rows, self.decoder.arch.intermediate)
+            code, rounded = self.kernels.addresses["gate"], self._rounded(layer.down)
+            operations.add(code, self._at("both"), self._at("gated"), rounded, rows, self.decoder.arch.intermediate)
             self._add_linear(operations, layer.down, "gated", "change", rows)
-        self._add_norm(operations, self.decoder.norm, rows)
+        self._add_norm(operations, self.decoder.norm, rows, self.decoder.head)
         self._add_linear(operations, self.decoder.head, "h", None, rows)
         return operations.finish()
 
-    def _add_norm(self, operations: Operations, weight: Tensor, rows: int, change: bool = True) -> None:
+    def _add_norm(self, operations: Operations, weight: Tensor, rows: int, before: Linear, change: bool = True) -> None:
         arch, added = self.decoder.arch, self._at("change") if change else 0
-        code = self.kernels.addresses["norm"]
-        operations.add(
-            code, self._at("x"), added, weight.data_ptr(), self._at("h"), rows, arch.hidden, float_bits(arch.rms_eps)
-        )
+        code, eps = self.kernels.addresses["norm"], float_bits(arch.rms_eps)
+        places = self._at("x"), added, weight.data_ptr(), self._at("h"), self._rounded(before)
+        operations.add(code, *places, rows, arch.hidden, eps)
+
+    def _rounded(self, layer: Linear) -> int:
+        """Where the operation before a layer is to put its rows rounded; nowhere unless the layer wants them so."""
+        return self._at("rounded") if isinstance(layer, BlockLinear) else 0
 
     def _add_linear(self, operations: Operations, layer: Linear, source: str, target: str | None, rows: int) -> None:
-        assert isinstance(layer, KernelLinear)
         to = self._at(target) if target else 0
-        operations.add(layer.kernel.work, *layer.arguments(self._at(source), to, rows))
+        if isinstance(layer, BlockLinear):
+            for code, *arguments in layer.products(self._at("rounded"), to, rows):
+                operations.add(code.address, *arguments)
+        else:
+            assert isinstance(layer, KernelLinear)
+            operations.add(layer.kernel.work, *layer.arguments(self._at(source), to, rows))
 
     def _add_attention(self, operations: Operations, index: int, layer: Layer, rows: int) -> None:
         arch, norm, table = self.decoder.arch, layer.qk_norm, self.table.ctypes.data
@@ -166,7 +186,12 @@ class FusedStep:
         operations.add(turn, self._at("qkv"), *angles, table, *norms, rows, index, float_bits(arch.rms_eps))
         operations.written = len(operations.rows)
         scale = float_bits(1.0 / math.sqrt(arch.head_dim))
-        operations.add(attend, self._at("qkv"), table, self._at("seen"), rows, rows * arch.kv_heads, index, scale)
+        whole = arch.heads // arch.kv_heads * arch.head_dim % BLOCK == 0  # what one item computes
+        places = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
+        operations.add(attend, *places, rows, rows * arch.kv_heads, index, scale)
+        if isinstance(layer.out, BlockLinear) and not whole:
+            code, *arguments = layer.out.rounding(self._at("seen"), self._at("rounded"), rows)
+            operations.add(code.address, *arguments)
         self._add_linear(operations, layer.out, "seen", "change", rows)
 
     def _at(self, buffer: str) -> int:
@@ -192,7 +217,7 @@ def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
         decoder.head,
         *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)),
     ]
-    if not all(isinstance(matrix, KernelLinear) for matrix in matrices):
+    if not all(isinstance(matrix, KernelLinear | BlockLinear) for matrix in matrices):
         return None
     arch = decoder.arch
     kernels = load_row_kernels(KernelShape(arch.heads, arch.kv_heads, arch.head_dim))

@@ -21,13 +21,14 @@ class CannotCompile(Exception):
     """There is no LLVM here, or one too old for the text."""
 
 
-def compile_text(text: str, optimise: bool) -> Any:
-    """Compile LLVM text for this machine; returns the engine that owns the code.
+def compile_text(text: str, optimise: bool, more: str = "") -> Any:
+    """Compile LLVM text for this machine; returns the engine that owns the code. `more`: features that LLVM does not
+    see by itself.
 
     Best done before weights are loaded: the compiler's pages are given back at the end, and so do not add to the peak.
     """
     try:
-        engine = _compiled(text, optimise)
+        engine = _compiled(text, optimise, more)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise CannotCompile(str(error)) from error
     _forget_pages("libllvmlite")
@@ -54,12 +55,12 @@ def processor_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def _compiled(text: str, optimise: bool) -> Any:
+def _compiled(text: str, optimise: bool, more: str) -> Any:
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features().flatten()
+    features = ",".join(filter(None, (llvm.get_host_cpu_features().flatten(), more)))
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=3 if optimise else 2
     )

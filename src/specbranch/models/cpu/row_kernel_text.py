@@ -13,6 +13,8 @@ import struct
 from dataclasses import dataclass
 
 from specbranch.core.pages import PAGE
+from specbranch.models.cpu.block_kernel_text import ROUND_STRETCH
+from specbranch.models.files.blocks import BLOCK
 
 # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
 FIELDS = 16
@@ -50,7 +52,17 @@ class KernelShape:
 def source(shape: KernelShape) -> str:
     """Write all operations in LLVM's language, as plain loops; its optimiser turns them into vectors."""
     return "\n".join(
-        (_DECLARATIONS, _exp(), _norm(), _turn(shape), _head_group(shape), _attend(shape), _gate(), _run())
+        (
+            _DECLARATIONS,
+            ROUND_STRETCH,
+            _exp(),
+            _norm(),
+            _turn(shape),
+            _head_group(shape),
+            _attend(shape),
+            _gate(),
+            _run(),
+        )
     )
 
 
@@ -191,9 +203,23 @@ added.done:
   %safe = fadd float %mean, %eps.float
   %root = call float @llvm.sqrt.f32(float %safe)
   %by = fdiv float 1.0, %root
-{_loop("w", "0", "%n", scale)}"""
+{_loop("w", "0", "%n", scale)}
+{_rounded("%y", "%at", "%n")}"""
     variables = _variables(a="i64", s="i64", w="i64", total="float")
-    return _operation("norm", ("x", "added", "weight", "y"), ("rows", "n", "eps"), "%rows", row, variables)
+    return _operation("norm", ("x", "added", "weight", "y", "rounded"), ("rows", "n", "eps"), "%rows", row, variables)
+
+
+def _rounded(floats: str, at: str, many: str) -> str:
+    """Write the rounding of what was computed, for integer products, where that is asked for: `many` numbers from `at`
+    on, both whole blocks."""
+    return f"""  %none = icmp eq ptr %rounded, null
+  br i1 %none, label %rounded.done, label %round
+round:
+  %first.block = sdiv i64 {at}, {BLOCK}
+  %many.blocks = sdiv i64 {many}, {BLOCK}
+  call void @round_stretch(ptr {floats}, ptr %rounded, i64 %first.block, i64 %many.blocks)
+  br label %rounded.done
+rounded.done:"""
 
 
 def _entry(row: str) -> str:
@@ -459,8 +485,9 @@ def _attend(shape: KernelShape) -> str:
   %o.at = add i64 %o.row, %q.head
   %o.here = getelementptr float, ptr %out, i64 %o.at
 {_fraction("scale")}
-  call void @group({arguments})"""
-    return _operation("attend", ("q", "table", "out"), ("rows", "items", "layer", "scale"), "%items", body)
+  call void @group({arguments})
+{_rounded("%out", "%o.at", str(width))}"""
+    return _operation("attend", ("q", "table", "out", "rounded"), ("rows", "items", "layer", "scale"), "%items", body)
 
 
 def _gate() -> str:
@@ -486,8 +513,9 @@ def _gate() -> str:
   %gr = getelementptr float, ptr %both, i64 %g.at
   %ur = getelementptr float, ptr %both, i64 %u.at
   %yr = getelementptr float, ptr %y, i64 %y.at
-{_loop("i", "0", "%n", each)}"""
-    return _operation("gate", ("both", "y"), ("rows", "n"), "%rows", body, _variables(i="i64"))
+{_loop("i", "0", "%n", each)}
+{_rounded("%y", "%y.at", "%n")}"""
+    return _operation("gate", ("both", "y", "rounded"), ("rows", "n"), "%rows", body, _variables(i="i64"))
 
 
 def _run() -> str:

@@ -20,6 +20,7 @@ class Encoding:
     size: int
     decode: Callable[[Tensor], Tensor]  # uint8 [n·size] to floats [n·block]
     dtype: torch.dtype | None = None
+    name: str = ""  # of a form of blocks
 
 
 def plain(dtype: torch.dtype) -> Encoding:
@@ -27,8 +28,13 @@ def plain(dtype: torch.dtype) -> Encoding:
     return Encoding(1, dtype.itemsize, lambda raw: raw.view(dtype), dtype)
 
 
+def halves_of(raw: Tensor) -> Tensor:
+    """Read halves: uint8 [n, 2m] to [n, m]."""
+    return raw.contiguous().view(torch.float16)
+
+
 def _half(raw: Tensor) -> Tensor:
-    return raw.contiguous().view(torch.float16).float()  # uint8 [n, 2m] to [n, m]
+    return halves_of(raw).float()
 
 
 def _q4_0(raw: Tensor) -> Tensor:
@@ -42,13 +48,13 @@ def _q4_1(raw: Tensor) -> Tensor:
 
 
 def _q5_0(raw: Tensor) -> Tensor:
-    scale, high, low = _fields(raw, 2, 4, 16)
-    return _nibbles(low).add_(_unpacked(high, 1, 1) << 4).sub_(16).mul_(_half(scale)).view(-1)
+    scale, high, low = fields_of(raw, 2, 4, 16)
+    return _nibbles(low).add_(unpacked_bits(high, 1, 1) << 4).sub_(16).mul_(_half(scale)).view(-1)
 
 
 def _q5_1(raw: Tensor) -> Tensor:
-    scale, least, high, low = _fields(raw, 2, 2, 4, 16)
-    return _nibbles(low).add_(_unpacked(high, 1, 1) << 4).mul_(_half(scale)).add_(_half(least)).view(-1)
+    scale, least, high, low = fields_of(raw, 2, 2, 4, 16)
+    return _nibbles(low).add_(unpacked_bits(high, 1, 1) << 4).mul_(_half(scale)).add_(_half(least)).view(-1)
 
 
 def _q8_0(raw: Tensor) -> Tensor:
@@ -65,40 +71,40 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _q2_k(raw: Tensor) -> Tensor:
-    groups, low, scale, least = _fields(raw, 16, 64, 2, 2)
-    return _scaled(_unpacked(low, 2, 32).float(), _half(scale) * (groups & 15), _half(least) * (groups >> 4))
+    groups, low, scale, least = fields_of(raw, 16, 64, 2, 2)
+    return _scaled(unpacked_bits(low, 2, 32).float(), _half(scale) * (groups & 15), _half(least) * (groups >> 4))
 
 
 def _q3_k(raw: Tensor) -> Tensor:
-    high, low, groups, groups_high, scale = _fields(raw, 32, 64, 8, 4, 2)
-    scales = (_unpacked(groups, 4, 8) | _unpacked(groups_high, 2, 4) << 4).float().sub_(32)  # [n, 16]
-    numbers = _unpacked(low, 2, 32) | _unpacked(high, 1, 32) << 2  # [n, 256]
+    high, low, groups, groups_high, scale = fields_of(raw, 32, 64, 8, 4, 2)
+    scales = (unpacked_bits(groups, 4, 8) | unpacked_bits(groups_high, 2, 4) << 4).float().sub_(32)  # [n, 16]
+    numbers = unpacked_bits(low, 2, 32) | unpacked_bits(high, 1, 32) << 2  # [n, 256]
     return _scaled(numbers.float().sub_(4), _half(scale) * scales)
 
 
 def _q4_k(raw: Tensor) -> Tensor:
-    halves, groups, low = _fields(raw, 4, 12, 128)
-    return _scaled(_unpacked(low, 4, 32).float(), *_scales_and_leasts(halves, groups))
+    halves, groups, low = fields_of(raw, 4, 12, 128)
+    return _scaled(unpacked_bits(low, 4, 32).float(), *_scales_and_leasts(halves, groups))
 
 
 def _q5_k(raw: Tensor) -> Tensor:
-    halves, groups, high, low = _fields(raw, 4, 12, 32, 128)
-    numbers = _unpacked(low, 4, 32) | _unpacked(high, 1, 32) << 4  # [n, 256]
+    halves, groups, high, low = fields_of(raw, 4, 12, 32, 128)
+    numbers = unpacked_bits(low, 4, 32) | unpacked_bits(high, 1, 32) << 4  # [n, 256]
     return _scaled(numbers.float(), *_scales_and_leasts(halves, groups))
 
 
 def _q6_k(raw: Tensor) -> Tensor:
-    low, high, groups, scale = _fields(raw, 128, 64, 16, 2)
-    numbers = _unpacked(low, 4, 64) | _unpacked(high, 2, 32) << 4  # [n, 256]
+    low, high, groups, scale = fields_of(raw, 128, 64, 16, 2)
+    numbers = unpacked_bits(low, 4, 64) | unpacked_bits(high, 2, 32) << 4  # [n, 256]
     return _scaled(numbers.float().sub_(32), _half(scale) * groups.view(torch.int8))
 
 
-def _fields(raw: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+def fields_of(raw: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     """Cut every block into fields of so many bytes: [n, size] each."""
     return torch.split(raw.view(-1, sum(sizes)), list(sizes), dim=1)
 
 
-def _unpacked(packed: Tensor, bits: int, run: int) -> Tensor:
+def unpacked_bits(packed: Tensor, bits: int, run: int) -> Tensor:
     """Unpack bytes [n, m] to whole numbers [n, m·8/bits]: from each `run` bytes first all their lowest bits, then
     the next ones."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
@@ -116,12 +122,17 @@ def _scaled(numbers: Tensor, scales: Tensor, leasts: Tensor | None = None) -> Te
 def _scales_and_leasts(halves: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack two numbers of six bits for each of eight groups from [n, 12] bytes, and multiply by the block's own
     two: [n, 2, 4] each."""
+    scales, leasts = (sixes_of(packed) * _half(halves).view(-1, 1, 2, 1)).unbind(2)
+    return scales, leasts
+
+
+def sixes_of(packed: Tensor) -> Tensor:
+    """Unpack two numbers of six bits for each of eight groups from [n, 12] bytes: [n, first or last groups, scale or
+    least, 4]."""
     # The upper two bits of the first four groups belong to the last four.
     first, rest = torch.split(packed, [8, 4], dim=1)
-    last = _unpacked(rest, 4, 4) | first >> 6 << 4
-    numbers = torch.cat((first & 63, last), dim=1).view(-1, 2, 2, 4)  # [n, first or last groups, scale or least, 4]
-    scales, leasts = (numbers * _half(halves).view(-1, 1, 2, 1)).unbind(2)
-    return scales, leasts
+    last = unpacked_bits(rest, 4, 4) | first >> 6 << 4
+    return torch.cat((first & 63, last), dim=1).view(-1, 2, 2, 4)
 
 
 SAFETENSORS = {
@@ -134,16 +145,16 @@ SAFETENSORS = {
 _GGUF = {
     0: plain(torch.float32),
     1: plain(torch.float16),
-    2: Encoding(32, 18, _q4_0),
-    3: Encoding(32, 20, _q4_1),
-    6: Encoding(32, 22, _q5_0),
-    7: Encoding(32, 24, _q5_1),
-    8: Encoding(32, 34, _q8_0),
-    10: Encoding(256, 84, _q2_k),
-    11: Encoding(256, 110, _q3_k),
-    12: Encoding(256, 144, _q4_k),
-    13: Encoding(256, 176, _q5_k),
-    14: Encoding(256, 210, _q6_k),
+    2: Encoding(32, 18, _q4_0, name="Q4_0"),
+    3: Encoding(32, 20, _q4_1, name="Q4_1"),
+    6: Encoding(32, 22, _q5_0, name="Q5_0"),
+    7: Encoding(32, 24, _q5_1, name="Q5_1"),
+    8: Encoding(32, 34, _q8_0, name="Q8_0"),
+    10: Encoding(256, 84, _q2_k, name="Q2_K"),
+    11: Encoding(256, 110, _q3_k, name="Q3_K"),
+    12: Encoding(256, 144, _q4_k, name="Q4_K"),
+    13: Encoding(256, 176, _q5_k, name="Q5_K"),
+    14: Encoding(256, 210, _q6_k, name="Q6_K"),
     28: plain(torch.float64),
     30: plain(torch.bfloat16),
 }

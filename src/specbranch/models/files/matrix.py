@@ -84,6 +84,11 @@ class Matrix:
         return replace(self, weight=self.widened(dtype), scale=None)
 
     @property
+    def outs(self) -> int:
+        """How many outputs there are."""
+        return self.weight.shape[0]
+
+    @property
     def ins(self) -> int:
         """How many inputs there are."""
         return self.weight.shape[1] * (2 if self.stored == "int4" else 1)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -80,21 +82,43 @@ class TensorFile:
 
     def read(self, tensor: str, into: Tensor, *, leading: bool = False) -> None:
         """Fill `into`; see TensorSource."""
+        entry = self.checked(tensor, tuple(into.shape), leading=leading)
+        with self._opened(tensor) as file:
+            _fill(file, entry, into.view(-1))
+
+    def checked(self, tensor: str, shape: tuple[int, ...], *, leading: bool = False) -> StoredTensor:
+        """Where a tensor of this shape lies; `leading`: it may have more rows."""
         entry = self.entries.get(tensor)
         if entry is None:
             raise ModelError(
                 f"{self.path} has no tensor {tensor!r}, which its configuration needs. The file belongs to another "
                 "model, or is incomplete."
             )
-        rows_fit = leading and entry.shape[1:] == tuple(into.shape[1:]) and entry.shape[0] >= into.shape[0]
-        if not rows_fit and entry.shape != tuple(into.shape):
+        rows_fit = leading and entry.shape[1:] == shape[1:] and entry.shape[0] >= shape[0]
+        if not rows_fit and entry.shape != shape:
             raise ModelError(
-                f"{self.path}: tensor {tensor!r} has shape {list(entry.shape)}; its configuration says "
-                f"{list(into.shape)}."
+                f"{self.path}: tensor {tensor!r} has shape {list(entry.shape)}; its configuration says {list(shape)}."
             )
+        return entry
+
+    def read_bytes(self, tensor: str, rows: int, at_once: int) -> Iterator[Tensor]:
+        """The first rows of a matrix as they are stored, so many at a time: uint8 [rows, bytes], each gone when the
+        next comes."""
+        entry = self.entries[tensor]
+        size = math.prod(entry.shape[1:]) // entry.encoding.block * entry.encoding.size
+        buffer = torch.empty(min(at_once, rows), size, dtype=torch.uint8)
+        with self._opened(tensor) as file:
+            file.seek(entry.offset)
+            for start in range(0, rows, at_once):
+                some = buffer[: min(at_once, rows - start)]
+                _read_exactly(file, some.view(-1))
+                yield some
+
+    @contextmanager
+    def _opened(self, tensor: str) -> Iterator[BinaryIO]:
         try:
             with self.path.open("rb", buffering=0) as file:
-                _fill(file, entry, into.view(-1))
+                yield cast(BinaryIO, file)
         except (OSError, EOFError) as error:
             raise ModelError(
                 f"{self.path}: tensor {tensor!r} could not be read ({error}). Fetch the file again."

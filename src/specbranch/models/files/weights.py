@@ -7,7 +7,7 @@ tied head is the embedding itself, or a smaller copy of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from torch import Tensor
 from specbranch.config import WeightsName
 from specbranch.models.columns import Columns
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.block_reader import BlockRows, halves_together, read_parts
+from specbranch.models.files.blocks import AnyMatrix, BlockMatrix, fits_blocks, in_blocks
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.stored_rows import Embedding, StoredRows
 from specbranch.models.files.tensor_file import TensorSource
 
 HUGGING_FACE = {
@@ -58,16 +61,16 @@ class LayerWeights:
     """One layer."""
 
     attention_norm: Tensor
-    qkv: Matrix
+    qkv: AnyMatrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Matrix
+    out: AnyMatrix
     mlp_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
+    gate_up: AnyMatrix
+    down: AnyMatrix
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
+    def matrices(self) -> tuple[AnyMatrix, ...]:
         """Its matrices."""
         return self.qkv, self.out, self.gate_up, self.down
 
@@ -76,7 +79,7 @@ class LayerWeights:
 class ReducedHead:
     """An output head that scores some tokens only; the others can never be said."""
 
-    matrix: Matrix  # [columns, hidden]
+    matrix: AnyMatrix  # [columns, hidden]
     columns: Columns
 
 
@@ -84,23 +87,29 @@ class ReducedHead:
 class Weights:
     """All of a model's weights."""
 
-    embedding: Tensor
+    embedding: Embedding
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Matrix
+    head: AnyMatrix
     reduced: ReducedHead | None = None  # takes the place of `head`
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
+    def matrices(self) -> tuple[AnyMatrix, ...]:
         """All that is multiplied by."""
         head = self.reduced.matrix if self.reduced else self.head
         return (*(matrix for layer in self.layers for matrix in layer.matrices), head)
 
+    def in_floats(self) -> tuple[Tensor, Matrix]:
+        """The embedding and the head of a model that was read in floats."""
+        assert isinstance(self.embedding, Tensor) and isinstance(self.head, Matrix)
+        return self.embedding, self.head
+
     @property
     def stored(self) -> str:
-        """How the layers' matrices are stored; int4 if any is, though those that do not fit it are in int8."""
+        """How the layers' matrices are stored; int4 or in blocks if any is, though those that do not fit it are
+        not."""
         kinds = [matrix.stored for layer in self.layers for matrix in layer.matrices]
-        return "int4" if "int4" in kinds else kinds[0]
+        return next((kind for kind in ("int4", "stored") if kind in kinds), kinds[0])
 
 
 def read_weights(
@@ -116,8 +125,8 @@ def read_weights(
     there then.
     """
     reader = _Reader(arch, source, device, dtype, stored)
-    embedding = reader.vocabulary_matrix("embedding", arch.vocabulary)
-    head = reader.kept(Matrix(embedding if arch.tied else reader.vocabulary_matrix("head", arch.head_rows)))
+    embedding = reader.embedding()
+    head = reader.head(embedding)
     layers = tuple(reader.layer(index) for index in range(arch.layers))
     return Weights(embedding, layers, reader.vector("norm", arch.hidden), head)
 
@@ -173,8 +182,37 @@ class _Reader:
     stored: WeightsName | None
     read_in: torch.dtype | None = None  # matrices of the layers; nothing: in `dtype`
 
-    def kept(self, matrix: Matrix) -> Matrix:
+    def kept(self, matrix: Matrix) -> AnyMatrix:
+        if self.stored == "stored":
+            # What is in no blocks stays in floats, but for drafts, whose floats were int8.
+            return matrix if isinstance(self.source, GgufFile) else whole_rows(matrix)
         return matrix if self.stored is None else matrix.stored_as(self.stored)
+
+    def embedding(self) -> Embedding:
+        name = self._name("embedding", "weight", 0)
+        if self.stored == "stored" and isinstance(self.source, GgufFile):
+            self.source.checked(name, (self.arch.vocabulary, self.arch.hidden), leading=True)
+            return StoredRows(self.source, name, self.arch.vocabulary)
+        return self.vocabulary_matrix("embedding", self.arch.vocabulary)
+
+    def head(self, embedding: Embedding) -> AnyMatrix:
+        part, rows = "embedding" if self.arch.tied else "head", self.arch.head_rows
+        if (blocks := self.blocks({part: rows}, self.arch.hidden, 0, leading=True)) is not None:
+            return blocks
+        tied = embedding if self.arch.tied and isinstance(embedding, Tensor) else None
+        return self.kept(Matrix(self.vocabulary_matrix(part, rows) if tied is None else tied))
+
+    def blocks(self, parts: dict[str, int], ins: int, layer: int, *, leading: bool = False) -> BlockMatrix | None:
+        """Read a matrix as it is stored, if that is asked for and it lies in blocks."""
+        if self.stored != "stored" or not isinstance(self.source, GgufFile):
+            return None
+        paired = self.arch.head_dim if self._interleaved else None
+        wanted = [
+            BlockRows(self._name(part, "weight", layer), rows, paired if part in ("q", "k") else None)
+            for part, rows in parts.items()
+        ]
+        found = read_parts(self.source, wanted, ins, leading=leading)
+        return None if found is None else BlockMatrix(found)
 
     def layer(self, index: int) -> LayerWeights:
         a = self.arch
@@ -193,9 +231,11 @@ class _Reader:
     def vector(self, part: str, size: int, layer: int = 0) -> Tensor:
         return self.stacked({part: size}, (), "weight", layer)
 
-    def matrix(self, parts: dict[str, int], columns: int, bias: bool, layer: int) -> Matrix:
-        weight = self.stacked(parts, (columns,), "weight", layer, self.read_in)
-        return self.kept(Matrix(weight, self.stacked(parts, (), "bias", layer) if bias else None))
+    def matrix(self, parts: dict[str, int], columns: int, bias: bool, layer: int) -> AnyMatrix:
+        shift = self.stacked(parts, (), "bias", layer) if bias else None
+        if (blocks := self.blocks(parts, columns, layer)) is not None:
+            return replace(blocks, bias=shift)
+        return self.kept(Matrix(self.stacked(parts, (columns,), "weight", layer, self.read_in), shift))
 
     def vocabulary_matrix(self, part: str, rows: int) -> Tensor:
         """Read a matrix with a row a token; files may pad it with rows that mean nothing."""
@@ -216,7 +256,7 @@ class _Reader:
         for part, rows in zip(parts, torch.split(held, list(parts.values())), strict=True):
             self.source.read(self._name(part, suffix, layer), rows)
             if part in ("q", "k") and self._interleaved:
-                rows.copy_(_halves_together(rows, self.arch.head_dim))
+                rows.copy_(halves_together(rows, self.arch.head_dim))
         return held
 
     def _name(self, part: str, suffix: str, layer: int) -> str:
@@ -229,6 +269,7 @@ class _Reader:
         return isinstance(self.source, GgufFile) and self.arch.family in ("llama", "mistral")
 
 
-def _halves_together(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of each head so that dimension i is paired with i + head_dim/2."""
-    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+def whole_rows(matrix: Matrix) -> AnyMatrix:
+    """Lay a matrix out in int8 with a scale for each output, for integer products; one whose inputs are no whole
+    blocks stays as it is."""
+    return in_blocks(matrix.stored_as("int8")) if fits_blocks(matrix.ins) else matrix.stored_as("int8")

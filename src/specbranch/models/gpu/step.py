@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm
+from torch.nn.functional import rms_norm
 
 from specbranch.core.pages import PAGE
 from specbranch.models.decoder import Decoder
+from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.gpu.attention import Attend, attend_by_kernels, choose_attend
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.layout import LEAST, MOST_ROWS, Bucket, Views, packed_size, padding, power_of_two, views
@@ -81,7 +82,7 @@ class GpuStep:
         eps, untapped = decoder.arch.rms_eps, len(decoder.layers) - tapped + 1
         turning = [table.index_select(0, step.positions).unsqueeze(1) for table in (decoder.cos, decoder.sin)]
         chosen = self.picks[(-1 - step.tokens).clamp(min=0)]  # where a token is negative
-        x = embedding(torch.where(step.tokens < 0, chosen, step.tokens), decoder.embedding)
+        x = looked_up(decoder.embedding, torch.where(step.tokens < 0, chosen, step.tokens))
         h = rms_norm(x, (x.shape[-1],), decoder.layers[0].attention_norm, eps)
         for index, layer in enumerate(decoder.layers):
             if tapped and index >= untapped:

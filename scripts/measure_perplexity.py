@@ -1,0 +1,136 @@
+"""How far stored weights are from float32, and from llama.cpp: perplexity of a GGUF file on a fixed text, the same
+tokens and windows for all.
+
+The text is that of our own suite's articles. Each window is read from its first token; its second half is scored.
+llama.cpp runs in a process of its own, if an interpreter is named that has the package xllamacpp: it is asked for one
+token after the other, with the next token of the text forced, and tells what chance it gave it.
+
+    python scripts/measure_perplexity.py MODEL.gguf --llama /path/to/venv/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+ROWS = 64  # tokens that are scored at once
+
+
+def main() -> None:
+    """Measure, and print a line for each way and one of JSON."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("model")
+    options.add_argument("--windows", type=int, default=4)
+    options.add_argument("--window", type=int, default=256, help="tokens in each")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--llama", metavar="PYTHON", help="an interpreter that has xllamacpp")
+    options.add_argument("--only", choices=["llama"], help="for internal use: one part, in a process of its own")
+    given = options.parse_args()
+    if given.only:
+        print("@" + json.dumps(by_llama(given.model, json.load(sys.stdin), given.threads)))
+        return
+    texts = windows(given.model, given.windows, given.window)
+    found: dict[str, Any] = {"tokens": sum(len(text) // 2 for text in texts)}
+    floats, stored = (ours(given.model, texts, weights, given.threads) for weights in ("float32", "stored"))
+    found["float32"], found["stored"] = perplexity(floats["said"]), perplexity(stored["said"])
+    found |= divergence(floats["logits"], stored["logits"])
+    if given.llama:
+        command = [given.llama, __file__, given.model, "--only", "llama", "--threads", str(given.threads)]
+        child = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
+        answer = next(line for line in child.stdout.splitlines() if line.startswith("@"))
+        found["llama.cpp"] = perplexity(json.loads(answer[1:]))
+        found["stored / llama.cpp"] = found["stored"] / found["llama.cpp"]
+    for name, value in found.items():
+        print(f"{name:32} {value:.5g}")
+    print(json.dumps(found))
+
+
+def windows(model: str, many: int, length: int) -> list[list[int]]:
+    """The first tokens of our articles, cut into windows."""
+    from specbranch.assembly import ModelChoice, load_tokenizer
+    from specbranch.suites.suite import load_suite
+
+    text = "\n\n".join(prompt.turns[0].partition("\n\n")[2] for prompt in load_suite("own-summary").prompts)
+    ids = load_tokenizer(ModelChoice(model)).encode(text)
+    if len(ids) < many * length:
+        raise SystemExit(
+            f"The text has {len(ids)} tokens, {many * length} were asked for. Lower --windows or --window."
+        )
+    return [ids[at * length : (at + 1) * length] for at in range(many)]
+
+
+def ours(model: str, texts: list[list[int]], weights: Any, threads: int) -> dict[str, Any]:
+    """What we say to the second half of each window: log-probabilities of its tokens, and all logits."""
+    import torch
+
+    from specbranch.models.native import load_native
+
+    torch.set_num_threads(threads)
+    runner = load_native(model, context_length=len(texts[0]), weights=weights, dtype="float32")
+    logits = torch.cat([_read(runner, text) for text in texts])
+    wanted = torch.tensor([token for text in texts for token in text[len(text) // 2 :]])
+    said = logits.log_softmax(-1).gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
+    return {"said": said.tolist(), "logits": logits}
+
+
+def _read(runner: Any, text: list[int]) -> Any:
+    """The logits before each token of the second half [tokens, vocabulary]."""
+    import torch
+
+    from specbranch.config import SamplingParams
+    from specbranch.core.request import Request
+    from specbranch.core.runner import Feed
+    from specbranch.core.slots import ROOT
+
+    half, found = len(text) // 2, []
+    runner.open(0, Request(SamplingParams(), seed=0, prompt_length=0))
+    runner.extend(0, text[: half - 1])
+    for start in range(half - 1, len(text) - 1, ROWS):
+        some = text[start : min(start + ROWS, len(text) - 1)]
+        rows = runner.score([Feed(0, tuple(some), tuple(range(ROOT, len(some) - 1)))])[0]
+        found += [row.logits.float() for row in rows]
+        runner.keep(0, tuple(range(len(some))), len(some))
+    runner.close(0)
+    return torch.stack(found)
+
+
+def by_llama(model: str, texts: list[list[int]], threads: int) -> list[float]:
+    """What llama.cpp says to the second half of each window."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = model, len(texts[0]) + 8, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server, said = xllamacpp.Server(params), []
+    for text in texts:
+        for at in range(len(text) // 2, len(text)):
+            # The token is forced by a bias; what is told of it is its chance without one.
+            asked = {"prompt": text[:at], "n_predict": 1, "temperature": 0.0, "n_probs": 1, "cache_prompt": True}
+            answer = server.handle_completions({**asked, "logit_bias": [[text[at], 1000.0]], "ignore_eos": False})
+            told = answer["choices"][0]["logprobs"]["content"][0]
+            if told["id"] != text[at]:
+                raise SystemExit(f"llama.cpp was to say token {text[at]}, and said {told['id']}.")
+            said.append(float(told["logprob"]))
+    return said
+
+
+def perplexity(said: list[float]) -> float:
+    """e to the mean surprise."""
+    return math.exp(-sum(said) / len(said))
+
+
+def divergence(exact: Any, found: Any) -> dict[str, float]:
+    """How far distributions are from the exact ones, and how often both have the same best token."""
+    p, q = exact.log_softmax(-1), found.log_softmax(-1)
+    return {
+        "mean divergence from float32": float((p.exp() * (p - q)).sum(-1).mean()),
+        "same best token": float((exact.argmax(-1) == found.argmax(-1)).float().mean()),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,541 @@
+"""The product of rounded rows with weights in blocks, in LLVM's language; and the rounding of rows.
+
+Owns the text and how rounded rows lie in memory; how weights do is said in `files.blocks`.
+
+A rounded row is a block of 48 bytes for every 32 inputs: the numbers, then their scale, the scale times the sum of the
+numbers (both float32), that sum as a whole number, and the sum of the first 16. The greatest number of a block is 127.
+
+Invariant: an element of the result is one chain of operations in a fixed order, whatever the number of rows or threads;
+sums within a block are of whole numbers, and exact.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm
+
+ROUNDED = 48  # bytes of a block of a rounded row
+SUMS = 8  # vectors of sums that fit in the registers, beside as many of whole numbers
+
+Dot = Literal["sdot", "vnni", "avx2", "plain"]  # the instruction that sums four products
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the text is written for: the instruction for dot products, and how many sums it has."""
+
+    dot: Dot
+
+    @property
+    def lanes(self) -> int:
+        """How many sums an instruction makes."""
+        return 8 if self.dot in ("vnni", "avx2") else 4
+
+    @property
+    def vectors(self) -> int:
+        """Of a tile's outputs."""
+        return TILE // self.lanes
+
+    @property
+    def rows(self) -> int:
+        """How many are taken at once; more take the tile's weights again, from the first cache level."""
+        return SUMS // self.vectors
+
+
+@dataclass(slots=True)
+class Writer:
+    """Text under construction: each operation gets a name of its own."""
+
+    lines: list[str] = field(default_factory=list)
+    label: str = "begin"
+    _names: int = 0
+
+    def op(self, text: str) -> str:
+        """Write an operation; returns the name of its result."""
+        self._names += 1
+        self.lines.append(f"  %v{self._names} = {text}")
+        return f"%v{self._names}"
+
+    def do(self, text: str) -> None:
+        """Write an operation without a result."""
+        self.lines.append(f"  {text}")
+
+    def at(self, pointer: str, offset: int | str) -> str:
+        """An address so many bytes behind another."""
+        return pointer if offset == 0 else self.op(f"getelementptr i8, ptr {pointer}, i64 {offset}")
+
+    def load(self, kind: str, pointer: str, offset: int | str = 0, align: int = 2) -> str:
+        """Load from an address."""
+        return self.op(f"load {kind}, ptr {self.at(pointer, offset)}, align {align}")
+
+    def begin(self, label: str) -> None:
+        """Begin a part that is jumped to."""
+        self.lines.append(f"{label}:")
+        self.label = label
+
+    def loop(self, count: str, carried: list[tuple[str, str]], body: Callable[[list[str]], list[str]]) -> list[str]:
+        """Write a loop of at least one turn; `carried` are kinds and first values of what goes from turn to turn."""
+        self._names += 1
+        name, before = f"loop{self._names}", self.label
+        self.do(f"br label %{name}")
+        self.begin(name)
+        first = len(self.lines)
+        olds = [f"%{name}.{at}" for at in range(len(carried))]
+        news = body(olds)
+        self.do(f"%{name}.next = add i64 %{name}.i, 1")
+        more = self.op(f"icmp slt i64 %{name}.next, {count}")
+        self.do(f"br i1 {more}, label %{name}, label %{name}.end")
+        counted = f"  %{name}.i = phi i64 [0, %{before}], [%{name}.next, %{self.label}]"
+        phis = [
+            f"  {old} = phi {kind} [{start}, %{before}], [{new}, %{self.label}]"
+            for old, new, (kind, start) in zip(olds, news, carried, strict=True)
+        ]
+        self.lines[first:first] = [counted, *phis]
+        self.begin(f"{name}.end")
+        return news
+
+
+def source(form: BlockForm, target: Target) -> str:
+    """Write the product with one form of weights: tiles for 1 to `target.rows` rows, and the work of one thread."""
+    tiles = [_BlockTile(form, target, rows).source() for rows in range(1, target.rows + 1)]
+    return "\n".join([_DECLARATIONS, _DOTS[target.dot], *tiles, _all_rows(target), _work(form)])
+
+
+_DECLARATIONS = """
+declare i64 @llvm.smin.i64(i64, i64)
+declare <4 x float> @llvm.fma.v4f32(<4 x float>, <4 x float>, <4 x float>)
+declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+"""
+_DOTS: dict[Dot, str] = {
+    "sdot": "declare <4 x i32> @llvm.aarch64.neon.sdot.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 x i8>)",
+    "vnni": "declare <8 x i32> @llvm.x86.avx512.vpdpbusd.256(<8 x i32>, <32 x i8>, <32 x i8>)",
+    "avx2": """declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)
+declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
+declare <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8>, <32 x i8>)
+declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1)""",
+    "plain": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockTile:
+    """A function for a tile of outputs and a few rows, all sums in registers."""
+
+    form: BlockForm
+    target: Target
+    rows: int
+
+    @property
+    def floats(self) -> str:
+        return f"<{self.target.lanes} x float>"
+
+    @property
+    def whole(self) -> str:
+        return f"<{self.target.lanes} x i32>"
+
+    @property
+    def bytes(self) -> str:
+        return f"<{4 * self.target.lanes} x i8>"
+
+    @property
+    def shift(self) -> int:
+        """By how many bits numbers are shifted to the left when they are multiplied: signed nibbles stay in the upper
+        half of their byte."""
+        return 4 if self.form.bits == 4 and not self.form.offsets else 0
+
+    @property
+    def sums(self) -> range:
+        return range(self.target.vectors * self.rows)
+
+    def source(self) -> str:
+        arguments = "ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %blocks, i64 %stride, i64 %left"
+        w = Writer()
+        w.begin("begin")
+        length = w.op(f"mul i64 %blocks, {ROUNDED}")
+        xs = ["%x"]
+        for _ in range(1, self.rows):
+            xs.append(w.at(xs[-1], length))
+        zeros = [(self.floats, "zeroinitializer") for _ in self.sums]
+        totals = self._supers(w, xs, zeros) if self.form.supers else self._blocks(w, "%w", xs, "%blocks", zeros, 1)[2]
+        self._store(w, totals)
+        return f"define internal void @tile{self.rows}({arguments}) {{\n" + "\n".join(w.lines) + "\n}"
+
+    def _supers(self, w: Writer, xs: list[str], zeros: list[tuple[str, str]]) -> list[str]:
+        """Write the loop over 256 inputs at a time, with sums of their own."""
+        turns = w.op(f"sdiv i64 %blocks, {SUPER // BLOCK}")
+
+        def turn(values: list[str]) -> list[str]:
+            at, here, totals = values[0], values[1 : 1 + self.rows], values[1 + self.rows :]
+            factors = self._halves(w, at, 1 + self.form.offsets)
+            fields = zeros * (1 + self.form.offsets)
+            start, ends, sums = self._blocks(w, w.at(at, self.form.before), here, str(SUPER // BLOCK), fields, 2)
+            for part in range(1 + self.form.offsets):
+                own = sums[part * len(self.sums) :]
+                totals = [self._fma(w, own[at], factors[part][at // self.rows], totals[at]) for at in self.sums]
+            return [start, *ends, *totals]
+
+        carried = [("ptr", "%w"), *(("ptr", x) for x in xs), *zeros]
+        return w.loop(turns, carried, turn)[1 + self.rows :]
+
+    def _blocks(
+        self, w: Writer, at: str, xs: list[str], count: str, zeros: list[tuple[str, str]], sides: int
+    ) -> tuple[str, list[str], list[str]]:
+        """Write the loop over blocks; returns where weights and rows go on, and the sums. With two `sides` those of
+        the offsets are apart."""
+
+        def turn(values: list[str]) -> list[str]:
+            here, rows, sums = values[0], values[1 : 1 + self.rows], values[1 + self.rows :]
+            sums = self._block(w, here, rows, sums, sides)
+            return [w.at(here, self.form.block), *(w.at(row, ROUNDED) for row in rows), *sums]
+
+        found = w.loop(count, [("ptr", at), *(("ptr", x) for x in xs), *zeros], turn)
+        return found[0], found[1 : 1 + self.rows], found[1 + self.rows :]
+
+    def _halves(self, w: Writer, at: str, many: int) -> list[list[str]]:
+        """Write the loading of so many times 8 halves as floats: vectors of each."""
+        half, size = f"<{self.target.lanes} x half>", 2 * self.target.lanes
+        places = [[2 * TILE * one + size * part for part in range(self.target.vectors)] for one in range(many)]
+        return [[w.op(f"fpext {half} {w.load(half, at, place)} to {self.floats}") for place in some] for some in places]
+
+    def _block(self, w: Writer, at: str, xs: list[str], sums: list[str], sides: int) -> list[str]:
+        form = self.form
+        scales = self._halves(w, at, form.halves)
+        tails = [w.load("<4 x float>", x, BLOCK, 4) for x in xs]
+        by = [self._spread(w, tail, 0) for tail in tails]
+        groups = BLOCK // (form.group or BLOCK)
+        dots = self._dots(w, w.at(at, 16 * form.halves), xs, tails, groups)
+        many, sums = len(self.sums), list(sums)
+        for group in range(groups):
+            for one in self.sums:
+                part, row = divmod(one, self.rows)
+                scale = w.op(f"fmul {self.floats} {scales[group][part]}, {by[row]}") if form.group else by[row]
+                sums[one] = self._fma(w, scale, dots[group][one], sums[one])
+        if form.offsets:
+            also = [self._spread(w, tail, 1) for tail in tails]
+            for one in self.sums:
+                part, row = divmod(one, self.rows)
+                to = one + (many if sides == 2 else 0)
+                sums[to] = self._fma(w, scales[groups][part], also[row], sums[to])
+        return sums
+
+    def _dots(self, w: Writer, at: str, xs: list[str], tails: list[str], groups: int) -> list[list[str]]:
+        """Write the sums of products of whole numbers, as floats, for each group of the block."""
+        starts = [self._starts(w, tail, groups) for tail in tails]
+        sums = [[starts[one % self.rows][group] for one in self.sums] for group in range(groups)]
+        activations = [[w.load("<4 x i32>", x, 16 * half, 4) for half in (0, 1)] for x in xs]
+        for word, numbers in self._numbers(w, at):
+            group = word * 4 // (BLOCK // groups)
+            for part in range(self.target.vectors):
+                for row in range(self.rows):
+                    one = part * self.rows + row
+                    x = self._spread_word(w, activations[row][word // 4], word % 4)
+                    sums[group][one] = self._dot(w, sums[group][one], numbers[part], x)
+        return [[self._as_float(w, one) for one in some] for some in sums]
+
+    def _numbers(self, w: Writer, at: str) -> Iterator[tuple[int, list[str]]]:
+        """Write the unpacking of a block's numbers, when they are asked for: for every four inputs a vector of bytes
+        for each part of the tile. Both halves of a byte come after each other, so that few are held at a time."""
+        size, parts = 4 * self.target.lanes, range(self.target.vectors)
+        for word in range(self.form.words):
+            raw = [w.load(self.bytes, at, 4 * TILE * word + size * part) for part in parts]
+            if self.form.bits == 8:
+                yield word, raw
+                continue
+            low, high = ("shl", "and") if self.shift else ("and", "lshr")
+            by = {"and": f"splat (i8 {-16 if self.shift else 15})", "shl": "splat (i8 4)", "lshr": "splat (i8 4)"}
+            yield word, [w.op(f"{low} {self.bytes} {one}, {by[low]}") for one in raw]
+            yield word + 4, [w.op(f"{high} {self.bytes} {one}, {by[high]}") for one in raw]
+
+    @property
+    def _zero(self) -> float:
+        """What a sum begins with: a float whose last bit counts one, so that whole numbers can be added to its
+        bits."""
+        return 1.5 * 2.0 ** (23 - self.shift)
+
+    def _starts(self, w: Writer, tail: str, groups: int) -> list[str]:
+        """Write what the sums of each group begin with."""
+        bits = struct.unpack("<i", struct.pack("<f", self._zero))[0]
+        start = f"splat (i32 {bits})"
+        if self.target.dot != "vnni" or self.form.offsets:
+            return [start] * groups
+        # Weights are 128 too great, to be without a sign.
+        lanes, words = self.target.lanes, w.op(f"bitcast <4 x float> {tail} to <4 x i32>")
+        own = [
+            w.op(f"shufflevector <4 x i32> {words}, <4 x i32> poison, <{lanes} x i32> splat (i32 {lane})")
+            for lane in ((2,) if groups == 1 else (3, 2))
+        ]
+        if groups == 2:
+            own[1] = w.op(f"sub {self.whole} {own[1]}, {own[0]}")
+        more = [w.op(f"shl {self.whole} {one}, splat (i32 7)") for one in own]
+        return [w.op(f"sub {self.whole} {start}, {one}") for one in more]
+
+    def _as_float(self, w: Writer, sum_: str) -> str:
+        floats = w.op(f"bitcast {self.whole} {sum_} to {self.floats}")
+        return w.op(f"fsub {self.floats} {floats}, splat (float {_number(self._zero)})")
+
+    def _dot(self, w: Writer, sum_: str, weights: str, x: str) -> str:
+        i, b, n = self.whole, self.bytes, 4 * self.target.lanes
+        if self.target.dot == "sdot":
+            return w.op(f"call {i} @llvm.aarch64.neon.sdot.v4i32.v16i8({i} {sum_}, {b} {weights}, {b} {x})")
+        if self.target.dot == "vnni":
+            if not self.form.offsets:
+                weights = w.op(f"xor {b} {weights}, splat (i8 -128)")
+            return w.op(f"call {i} @llvm.x86.avx512.vpdpbusd.256({i} {sum_}, {b} {weights}, {b} {x})")
+        if self.target.dot == "avx2":
+            return self._dot_avx2(w, sum_, weights, x)
+        wide = [w.op(f"sext {b} {one} to <{n} x i32>") for one in (weights, x)]
+        products = w.op(f"mul <{n} x i32> {wide[0]}, {wide[1]}")
+        for step in range(4):
+            lanes = ", ".join(f"i32 {4 * lane + step}" for lane in range(self.target.lanes))
+            some = w.op(f"shufflevector <{n} x i32> {products}, <{n} x i32> poison, {i} <{lanes}>")
+            sum_ = w.op(f"add {i} {sum_}, {some}")
+        return sum_
+
+    def _dot_avx2(self, w: Writer, sum_: str, weights: str, x: str) -> str:
+        i, b = self.whole, self.bytes
+        if not self.form.offsets:
+            signed = w.op(f"call {b} @llvm.x86.avx2.psign.b({b} {x}, {b} {weights})")
+            weights, x = w.op(f"call {b} @llvm.abs.v32i8({b} {weights}, i1 false)"), signed
+        pairs = w.op(f"call <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({b} {weights}, {b} {x})")
+        fours = w.op(f"call {i} @llvm.x86.avx2.pmadd.wd(<16 x i16> {pairs}, <16 x i16> splat (i16 1))")
+        return w.op(f"add {i} {sum_}, {fours}")
+
+    def _spread_word(self, w: Writer, words: str, lane: int) -> str:
+        lanes = self.target.lanes
+        spread = w.op(f"shufflevector <4 x i32> {words}, <4 x i32> poison, <{lanes} x i32> splat (i32 {lane})")
+        return w.op(f"bitcast {self.whole} {spread} to {self.bytes}")
+
+    def _spread(self, w: Writer, tail: str, lane: int) -> str:
+        lanes = self.target.lanes
+        return w.op(f"shufflevector <4 x float> {tail}, <4 x float> poison, <{lanes} x i32> splat (i32 {lane})")
+
+    def _fma(self, w: Writer, first: str, second: str, added: str) -> str:
+        kind = self.floats
+        name = f"@llvm.fma.v{self.target.lanes}f32"
+        return w.op(f"call {kind} {name}({kind} {first}, {kind} {second}, {kind} {added})")
+
+    def _store(self, w: Writer, totals: list[str]) -> None:
+        """Write the last steps: the outputs' own scales, the bias, and the storing, of fewer at the matrix's end."""
+        lanes = self.target.lanes
+        if self.form.group is None:
+            own = [w.load(self.floats, "%scale", 4 * lanes * part, 4) for part in range(self.target.vectors)]
+            totals = [w.op(f"fmul {self.floats} {total}, {own[at // self.rows]}") for at, total in enumerate(totals)]
+        own = [w.load(self.floats, "%bias", 4 * lanes * part, 4) for part in range(self.target.vectors)]
+        totals = [w.op(f"fadd {self.floats} {total}, {own[at // self.rows]}") for at, total in enumerate(totals)]
+        whole = w.op(f"icmp sge i64 %left, {TILE}")
+        w.do(f"br i1 {whole}, label %all, label %some")
+        w.begin("all")
+        self._store_at(w, totals, "%y", "%stride")
+        w.do("ret void")
+        w.begin("some")
+        held = w.op(f"alloca [{TILE * self.rows} x float]")
+        self._store_at(w, totals, held, str(4 * TILE))
+        end = w.op("icmp sgt i64 %left, 0")
+        w.do(f"br i1 {end}, label %copy, label %done")
+        w.begin("copy")
+
+        def one(copied: list[str]) -> list[str]:
+            at = w.op(f"shl i64 {copied[0]}, 2")
+            for row in range(self.rows):
+                value = w.load("float", w.at(held, at), 4 * TILE * row, 4)
+                to = w.at(w.at("%y", w.op(f"mul i64 %stride, {row}")), at)
+                w.do(f"store float {value}, ptr {to}, align 4")
+            return [w.op(f"add i64 {copied[0]}, 1")]
+
+        w.loop("%left", [("i64", "0")], one)
+        w.do("br label %done")
+        w.begin("done")
+        w.do("ret void")
+
+    def _store_at(self, w: Writer, totals: list[str], y: str, stride: str) -> None:
+        for at, total in enumerate(totals):
+            part, row = divmod(at, self.rows)
+            to = w.at(w.at(y, w.op(f"mul i64 {stride}, {row}")), 4 * self.target.lanes * part)
+            w.do(f"store {self.floats} {total}, ptr {to}, align 4")
+
+
+def _number(value: float) -> str:
+    """A float as LLVM writes it: the bits of the same double."""
+    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+
+
+def _all_rows(target: Target) -> str:
+    """Write a function that takes a tile's outputs through all rows, a few rows at a time."""
+    sizes = range(1, target.rows + 1)
+    targets = " ".join(f"i64 {rows}, label %take{rows}" for rows in sizes)
+    call = "(ptr %xr, ptr %w, ptr %scale, ptr %bias, ptr %yr, i64 %blocks, i64 %stride, i64 %left)"
+    takes = "\n".join(f"take{rows}:\n  call void @tile{rows}{call}\n  br label %taken" for rows in sizes)
+    arguments = "ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %blocks, i64 %stride, i64 %rows, i64 %left"
+    return f"""define internal void @rows({arguments}) {{
+begin:
+  %row = mul i64 %blocks, {ROUNDED}
+  br label %next
+next:
+  %r = phi i64 [0, %begin], [%r.next, %taken]
+  %remain = sub i64 %rows, %r
+  %some = call i64 @llvm.smin.i64(i64 %remain, i64 {target.rows})
+  %x.at = mul i64 %r, %row
+  %xr = getelementptr i8, ptr %x, i64 %x.at
+  %y.at = mul i64 %r, %stride
+  %yr = getelementptr i8, ptr %y, i64 %y.at
+  switch i64 %some, label %end [{targets}]
+{takes}
+taken:
+  %r.next = add i64 %r, %some
+  br label %next
+end:
+  ret void
+}}"""
+
+
+# what the work is told: rounded rows, weights, biases, results, counts, scales of outputs, and bytes from row to row
+FIELDS = (
+    *(("ptr", name) for name in ("x", "w", "bias", "y")),
+    *(("i64", name) for name in ("rows", "blocks", "outs", "part")),
+    ("ptr", "scale"),
+    ("i64", "stride"),
+)
+
+
+def _work(form: BlockForm) -> str:
+    """Write what a thread does: take some tiles, go through them, until none is left."""
+    loads = "\n".join(
+        f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
+        for at, (kind, name) in enumerate(FIELDS, start=1)
+    )
+    return f"""define void @work(ptr %arguments) {{
+begin:
+{loads}
+  %padded = add i64 %outs, {TILE - 1}
+  %tiles = sdiv i64 %padded, {TILE}
+  %numbers = mul i64 %blocks, {form.block}
+  %supers = sdiv i64 %blocks, {SUPER // BLOCK}
+  %more = mul i64 %supers, {form.before}
+  %tile.bytes = add i64 %numbers, %more
+  br label %next
+next:
+  %start = atomicrmw add ptr %arguments, i64 %part monotonic
+  %any = icmp slt i64 %start, %tiles
+  br i1 %any, label %take, label %end
+take:
+  %full = add i64 %start, %part
+  %stop = call i64 @llvm.smin.i64(i64 %full, i64 %tiles)
+  br label %each
+each:
+  %t = phi i64 [%start, %take], [%t.next, %each]
+  %t.at = mul i64 %t, %tile.bytes
+  %w.t = getelementptr i8, ptr %w, i64 %t.at
+  %o = mul i64 %t, {TILE}
+  %left = sub i64 %outs, %o
+  %scale.t = getelementptr float, ptr %scale, i64 %o
+  %bias.t = getelementptr float, ptr %bias, i64 %o
+  %y.t = getelementptr float, ptr %y, i64 %o
+  call void @rows(ptr %x, ptr %w.t, ptr %scale.t, ptr %bias.t, ptr %y.t, i64 %blocks, i64 %stride, i64 %rows, i64 %left)
+  %t.next = add i64 %t, 1
+  %t.more = icmp slt i64 %t.next, %stop
+  br i1 %t.more, label %each, label %next
+end:
+  ret void
+}}"""
+
+
+AT_ONCE = 64  # blocks of a row that a thread rounds before it looks for more
+
+
+def rounding() -> str:
+    """Write the rounding of rows; an item is a stretch of a row."""
+    fields = (("ptr", "x"), ("ptr", "y"), ("i64", "rows"), ("i64", "blocks"))
+    loads = "\n".join(
+        f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
+        for at, (kind, name) in enumerate(fields, start=1)
+    )
+    return f"""declare i64 @llvm.smin.i64(i64, i64)
+{ROUND_STRETCH}
+define void @round(ptr %arguments) {{
+begin:
+{loads}
+  %more = add i64 %blocks, {AT_ONCE - 1}
+  %stretches = sdiv i64 %more, {AT_ONCE}
+  %items = mul i64 %rows, %stretches
+  br label %next
+next:
+  %item = atomicrmw add ptr %arguments, i64 1 monotonic
+  %any = icmp slt i64 %item, %items
+  br i1 %any, label %take, label %end
+take:
+  %row = sdiv i64 %item, %stretches
+  %stretch = srem i64 %item, %stretches
+  %first = mul i64 %stretch, {AT_ONCE}
+  %full = add i64 %first, {AT_ONCE}
+  %last = call i64 @llvm.smin.i64(i64 %full, i64 %blocks)
+  %before = mul i64 %row, %blocks
+  %at = add i64 %before, %first
+  %many = sub i64 %last, %first
+  call void @round_stretch(ptr %x, ptr %y, i64 %at, i64 %many)
+  br label %next
+end:
+  ret void
+}}"""
+
+
+_ROUNDING_DECLARATIONS = """
+declare <32 x float> @llvm.fabs.v32f32(<32 x float>)
+declare <32 x float> @llvm.roundeven.v32f32(<32 x float>)
+declare float @llvm.vector.reduce.fmaximum.v32f32(<32 x float>)
+declare <32 x i32> @llvm.fptosi.sat.v32i32.v32f32(<32 x float>)
+declare i32 @llvm.vector.reduce.add.v32i32(<32 x i32>)
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+"""
+# What is no number makes the scale none, and so the result; a block of zeros has the scale 0.
+_ROUND_BLOCK = f"""  %values = load <32 x float>, ptr %from, align 4
+  %sizes = call <32 x float> @llvm.fabs.v32f32(<32 x float> %values)
+  %greatest = call float @llvm.vector.reduce.fmaximum.v32f32(<32 x float> %sizes)
+  %scale = fdiv float %greatest, {_number(127.0)}
+  %inverse = fdiv float {_number(127.0)}, %greatest
+  %some = fcmp one float %greatest, 0.0
+  %by = select i1 %some, float %inverse, float 0.0
+  %by.first = insertelement <32 x float> poison, float %by, i32 0
+  %bys = shufflevector <32 x float> %by.first, <32 x float> poison, <32 x i32> zeroinitializer
+  %scaled = fmul <32 x float> %values, %bys
+  %near = call <32 x float> @llvm.roundeven.v32f32(<32 x float> %scaled)
+  %wide = call <32 x i32> @llvm.fptosi.sat.v32i32.v32f32(<32 x float> %near)
+  %small = trunc <32 x i32> %wide to <32 x i8>
+  store <32 x i8> %small, ptr %to, align 4
+  %sum = call i32 @llvm.vector.reduce.add.v32i32(<32 x i32> %wide)
+  %sum.float = sitofp i32 %sum to float
+  %scaled.sum = fmul float %sum.float, %scale
+  %scale.p = getelementptr i8, ptr %to, i64 32
+  store float %scale, ptr %scale.p, align 4
+  %scaled.sum.p = getelementptr i8, ptr %to, i64 36
+  store float %scaled.sum, ptr %scaled.sum.p, align 4
+  %sum.p = getelementptr i8, ptr %to, i64 40
+  store i32 %sum, ptr %sum.p, align 4
+  %early = shufflevector <32 x i32> %wide, <32 x i32> poison, <16 x i32> <{", ".join(f"i32 {at}" for at in range(16))}>
+  %early.sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %early)
+  %early.p = getelementptr i8, ptr %to, i64 44
+  store i32 %early.sum, ptr %early.p, align 4"""
+
+# Rounds so many blocks of what lies at %x, from a block on.
+ROUND_STRETCH = f"""{_ROUNDING_DECLARATIONS}
+define internal void @round_stretch(ptr %x, ptr %y, i64 %first, i64 %many) {{
+begin:
+  %last = add i64 %first, %many
+  br label %each
+each:
+  %at = phi i64 [%first, %begin], [%next, %each]
+  %x.at = mul i64 %at, {4 * BLOCK}
+  %from = getelementptr i8, ptr %x, i64 %x.at
+  %y.at = mul i64 %at, {ROUNDED}
+  %to = getelementptr i8, ptr %y, i64 %y.at
+{_ROUND_BLOCK}
+  %next = add i64 %at, 1
+  %more = icmp slt i64 %next, %last
+  br i1 %more, label %each, label %end
+end:
+  ret void
+}}"""

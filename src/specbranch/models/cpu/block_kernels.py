@@ -1,0 +1,213 @@
+"""Linear layers on weights in blocks: rows are rounded to whole numbers, blocks of 32 at a time, and multiplied by
+integer instructions.
+
+Owns the compiled code (its text is in `block_kernel_text`), its launch on torch's threads, and the plain twin.
+Invariant: a row's result depends on that row alone, at any number of rows and threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specbranch.models.cpu.block_kernel_text import ROUNDED, Dot, Target, rounding, source
+from specbranch.models.cpu.kernels import PART, is_arm
+from specbranch.models.cpu.linear import forced_kind
+from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
+from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm, BlockMatrix, BlockPart, Fields
+
+ROWS_AT_ONCE = 1 << 19  # bytes of rounded rows that pass by the weights at once: they stay in the second cache level
+DOTPROD = 1 << 20  # of what Linux says an ARM processor has
+HARDWARE = 16  # the number of that in the auxiliary vector
+
+_Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Numbers = ctypes.c_int64 * 11
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCode:
+    """Compiled code that threads run together; its first argument counts what was taken."""
+
+    engine: Any  # owns the code
+    address: int
+    alone: Callable[[Any], None]
+    team: Team | None
+
+    def __call__(self, *arguments: int) -> None:
+        """Run it on every thread of torch's pool."""
+        numbers, threads = _Numbers(0, *arguments), torch.get_num_threads()
+        if self.team is None or threads == 1:
+            self.alone(ctypes.addressof(numbers))
+        else:
+            self.team(self.address, numbers, threads, 0)
+
+
+class BlockLinear:
+    """x ↦ x·Wᵀ + b by the compiled code, at any number of rows."""
+
+    kind = "blocks"
+
+    def __init__(self, matrix: BlockMatrix) -> None:
+        self.matrix, self.outs, self.ins = matrix, matrix.outs, matrix.ins
+        self._round = _rounding()
+        self._parts = [(_code(part.form), part, bias) for part, bias in zip(matrix.parts, _biases(matrix), strict=True)]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of inputs there are."""
+        return self.ins // BLOCK
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        flat = x.reshape(-1, self.ins).contiguous()
+        y = torch.empty(flat.shape[0], self.outs)
+        some = max(ROWS_AT_ONCE // (self.blocks * ROUNDED), 1)
+        for rows, out in zip(torch.split(flat, some), torch.split(y, some), strict=True):
+            self._apply(rows, out)
+        return y.view(*x.shape[:-1], self.outs)
+
+    def _apply(self, x: Tensor, y: Tensor) -> None:
+        rounded = torch.empty(x.shape[0], self.blocks * ROUNDED, dtype=torch.uint8)
+        code, *arguments = self.rounding(x.data_ptr(), rounded.data_ptr(), x.shape[0])
+        code(*arguments)
+        for code, *arguments in self.products(rounded.data_ptr(), y.data_ptr(), x.shape[0]):
+            code(*arguments)
+
+    def rounding(self, x: int, rounded: int, rows: int) -> tuple[Any, ...]:
+        """The code that rounds rows at the address `x`, with its arguments."""
+        return self._round, x, rounded, rows, self.blocks
+
+    def products(self, rounded: int, y: int, rows: int) -> Iterator[tuple[Any, ...]]:
+        """What is to be run then for rows at the address `rounded`, one after the other: each code with its
+        arguments."""
+        for code, part, bias in self._parts:
+            scale = 0 if part.scale is None else part.scale.data_ptr()
+            yield (
+                code, rounded, part.tiles.data_ptr(), bias.data_ptr(), y, rows, self.blocks, part.outs,
+                tiles_at_a_time(part), scale, 4 * self.outs,
+            )  # fmt: skip
+            y += 4 * part.outs
+
+
+class BlockTwin:
+    """The same in plain torch: the weights written out, times the rounded rows written out."""
+
+    kind = "torch"
+
+    def __init__(self, matrix: BlockMatrix) -> None:
+        self.matrix = matrix
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return F.linear(rounded_rows(x), self.matrix.widened(torch.float32), self.matrix.bias)
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """What the numbers of rows become, block by block."""
+    blocks = torch.unflatten(x, -1, (-1, BLOCK))
+    greatest = blocks.abs().amax(-1, keepdim=True)
+    numbers = (blocks * torch.where(greatest == 0, 0.0, 127 / greatest)).round()
+    return (numbers * (greatest / 127)).flatten(-2)
+
+
+def block_linear(matrix: BlockMatrix) -> BlockLinear | BlockTwin:
+    """Return what multiplies by a matrix in blocks."""
+    compiled = runs_blocks(torch.device("cpu"), (part.form for part in matrix.parts))
+    return BlockLinear(matrix) if compiled else BlockTwin(matrix)
+
+
+def tiles_at_a_time(part: BlockPart) -> int:
+    """How many tiles a thread should take at once: several turns for every thread."""
+    tiles, size = part.tiles.shape
+    return max(1, min(PART // size, tiles // (4 * torch.get_num_threads())))
+
+
+def runs_blocks(device: torch.device, forms: Iterable[BlockForm]) -> bool:
+    """Whether integer products of these forms run here."""
+    return device.type == "cpu" and forced_kind() in (None, "llvm") and all(map(multiplies, forms))
+
+
+def multiplies(form: BlockForm) -> bool:
+    """Whether there is code here for a form of blocks, and it is right: it may never have run on such a processor."""
+    try:
+        _code(form), _rounding()
+    except CannotCompile:
+        return False
+    return _right(form)
+
+
+@cache
+def _right(form: BlockForm) -> bool:
+    """Compare with the twin on a small matrix."""
+    outs, ins, made = 2 * TILE + 3, SUPER, torch.Generator().manual_seed(0)
+    part = BlockPart.empty(form, outs, ins)
+    numbers = torch.randint(
+        0, 256 if form.bits == 4 or not form.offsets else 128, (outs, ins // BLOCK, 4 * form.words), generator=made
+    )
+    halves = torch.randn(outs, ins // BLOCK, form.halves, generator=made).half() if form.halves else None
+    factors = torch.randn(outs, 1, 1 + form.offsets, generator=made).half() if form.supers else None
+    part.put(0, Fields(numbers.to(torch.uint8), halves, factors))
+    if part.scale is not None:
+        part.scale[:] = torch.randn(len(part.scale), generator=made)
+    matrix, x = BlockMatrix((part,), torch.randn(outs, generator=made)), torch.randn(5, ins, generator=made)
+    exact = BlockTwin(matrix)(x)
+    return torch.allclose(BlockLinear(matrix)(x), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+
+
+def _biases(matrix: BlockMatrix) -> list[Tensor]:
+    """The bias of each part, as long as its tiles are."""
+    whole = torch.zeros(matrix.outs) if matrix.bias is None else matrix.bias
+    own = torch.split(whole, [part.outs for part in matrix.parts])
+    return [F.pad(bias, (0, -len(bias) % TILE)).contiguous() for bias in own]
+
+
+@cache
+def _code(form: BlockForm) -> BlockCode:
+    """Compile the product for this machine, once a process and form."""
+    errors = []
+    for dot in _dots():
+        try:
+            return _compiled(source(form, Target(dot)), "work", dot == "sdot")
+        except CannotCompile as error:  # an older LLVM has other names for some instructions
+            errors.append(str(error))
+    raise CannotCompile("; ".join(errors))
+
+
+@cache
+def _rounding() -> BlockCode:
+    return _compiled(rounding(), "round")
+
+
+def _compiled(text: str, name: str, dotprod: bool = False) -> BlockCode:
+    engine = compile_text(text, optimise=False, more="+dotprod" if dotprod else "")
+    address = engine.get_function_address(name)
+    return BlockCode(engine, address, _Work(address), torch_team())
+
+
+def _dots() -> tuple[Dot, ...]:
+    """Which instructions this machine has, the best first."""
+    if is_arm():
+        return ("sdot", "plain") if _has_dotprod() else ("plain",)
+    features = host_features()
+    if not (features.get("avx2") and features.get("fma") and features.get("f16c")):
+        return ()
+    new = features.get("avxvnni") or (features.get("avx512vnni") and features.get("avx512vl"))
+    return ("vnni", "avx2") if new else ("avx2",)
+
+
+def _has_dotprod() -> bool:
+    """Whether this ARM processor sums products of bytes; LLVM does not say."""
+    if platform.system() == "Darwin":
+        return True  # every one of Apple's that runs macOS
+    if not Path("/proc/self/auxv").exists():
+        return False
+    return bool(ctypes.CDLL(None).getauxval(HARDWARE) & DOTPROD)

@@ -1,0 +1,72 @@
+"""Reading matrices from a GGUF file into blocks, a few rows at a time.
+
+Owns the pace and the order of rows. Invariant: beside the matrix itself only a few megabytes are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import lcm
+
+from torch import Tensor
+
+from specbranch.models.files.blocks import FORMS, TILE, BlockForm, BlockPart
+from specbranch.models.files.gguf_file import GgufFile
+
+PIECE = 1 << 20  # bytes that are read and laid out at a time: they stay in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The first rows of a tensor, that are to be outputs of a matrix; `pairs`: dimensions of a head whose rows come in
+    pairs, and are to come in halves."""
+
+    tensor: str
+    rows: int
+    pairs: int | None = None
+
+
+def read_parts(file: GgufFile, wanted: Sequence[BlockRows], ins: int, *, leading: bool) -> tuple[BlockPart, ...] | None:
+    """Read the rows of several tensors, one below the other; None where one is in no form of blocks."""
+    entries = {rows.tensor: file.checked(rows.tensor, (rows.rows, ins), leading=leading) for rows in wanted}
+    kinds = {tensor: entry.encoding.name for tensor, entry in entries.items()}
+    if any(kind not in FORMS for kind in kinds.values()):
+        return None
+    numbered = groupby(enumerate(wanted), lambda one: _together(one, kinds))
+    return tuple(_read_part(file, [rows for _, rows in some], kinds, form, ins) for (form, _), some in numbered)
+
+
+def stored_kinds(file: GgufFile) -> dict[str, int]:
+    """How many bytes the matrices of each form take when they are laid out."""
+    found: dict[str, int] = {}
+    for entry in file.entries.values():
+        if (kind := entry.encoding.name) in FORMS and len(entry.shape) == 2:
+            outs, ins = entry.shape
+            found[kind] = found.get(kind, 0) + -(-outs // TILE) * FORMS[kind][0].tile_bytes(ins)
+    return found
+
+
+def _together(one: tuple[int, BlockRows], kinds: dict[str, str]) -> tuple[BlockForm, int]:
+    """What rows must have in common to be in one part: the form; those that leave a tile unfilled stay alone."""
+    number, rows = one
+    return FORMS[kinds[rows.tensor]][0], -1 if rows.rows % TILE == 0 else number
+
+
+def _read_part(
+    file: GgufFile, wanted: Sequence[BlockRows], kinds: dict[str, str], form: BlockForm, ins: int
+) -> BlockPart:
+    part, start = BlockPart.empty(form, sum(rows.rows for rows in wanted), ins), 0
+    for rows in wanted:
+        fields, whole = FORMS[kinds[rows.tensor]][1], lcm(TILE, rows.pairs or 1)
+        size = ins // 8  # at least
+        for raw in file.read_bytes(rows.tensor, rows.rows, max(PIECE // size // whole, 1) * whole):
+            part.put(start, fields(raw if rows.pairs is None else halves_together(raw, rows.pairs)))
+            start += len(raw)
+    return part
+
+
+def halves_together(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of each head so that dimension i is paired with i + head_dim/2."""
+    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
