@@ -12,6 +12,7 @@ from typing import Literal
 
 from specbranch.core.costs import Costs, LearnedCosts
 from specbranch.core.orders import Orders, Reports
+from specbranch.core.stance import Stance
 from specbranch.core.trees import Chances
 
 # How often a target takes a draft's candidate, by what the draft says of it: usual figures, to begin with.
@@ -154,6 +155,7 @@ class Experience:
         self.learned = self.costs if isinstance(self.costs, LearnedCosts) else None
         self.has_draft = has_draft
         self.insight = Insight()
+        self.stance = Stance() if self.learned is not None else None  # a profile's plans need no such look
         self._credit = 0.0  # seconds that may be spent on asking it all the same
 
     def affords(self, seconds: float) -> bool:

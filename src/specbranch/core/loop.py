@@ -332,6 +332,7 @@ class Loop:
 
     def _advance(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
         session, first = seat.session, seat.session.stats.emitted == 0
+        session.now = self.executor.now()
         session.stats.note_prompt(session.number, reports)
         if self.trace:
             self.trace.record(session.number, orders, reports)

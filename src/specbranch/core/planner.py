@@ -78,6 +78,16 @@ class Planner:
     def _can_draft(self) -> bool:
         return self.experience.has_draft and self._silent < MUTE
 
+    def plainly(self, company: int) -> bool:
+        """Whether nothing is to be planned at all: plain decoding has been faster among so many sessions."""
+        stance = self.experience.stance
+        return stance is not None and stance.plainly(company)
+
+    def passed(self, company: int, plainly: bool, tokens: int, seconds: float) -> None:
+        """Take in how long a round took from end to end, and what it gave."""
+        if self.experience.stance is not None:
+            self.experience.stance.note(company, plainly, tokens, seconds)
+
     def begin(self, context: int, company: int = 1) -> None:
         """Look at rate, prices and chances anew, at so many tokens of text, among so many sessions that do alike.
 

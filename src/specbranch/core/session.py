@@ -38,6 +38,7 @@ class Session:
         self.error: Exception | None = None
         self.stats = Stats()
         self.company = 1  # sessions that decode beside it, itself included
+        self.now = 0.0  # on the executor's clock, when its last round ended
         self.waited = 0.0  # seconds of rounds that passed without it, since it last took part
         self._watch = watch
         self._ending = request.ending_ids

@@ -8,6 +8,9 @@ counted of a round is put off until the models work again, so a plan knows nothi
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 from specbranch.core.market import LaneGrant, RowGrant
 from specbranch.core.orders import Meanwhile, Orders, Reports
 from specbranch.core.planner import Planner
@@ -15,6 +18,8 @@ from specbranch.core.rounds import MethodRounds, prefill
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Growth, Tree, below, chosen, marked
+
+TreeRound = Generator[Any, Any, Tree]  # orders and offers for reports and grants, as of a method; the tree that is left
 
 
 def growing(session: Session, planner: Planner) -> MethodRounds:
@@ -32,30 +37,47 @@ def growing(session: Session, planner: Planner) -> MethodRounds:
 def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> MethodRounds:
     tree = NO_TREE
     while not session.finished:
-        planner.begin(len(session.tokens), session.company)
-        session.stats.begin(tree.read)
-        tree = planner.looked_up(tree)
-        offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None
-        may: LaneGrant = (yield offered) if offered else LaneGrant(False)
-        if growth := _within(session, planner.while_waiting(tree, session.untold, may)):
-            orders = Orders(draft=session.grow(tree, growth))
-            reports = yield orders
-            tree = _grown(session, planner, tree, orders, reports)
-        candidates = planner.candidates(tree, session.room)
-        grant: RowGrant = yield planner.row_offer(tree, candidates)
-        sent = sorted(candidates[: grant.count])
-        tree = marked(tree, sent)
-        growth = _within(session, planner.while_verifying(tree, grant))
-        orders = Orders(
-            session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)), meanwhile
-        )
-        meanwhile.add(_count_kind, session, tree, sent, growth)
-        reports = yield orders
-        meanwhile()
-        tree = _absorb(
-            session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports, meanwhile
-        )
+        company, begun, emitted = session.company, session.now, session.stats.emitted
+        plainly = planner.plainly(company)
+        if plainly:
+            meanwhile.add(session.stats.abandon_tree, tree)
+            yield from _plain_round(session, planner, meanwhile)
+            tree = NO_TREE
+        else:
+            tree = yield from _planned_round(session, planner, tree, meanwhile)
+        planner.passed(company, plainly, session.stats.emitted - emitted, session.now - begun)
     meanwhile.add(session.stats.abandon_tree, tree)
+
+
+def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Meanwhile) -> TreeRound:
+    planner.begin(len(session.tokens), session.company)
+    session.stats.begin(tree.read)
+    tree = planner.looked_up(tree)
+    offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None
+    may: LaneGrant = (yield offered) if offered else LaneGrant(False)
+    if growth := _within(session, planner.while_waiting(tree, session.untold, may)):
+        orders = Orders(draft=session.grow(tree, growth))
+        reports = yield orders
+        tree = _grown(session, planner, tree, orders, reports)
+    candidates = planner.candidates(tree, session.room)
+    grant: RowGrant = yield planner.row_offer(tree, candidates)
+    sent = sorted(candidates[: grant.count])
+    tree = marked(tree, sent)
+    growth = _within(session, planner.while_verifying(tree, grant))
+    orders = Orders(session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)), meanwhile)
+    meanwhile.add(_count_kind, session, tree, sent, growth)
+    reports = yield orders
+    meanwhile()
+    return _absorb(session, planner, sent, _grown(session, planner, tree, orders, reports), orders, reports, meanwhile)
+
+
+def _plain_round(session: Session, planner: Planner, meanwhile: Meanwhile) -> TreeRound:
+    """A round without a plan: the target's next token."""
+    orders = Orders(verify=session.verify_plainly(), meanwhile=meanwhile)
+    meanwhile.add(_count_kind, session, NO_TREE, [], None)
+    reports = yield orders
+    meanwhile()
+    return _absorb(session, planner, [], NO_TREE, orders, reports, meanwhile)
 
 
 def _within(session: Session, growth: Growth | None) -> Growth | None:

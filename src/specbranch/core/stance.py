@@ -1,0 +1,87 @@
+"""Whether a planned method drafts at all: by what it gave at the present load, beside what plain decoding gives there.
+
+Owns both rates for each load, and when the other way is tried again. A plan prices the models' time; what planning
+itself takes, and all else that a host does for every session, is in no price and shows only here. Invariant: it goes by
+times and numbers of tokens alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PLANNED, PLAINLY = False, True
+TRIAL = {PLANNED: 24, PLAINLY: 8}  # rounds of a session in which the other way is tried
+BEGINNING = 48  # planned rounds before plain decoding is tried
+SPAN, MOST_SPAN = 64, 4096  # rounds before the other way is tried again: twice as many whenever it was worse again
+LEFT_OUT = 2  # rounds after a change: what was begun ends, and a draft reads what it has missed
+LATELY = 300.0  # tokens over which a rate is measured
+
+
+@dataclass(slots=True)
+class _Rate:
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        if self.tokens > LATELY:
+            self.tokens, self.seconds = 0.5 * self.tokens, 0.5 * self.seconds
+        self.tokens += tokens
+        self.seconds += seconds
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0.0 else 0.0
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is known at one load; rounds are counted by sessions, `left` of them until the way is looked at again."""
+
+    left: float
+    plainly: bool = PLANNED
+    best: bool = PLANNED
+    span: int = SPAN
+    settling: float = 0.0
+    rates: dict[bool, _Rate] = field(default_factory=lambda: {PLANNED: _Rate(), PLAINLY: _Rate()})
+
+    def turn(self, company: int) -> None:
+        """Try the other way, or go on with the better one."""
+        if self.plainly is self.best:
+            self.plainly = not self.best
+            self.left, self.rates[self.plainly] = TRIAL[self.plainly] * company, _Rate()
+        else:
+            best = max((PLANNED, PLAINLY), key=lambda way: self.rates[way].per_second)
+            self.span = min(2 * self.span, MOST_SPAN) if best is self.best else SPAN
+            self.plainly = self.best = best
+            self.left = self.span * company
+        self.settling = LEFT_OUT * company
+
+
+class Stance:
+    """Says how to go on at a load, and hears what came of it."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}  # by the power of two of the sessions at once
+
+    def plainly(self, company: int) -> bool:
+        """Whether to decode plainly among so many sessions."""
+        return self._at(company).plainly
+
+    def note(self, company: int, plainly: bool, tokens: int, seconds: float) -> None:
+        """Take in a round of one session."""
+        load = self._at(company)
+        if plainly is not load.plainly:
+            return  # it was begun before the way was changed
+        if load.settling > 0:
+            load.settling -= 1
+            return
+        load.rates[plainly].add(tokens, seconds)
+        load.left -= 1
+        if load.left <= 0:
+            load.turn(company)
+
+    def _at(self, company: int) -> _Load:
+        key = company.bit_length()
+        if key not in self._loads:
+            self._loads[key] = _Load(BEGINNING * company)
+        return self._loads[key]

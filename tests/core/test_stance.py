@@ -1,0 +1,89 @@
+"""A planned method that is slower than plain decoding, for whatever reason, decodes plainly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.costs import LearnedCosts
+from specbranch.core.experience import Experience
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.planner import Planner
+from specbranch.core.session import Session
+from specbranch.core.stance import BEGINNING, LEFT_OUT, MOST_SPAN, SPAN, TRIAL, Stance
+from toybench import PROFILE, Case, Ending, answer, law, next_number, plainly, run_out, virtual_clock
+
+
+def shares(stance: Stance, rounds: int, rate: float, company: int = 1) -> list[bool]:
+    """Make rounds, planned ones at some rate, plain ones at 1 token a second; returns how each was made."""
+    ways = []
+    for _ in range(rounds):
+        way = stance.plainly(company)
+        ways.append(way)
+        stance.note(company, way, 2, 2.0 if way else 2.0 / rate)
+    return ways
+
+
+def test_the_faster_way_is_taken_and_the_other_one_tried_ever_more_rarely() -> None:
+    for rate, best in ((0.6, True), (1.7, False)):
+        ways = shares(Stance(), 20_000, rate)
+        assert not any(ways[:BEGINNING]), "nothing is known yet"
+        others = [at for at, way in enumerate(ways) if way is not best and at > BEGINNING + 2 * SPAN]
+        assert 0 < len(others) < 0.05 * len(ways)
+        assert len(others) <= 9 * (max(TRIAL.values()) + LEFT_OUT), "it is tried again after twice as long"
+
+
+def test_what_has_become_faster_is_found_out() -> None:
+    stance = Stance()
+    assert shares(stance, 3000, 0.5)[-1] is True
+    later = shares(stance, 2 * MOST_SPAN, 3.0)
+    assert later[:LEFT_OUT] == [True] * LEFT_OUT and later[-500:].count(False) > 450
+
+
+def test_each_load_has_its_own() -> None:
+    stance = Stance()
+    shares(stance, 2000, 2.0, company=1)
+    shares(stance, 20_000, 0.5, company=16)
+    assert (stance.plainly(1), stance.plainly(16), stance.plainly(20), stance.plainly(64)) == (False, True, True, False)
+
+
+def decoded(sessions: int, planning: float, monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """Decode toys on a modelled clock, some at once, with a host that takes so long to plan a round of each."""
+    executor, costs = virtual_clock(0.1, profile=PROFILE), LearnedCosts()
+    real = Planner.begin
+
+    def begin(self: Planner, *given: Any) -> None:
+        executor._now += planning
+        real(self, *given)
+
+    monkeypatch.setattr(Planner, "begin", begin)
+    experience, done = Experience(costs), []
+    for batch in range(48):
+        loop = Loop(executor, costs=costs)
+        for number in range(sessions):
+            case = Case((batch % 6, number % 6, 2), 0.7, batch, Ending("long", max_tokens=60))
+            session = case.session(next_number())
+            config = SpeculativeConfig(method="specbranch")
+            loop.join(session, METHODS["specbranch"].start(session, config, experience))
+            done.append((case, session))
+        run_out(loop)
+    for case, session in done:
+        assert answer(session) == plainly(case, law())
+        session.stats.check()
+    return [session for _, session in done]
+
+
+def share_of_plain(sessions: list[Session]) -> float:
+    return sum(one.stats.by_method.get("plain", 0) for one in sessions) / sum(one.stats.emitted for one in sessions)
+
+
+@pytest.mark.parametrize("sessions", [1, 4])
+def test_where_planning_takes_long_nothing_is_planned(sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = decoded(sessions, 50.0, monkeypatch)
+    assert share_of_plain(slow[len(slow) // 2 :]) > 0.8
+    monkeypatch.undo()
+    quick = decoded(sessions, 0.0, monkeypatch)
+    assert share_of_plain(quick[len(quick) // 2 :]) < 0.5
