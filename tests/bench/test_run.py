@@ -56,7 +56,7 @@ def test_replays_count_what_live_runs_on_the_same_clock_count(
     lab: Lab, pair: tuple[str, str], temperature: float
 ) -> None:
     workload = Workload(temperature=temperature, max_tokens=24)
-    with LLM(*pair, clock="c5") as live:
+    with LLM(*pair, clock="c5", prefix_cache=False) as live:
         for setting in SETTINGS:
             assert setting.config is not None and C5.profile is not None
             known = Experience(C5.profile)  # the LLM has one of its own for each setting

@@ -210,7 +210,7 @@ def test_a_fork_reads_the_pages_it_shares() -> None:
     stepper = Stepper(decoder_of(in_double(tiny("llama")), "cpu", torch.float64), "cpu", torch.float64)
     first = stepper.open(some_tokens(300))
     table = first.table.fork(300)
-    stepper.memory.copy(table.own(300, 301))
+    table.own(300, 301, stepper.memory.copy)
     expected = stepper.score([first.grow([5], [ROOT])])
     stepper.score([first.grow([6], [ROOT])])
     got = stepper.score([Rows(table, [5], 300, 300, [1])])

@@ -62,7 +62,8 @@ def test_a_text_read_in_pieces_is_that_read_at_once(
     """Of a prompt, and of an answer behind it, which is read by steps."""
     exact = runner == "native" and load_kernel() is not None
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm" if exact else "torch")
-    with LLM(pair[0], method="autoregressive", runner=runner, device="cpu", context_length=400) as llm:
+    options = {"runner": runner, "device": "cpu", "context_length": 400, "prefix_cache": False}
+    with LLM(pair[0], method="autoregressive", **options) as llm:
         model, text = llm.target_runner, tuple(prompts(1, 1)[0] * 330)
         model.piece = 64  # type: ignore[misc]
         request = Request(SamplingParams(), 0, 250)
