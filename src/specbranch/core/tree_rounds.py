@@ -25,8 +25,9 @@ TreeRound = Generator[Any, Any, Tree]  # orders and offers for reports and grant
 def growing(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models
     can work at once."""
-    # In company a draft may never be asked: it reads the prompt when it first is.
-    yield from prefill(session, planner.experience.has_draft and session.company == 1)
+    # In company, or where plain decoding is faster, a draft may never be asked: it reads the prompt when it first is.
+    alone = session.company == 1 and not planner.plainly(1)
+    yield from prefill(session, planner.experience.has_draft and alone)
     meanwhile = Meanwhile()
     try:
         yield from _decoding(session, planner, meanwhile)
