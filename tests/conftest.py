@@ -75,8 +75,9 @@ def tiny_draft(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture
 def tiny(pair: tuple[str, str], tiny_draft: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """A pair known as 'tiny', which is the default one, too."""
+    import specbranch.cli.bench
     import specbranch.cli.models
-    import specbranch.cli.options  # noqa: F401 # both read the table once, for help: that must not be this one
+    import specbranch.cli.options  # noqa: F401 # these read the table once, for help: that must not be this one
     from specbranch import pairs
 
     made = pairs.Pair("tiny", pair[0], "a tiny pair")
