@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specbranch.core.runner import Feed, Runner
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.cpu.block_kernel_text import ROUNDED, Dot, Target, source
+from specbranch.models.cpu.block_kernel_text import Dot, Target, source
 from specbranch.models.cpu.block_kernels import (
     BlockCode,
     BlockLinear,
@@ -28,6 +28,7 @@ from specbranch.models.cpu.block_kernels import (
     rounded_rows,
     tiles_at_a_time,
 )
+from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.files.blocks import BLOCK, FORMS, ROWS, BlockForm, BlockMatrix, BlockPart, Fields, in_blocks
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.matrix import Matrix

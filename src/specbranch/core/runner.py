@@ -180,7 +180,7 @@ class Runner(Protocol):
         ...
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the committed prefix, in chunks; nothing can be asked about them. The tail must be empty."""
+        """Append tokens to the committed prefix, in pieces; nothing can be asked about them. The tail must be empty."""
         ...
 
     def feed(self, work: Sequence[Feed]) -> None:

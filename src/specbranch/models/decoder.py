@@ -17,7 +17,6 @@ from torch.nn.functional import rms_norm, silu
 
 from specbranch.core.pages import PAGE
 from specbranch.models import rope
-from specbranch.models.chunk_attention import choose_attend_chunk
 from specbranch.models.cpu.block_kernels import block_linear
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
 from specbranch.models.files.architecture import Architecture
@@ -26,6 +25,7 @@ from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import Memory, gathered, put
+from specbranch.models.piece_attention import choose_attend_piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkView:
-    """What rows of a chunk see: the text so far, each row what comes before it, and itself."""
+class PieceView:
+    """What rows of a piece see: the text so far, each row what comes before it, and itself."""
 
     pages: Tensor  # [pages]
-    end: int  # positions, with those of the chunk
+    end: int  # positions, with those of the piece
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRows:
-    """The rows of one sequence within a step: nodes of its tail, or a chunk of its text."""
+    """The rows of one sequence within a step: nodes of its tail, or a piece of its text."""
 
     rows: int
-    sees: Lines | ChunkView
+    sees: Lines | PieceView
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Decoder:
         self.head = _linear(weights.reduced.matrix if weights.reduced else weights.head, dtype)
         self.head_matrix = None if weights.reduced else _held(weights.head, self.head)
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
-        self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+        self.attend_piece = choose_attend_piece(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
     def forward(self, step: Step, memory: Memory, seen: list[Tensor] | None = None) -> Tensor:
         """Run every layer, writing keys and values; returns the last hidden states [rows, hidden], not yet normed.
@@ -156,10 +156,10 @@ class Decoder:
         seen = [self._attend_part(part.sees, held, piece) for part, piece in pieces]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def _attend_part(self, sees: Lines | ChunkView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+    def _attend_part(self, sees: Lines | PieceView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         if isinstance(sees, Lines):
             return attend_lines(queries, *held, sees)
-        return self.attend_chunk(queries, *(gathered(side, sees.pages, sees.end) for side in held))
+        return self.attend_piece(queries, *(gathered(side, sees.pages, sees.end) for side in held))
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
         gate, up = layer.gate_up(h).chunk(2, -1)

@@ -23,9 +23,9 @@ from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, pi
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
+from specbranch.models.batch import Rows, dealt, positions_of, rows_of_nodes, rows_of_piece, shared_end, tokens_of
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import ChunkView, Decoder, DecoderRows, Lines, Step
+from specbranch.models.decoder import Decoder, DecoderRows, Lines, PieceView, Step
 from specbranch.models.files.architecture import Architecture, token_ids
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
@@ -150,7 +150,7 @@ class NativeRunner(TorchRunner):
 
     @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in chunks that end at multiples of `piece`, without scoring the vocabulary."""
+        """Read tokens in pieces that end at multiples of `piece`, without scoring the vocabulary."""
         self._check_ids(tokens)
         held = self._held[seq]
         before = len(held.slots.prefix)
@@ -288,9 +288,9 @@ class NativeRunner(TorchRunner):
     def _store(self, table: Table, tokens: Sequence[int], start: int) -> None:
         """Read a piece."""
         if self._fused and len(tokens) <= STEP_ROWS:
-            self._fused.store([rows_of_chunk(table, tokens, start)])
+            self._fused.store([rows_of_piece(table, tokens, start)])
         else:
-            self.decoder.store(self._chunk_step(table, tokens, start), self.memory)
+            self.decoder.store(self._piece_step(table, tokens, start), self.memory)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Score all rows; returns logits and, where they are tapped, hidden states."""
@@ -324,8 +324,8 @@ class NativeRunner(TorchRunner):
         ]
         return Step(sent["tokens"], sent["positions"], sent["places"], tuple(parts))
 
-    def _chunk_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
-        """Bring a chunk of a text to the device, and which pages hold the text so far."""
+    def _piece_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
+        """Bring a piece of a text to the device, and which pages hold the text so far."""
         end = start + len(tokens)
         places, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
         sent = self.transfer.up(
@@ -333,7 +333,7 @@ class NativeRunner(TorchRunner):
         )
         positions = torch.arange(start, end, device=self.device)
         return Step(
-            sent["tokens"], positions, sent["places"], (DecoderRows(len(tokens), ChunkView(sent["pages"], end)),)
+            sent["tokens"], positions, sent["places"], (DecoderRows(len(tokens), PieceView(sent["pages"], end)),)
         )
 
 

@@ -206,7 +206,7 @@ class TransformersRunner(TorchRunner):
         return self._held[seq].slots
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in chunks that end at multiples of `piece`."""
+        """Read tokens in pieces that end at multiples of `piece`."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
         places = held.slots.extend(tokens)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specbranch.core.pages import PAGE
 from specbranch.models.batch import Rows, positions_of, tokens_of
-from specbranch.models.cpu.block_kernel_text import ROUNDED
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
+from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
+from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, loaded, torch_team
 
 WeightBits = Literal["float32", "bfloat16", "int8"]
 BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
@@ -352,13 +352,9 @@ def _work(outs: int, stored: WeightBits) -> str:
     until none is left."""
     pointers, numbers = ("x", "w", "bias", "y"), ("rows", "n", "outs", "part")
     fields = [*(("ptr", name) for name in pointers), *(("i64", name) for name in numbers), ("ptr", "scale")]
-    loads = "\n".join(
-        f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
-        for at, (kind, name) in enumerate(fields, start=1)
-    )
     return f"""define void @work(ptr %arguments) {{
 begin:
-{loads}
+{loaded(fields)}
   %plain = icmp eq ptr %bias, null
   br label %next
 next:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ def compile_text(text: str, optimise: bool, more: str = "") -> Any:
         raise CannotCompile(str(error)) from error
     _forget_pages("libllvmlite")
     return engine
+
+
+def loaded(fields: Sequence[tuple[str, str]]) -> str:
+    """Write how a thread takes what it is told: kinds and names of what lies behind the count of what was taken."""
+    return "\n".join(
+        f"  %{name}.p = getelementptr i64, ptr %arguments, i64 {at}\n  %{name} = load {kind}, ptr %{name}.p, align 8"
+        for at, (kind, name) in enumerate(fields, start=1)
+    )
 
 
 def host_features() -> dict[str, bool]:

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 
 from specbranch.core.pages import PAGE
-from specbranch.models.cpu.block_kernel_text import ROUND_STRETCH
+from specbranch.models.cpu.rounding_text import ROUND_STRETCH
 from specbranch.models.files.blocks import BLOCK
 
 # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken

@@ -13,12 +13,12 @@ import torch
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.chunk_attention import attend_masked, choose_attend_chunk
-from specbranch.models.decoder import ChunkView, Decoder, Step
+from specbranch.models.decoder import Decoder, PieceView, Step
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import gathered, put
 from specbranch.models.model import PIECES
 from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.piece_attention import attend_masked, choose_attend_piece
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 KINDS = {"plain": NativeRunner, "graphs": GpuRunner}
@@ -75,7 +75,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
     pages, flat = runner._held[0].table.pages, runner._held[0].table.flat(np.arange(530))
     for step in steps:
         (part,) = step.parts
-        assert isinstance(part.sees, ChunkView)
+        assert isinstance(part.sees, PieceView)
         at = step.positions.tolist()
         assert at == list(range(at[0], part.sees.end)) and part.rows == len(at)
         assert step.tokens.tolist() == [tokens[place] for place in at]
@@ -84,7 +84,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 300, 2048])
-def test_chunks_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
+def test_pieces_of_every_size_fill_the_cache_alike(chunk: int, runner: NativeRunner) -> None:
     expected = read(runner, 0, some_tokens(700))
     runner.piece = chunk
     found = read(runner, 1, some_tokens(700))
@@ -175,5 +175,5 @@ def test_what_is_put_in_pages_is_gathered_in_the_order_of_a_text(head_dim: int, 
 
 def test_a_cpu_reads_short_chunks_behind_a_mask(runner: NativeRunner) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        assert choose_attend_chunk(torch.device("cpu"), dtype, 4, 2, 64) is attend_masked
+        assert choose_attend_piece(torch.device("cpu"), dtype, 4, 2, 64) is attend_masked
     assert runner.piece == PIECES["cuda" if isinstance(runner, GpuRunner) else "cpu"]

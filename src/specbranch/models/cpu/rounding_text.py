@@ -1,0 +1,111 @@
+"""The rounding of rows to int8, in LLVM's language.
+
+Owns the text and how rounded rows lie in memory: a block of 48 bytes for every 32 inputs: the numbers, then their
+scale, the scale times the sum of the numbers (both float32), that sum as a whole number, and the sum of the first 16.
+Invariant: the greatest number of a block is 127, and a block's sums are exact.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from specbranch.models.cpu.machine_code import loaded
+from specbranch.models.files.blocks import BLOCK
+
+ROUNDED = 48  # bytes of a block of a rounded row
+AT_ONCE = 64  # blocks of a row that a thread rounds before it looks for more
+
+
+def number(value: float) -> str:
+    """A float as LLVM writes it: the bits of the same double."""
+    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
+
+
+_ROUNDING_DECLARATIONS = """
+declare <32 x float> @llvm.fabs.v32f32(<32 x float>)
+declare <32 x float> @llvm.roundeven.v32f32(<32 x float>)
+declare float @llvm.vector.reduce.fmaximum.v32f32(<32 x float>)
+declare <32 x i32> @llvm.fptosi.sat.v32i32.v32f32(<32 x float>)
+declare i32 @llvm.vector.reduce.add.v32i32(<32 x i32>)
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+"""
+# What is no number makes the scale none, and so the result; a block of zeros has the scale 0.
+_ROUND_BLOCK = f"""  %values = load <32 x float>, ptr %from, align 4
+  %sizes = call <32 x float> @llvm.fabs.v32f32(<32 x float> %values)
+  %greatest = call float @llvm.vector.reduce.fmaximum.v32f32(<32 x float> %sizes)
+  %scale = fdiv float %greatest, {number(127.0)}
+  %inverse = fdiv float {number(127.0)}, %greatest
+  %some = fcmp one float %greatest, 0.0
+  %by = select i1 %some, float %inverse, float 0.0
+  %by.first = insertelement <32 x float> poison, float %by, i32 0
+  %bys = shufflevector <32 x float> %by.first, <32 x float> poison, <32 x i32> zeroinitializer
+  %scaled = fmul <32 x float> %values, %bys
+  %near = call <32 x float> @llvm.roundeven.v32f32(<32 x float> %scaled)
+  %wide = call <32 x i32> @llvm.fptosi.sat.v32i32.v32f32(<32 x float> %near)
+  %small = trunc <32 x i32> %wide to <32 x i8>
+  store <32 x i8> %small, ptr %to, align 4
+  %sum = call i32 @llvm.vector.reduce.add.v32i32(<32 x i32> %wide)
+  %sum.float = sitofp i32 %sum to float
+  %scaled.sum = fmul float %sum.float, %scale
+  %scale.p = getelementptr i8, ptr %to, i64 32
+  store float %scale, ptr %scale.p, align 4
+  %scaled.sum.p = getelementptr i8, ptr %to, i64 36
+  store float %scaled.sum, ptr %scaled.sum.p, align 4
+  %sum.p = getelementptr i8, ptr %to, i64 40
+  store i32 %sum, ptr %sum.p, align 4
+  %early = shufflevector <32 x i32> %wide, <32 x i32> poison, <16 x i32> <{", ".join(f"i32 {at}" for at in range(16))}>
+  %early.sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %early)
+  %early.p = getelementptr i8, ptr %to, i64 44
+  store i32 %early.sum, ptr %early.p, align 4"""
+
+# Rounds so many blocks of what lies at %x, from a block on.
+ROUND_STRETCH = f"""{_ROUNDING_DECLARATIONS}
+define internal void @round_stretch(ptr %x, ptr %y, i64 %first, i64 %many) {{
+begin:
+  %last = add i64 %first, %many
+  br label %each
+each:
+  %at = phi i64 [%first, %begin], [%next, %each]
+  %x.at = mul i64 %at, {4 * BLOCK}
+  %from = getelementptr i8, ptr %x, i64 %x.at
+  %y.at = mul i64 %at, {ROUNDED}
+  %to = getelementptr i8, ptr %y, i64 %y.at
+{_ROUND_BLOCK}
+  %next = add i64 %at, 1
+  %more = icmp slt i64 %next, %last
+  br i1 %more, label %each, label %end
+end:
+  ret void
+}}"""
+
+
+def rounding() -> str:
+    """Write the rounding of rows; an item is a stretch of a row."""
+    fields = (("ptr", "x"), ("ptr", "y"), ("i64", "rows"), ("i64", "blocks"))
+    return f"""declare i64 @llvm.smin.i64(i64, i64)
+{ROUND_STRETCH}
+define void @round(ptr %arguments) {{
+begin:
+{loaded(fields)}
+  %more = add i64 %blocks, {AT_ONCE - 1}
+  %stretches = sdiv i64 %more, {AT_ONCE}
+  %items = mul i64 %rows, %stretches
+  br label %next
+next:
+  %item = atomicrmw add ptr %arguments, i64 1 monotonic
+  %any = icmp slt i64 %item, %items
+  br i1 %any, label %take, label %end
+take:
+  %row = sdiv i64 %item, %stretches
+  %stretch = srem i64 %item, %stretches
+  %first = mul i64 %stretch, {AT_ONCE}
+  %full = add i64 %first, {AT_ONCE}
+  %last = call i64 @llvm.smin.i64(i64 %full, i64 %blocks)
+  %before = mul i64 %row, %blocks
+  %at = add i64 %before, %first
+  %many = sub i64 %last, %first
+  call void @round_stretch(ptr %x, ptr %y, i64 %at, i64 %many)
+  br label %next
+end:
+  ret void
+}}"""
