@@ -11,7 +11,7 @@ import torch
 
 from specbranch.core.noise import keys
 from specbranch.models.columns import Columns
-from specbranch.models.gpu.choice import BEFORE, Chooser
+from specbranch.models.gpu.choice import BEFORE, BOUND, CONFIDENCE, Chooser
 from specbranch.models.gpu.layout import NO_ROW, ROOT_ROW, deepest
 from specbranch.models.noise import Noise
 
@@ -60,7 +60,11 @@ def test_the_best_entries_are_found_with_their_scores(rows: int, count: int, dev
     top, best = scores.topk(count)
     assert torch.equal(lines[:, BEFORE : BEFORE + count].long(), best) and torch.equal(lines[:, 0].long(), best[:, 0])
     torch.testing.assert_close(lines[:, BEFORE + count :], top, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lines[:, 2], scores.softmax(-1).amax(-1), rtol=1e-4, atol=0)
+    torch.testing.assert_close(lines[:, CONFIDENCE], scores.softmax(-1).amax(-1), rtol=1e-4, atol=0)
+    if count > 1:  # of the law itself, whatever the noise
+        law = (logits / torch.from_numpy(table[0].view(np.float32).copy())[:, None]).double().softmax(-1)
+        bound = 1.0 - (0.2 * -(law * law.log()).sum(-1)).sqrt()
+        torch.testing.assert_close(lines[:, BOUND].double(), bound.clamp(min=0.0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,7 +76,7 @@ def test_of_equal_entries_the_lowest_is_taken_and_what_is_forbidden_never(device
     logits[1, 4999] = -3.0
     lines = chosen(logits, table, 8, device)
     assert lines[0, BEFORE : BEFORE + 3].tolist() == [17, 2500, 4000]
-    assert lines[1, 0] == 4999 and lines[1, 2] == 1.0
+    assert lines[1, 0] == 4999 and lines[1, CONFIDENCE] == lines[1, BOUND] == 1.0
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -129,6 +129,18 @@ class Growing:
     growth: Growth
 
 
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Lanes of one sequence to be drafted on, a token a step each: what each reads first, and what it hangs on."""
+
+    feed: Feed
+    steps: int  # at most
+    measure: Measure = "top"
+
+
+Hear = Callable[[list[Proposal]], bool]  # told what every lane is to read next; returns whether to go on
+
+
 class Runner(Protocol):
     """One model and its cache for several sequences; it knows nothing of speculation."""
 
@@ -227,6 +239,16 @@ class GrowsTrees(Protocol):
     def grow(self, growing: Growing, done: Done) -> Tree | None:
         """Grow a tree until nothing pays or it is done; the text is committed then. Nothing: this one has to be
         asked for step by step."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A Runner that can have lanes read what they chose themselves before anybody has heard of it."""
+
+    def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
+        """Draft on until there were as many steps as asked for, or who hears of them wants no more; returns how many
+        there were. None: these have to be asked for step by step."""
         ...
 
 

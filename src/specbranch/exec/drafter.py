@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
-from specbranch.core.runner import Ask, Done, Feed, Proposal
+from specbranch.core.runner import Ask, Done, Feed, Lanes, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
@@ -106,6 +106,8 @@ class Drafter(Worker):
         lanes = self._forked(orders)
         if announce:
             announce(_heads(lanes))
+        if self.runs_ahead is not None and self.lets_grow and len(orders) == 1:
+            self._run_ahead(self.runs_ahead, self._growing(lanes, done), done)
         while growing := self._growing(lanes, done):
             self._grow(growing)
         return {
@@ -187,15 +189,30 @@ class Drafter(Worker):
         full = {session for session, count in counts.items() if not self.make_room(session, count)}
         return [lane for lane in fitting if lane.session not in full]
 
+    def _run_ahead(self, runner: RunsAhead, lanes: list[Lane], done: Done) -> None:
+        """Have the model draft on by itself, if it can: all of a session's lanes, as long as all of them go on."""
+        if not lanes or (len(lanes) > 1 and lanes[0].order.plan.stop_below > 0.0):
+            return
+        plan = lanes[0].order.plan
+        node = len(self.slots(lanes[0].session).tokens)
+
+        def hear(proposals: list[Proposal]) -> bool:
+            nonlocal node
+            _check(proposal.confidence for proposal in proposals)
+            for lane, proposal in zip(lanes, proposals, strict=True):
+                lane.node, node = node, node + 1
+                lane.extend(proposal)
+            return lanes[0].open and not (plan.until == "target" and done())
+
+        asked = Lanes(_next_of(lanes), plan.length - len(lanes[0].tokens), plan.measure)
+        self.rows_fed += runner.run_ahead(asked, hear) * len(lanes)
+
     def _grow(self, lanes: list[Lane]) -> None:
         """Feed each lane's last token and take the next one, or stop before it."""
         by_session: dict[int, list[Lane]] = {}
         for lane in lanes:
             by_session.setdefault(lane.session, []).append(lane)
-        work = [
-            Feed(s, tuple(la.tokens[-1] for la in group), tuple(la.node for la in group))
-            for s, group in by_session.items()
-        ]
+        work = [_next_of(group) for group in by_session.values()]
         for session, group in by_session.items():
             for node, lane in enumerate(group, len(self.slots(session).tokens)):
                 lane.node = node
@@ -204,6 +221,11 @@ class Drafter(Worker):
         ]
         for lane, proposal in zip(lanes, self.propose(work, asks), strict=True):
             lane.extend(proposal)
+
+
+def _next_of(lanes: list[Lane]) -> Feed:
+    """What lanes of a session read next."""
+    return Feed(lanes[0].session, tuple(lane.tokens[-1] for lane in lanes), tuple(lane.node for lane in lanes))
 
 
 def _check(numbers: Iterable[float]) -> None:

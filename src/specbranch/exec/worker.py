@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from specbranch.core.orders import UNREAD, Context, PromptRead, Read
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, GrowsTrees, Proposal, Runner
+from specbranch.core.runner import Ask, Feed, GrowsTrees, Proposal, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
@@ -39,11 +39,12 @@ class Holding:
 class Worker:
     """A Runner and the sequences it holds."""
 
-    lets_grow = True  # whether a model may grow trees by itself; not where every step has to be seen
+    lets_grow = True  # whether a model may take several steps by itself; not where every step has to be seen
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.grows_trees = runner if isinstance(runner, GrowsTrees) else None  # told apart once: that takes long
+        self.runs_ahead = runner if isinstance(runner, RunsAhead) else None
         self.rows_fed = 0
         self._held: dict[int, Holding] = {}
 

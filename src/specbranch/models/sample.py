@@ -54,16 +54,18 @@ def noise_of(asked: Asked, ids: Tensor) -> Tensor | None:
 
 
 def candidates(shaped: Tensor, scores: Tensor, count: int, by_entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's confidence [rows], the columns of its best entries, surely with its argmax, and their scores.
-
-    "entropy" is AdaEDL's bound (arXiv 2410.18351), on the law itself.
-    """
+    """Return each row's confidence [rows], the columns of its best entries, surely with its argmax, and their
+    scores."""
     best = leading(scores, count)
     confidence = peak(scores)
     if by_entropy is not None:
-        bound = (1.0 - (ENTROPY_WEIGHT * entropy(shaped).clamp_(min=0.0)).sqrt_()).clamp_(min=0.0)
-        confidence = torch.where(by_entropy > 0, bound, confidence)
+        confidence = torch.where(by_entropy > 0, entropy_bound(shaped), confidence)
     return confidence, best, scores.gather(-1, best).double()
+
+
+def entropy_bound(shaped: Tensor) -> Tensor:
+    """Return AdaEDL's bound (arXiv 2410.18351) on how likely each row's token is taken [rows], float64."""
+    return (1.0 - (ENTROPY_WEIGHT * entropy(shaped).clamp_(min=0.0)).sqrt_()).clamp_(min=0.0)
 
 
 def units(shaped: Tensor) -> Tensor:

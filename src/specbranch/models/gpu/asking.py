@@ -14,9 +14,10 @@ import numpy as np
 
 from specbranch.core.noise import keys
 from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Ask, Feed, Trial
-from specbranch.models.gpu.choice import COUNTS
+from specbranch.core.runner import Ask, Feed, Proposal, Trial
+from specbranch.models.gpu.choice import BOUND, CONFIDENCE, COUNTS
 from specbranch.models.gpu.layout import NO_ROW, ONE, ROOT_ROW, Choosing
+from specbranch.models.sampling import proposed
 from specbranch.models.sheet import is_noisy, is_shaped, temperature_of
 
 RowOf = Callable[[int, int], int | None]  # sequence and node: the row of a step that reads it
@@ -51,9 +52,17 @@ def rows_in(work: Sequence[Feed], first_nodes: Sequence[int]) -> RowOf:
 
 def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
     """How many best entries answer all that is asked; nothing: these questions are not answered inside a graph."""
-    if not all(is_chosen_in_graph(spot) and ask.measure == "top" for ask, spot in zip(asks, spots, strict=True)):
+    if not all(map(is_chosen_in_graph, spots)):
         return None
-    return next((count for count in COUNTS if count >= max(ask.width for ask in asks)), None)
+    least = max(ask.width if ask.measure == "top" else 2 for ask in asks)
+    return next((count for count in COUNTS if count >= least), None)
+
+
+def answers(asks: Sequence[Ask], spots: Sequence[Spot], lines: np.ndarray) -> list[Proposal]:
+    """Make proposals of what lines say of the rows that were asked about."""
+    told = lines[:, CONFIDENCE:].copy()
+    told[:, 1] = np.where([ask.measure == "entropy" for ask in asks], lines[:, BOUND], lines[:, CONFIDENCE])
+    return proposed(spots, asks, told[:, 1:])
 
 
 def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:

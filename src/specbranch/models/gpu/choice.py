@@ -18,19 +18,22 @@ from specbranch.models.columns import Columns
 from specbranch.models.gpu.attention import begins_early, launch
 from specbranch.models.gpu.layout import ONE, ROOT_ROW, power_of_two
 from specbranch.models.noise import gumbel
+from specbranch.models.sample import entropy_bound
 
 log = logging.getLogger("specbranch")
 
 TILE = 2048  # columns that a program looks through
 COUNTS = (1, 8)  # best entries that a graph may be asked for
-BEFORE = 3  # numbers of a line before its entries: token, whether it is reached, confidence
+# numbers of a line before its entries: token, whether it is reached, confidence, and AdaEDL's, where several are wanted
+BEFORE, CONFIDENCE, BOUND = 4, 2, 3
 
 
 class Chooser:
     """Chooses among the first `width` columns of a model's logits; what rows choose is left in `picks` too.
 
     It answers with a line a row [rows, BEFORE + 2·count] in float32, which holds token ids exactly: token, whether the
-    row is reached, confidence, the best tokens, their scores. Lines stand until it is asked again about as many rows.
+    row is reached, two confidences, the best tokens, their scores. Lines stand until it is asked again about as many
+    rows.
     """
 
     def __init__(self, picks: Tensor, width: int, columns: Columns | None = None) -> None:
@@ -52,14 +55,15 @@ class Chooser:
         rows = logits.shape[0]
         temperature, noisy = choosing[0, :rows].view(torch.float32), choosing[3, :rows]
         first, second = choosing[1:3, :rows].long()[..., None] & MASK
-        scores = logits[:, : self.width].float() / temperature[:, None]
-        scores = torch.where(noisy[:, None] != 0, scores + gumbel(mix(self._ids, (first, second)).int()), scores)
+        law = logits[:, : self.width].float() / temperature[:, None]
+        scores = torch.where(noisy[:, None] != 0, law + gumbel(mix(self._ids, (first, second)).int()), law)
         top, best = _leading(scores, count)
         tokens = self._ids[best]
         self.picks[:rows] = tokens[:, 0]
         reached = _reached(choosing[4, :rows], choosing[5, :rows], tokens[:, 0])
         confidence = scores.softmax(dim=-1).amax(dim=-1, keepdim=True)
-        parts = [tokens[:, :1].float(), reached[:, None].float(), confidence, tokens.float(), top]
+        bound = entropy_bound(law).float() if count > 1 else torch.zeros_like(confidence[:, 0])
+        parts = [tokens[:, :1].float(), reached[:, None].float(), confidence, bound[:, None], tokens.float(), top]
         return self._kept(rows, count).copy_(torch.cat(parts, dim=-1))
 
     def choose_by_kernels(self, logits: Tensor, choosing: Tensor, counts: Tensor, count: int) -> Tensor:
@@ -68,7 +72,7 @@ class Chooser:
 
         rows, tiles, early = logits.shape[0], -(-self.width // TILE), begins_early(self._device)
         tops = logits.new_empty(rows, tiles, count, dtype=torch.float32)
-        places, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(rows, tiles)
+        places, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(4, rows, tiles)
         lines = self._kept(rows, count)
         shared = {"COUNT": count, "LISTED": self._listed, "EARLY": early, "num_warps": 4, **launch(early)}
         per = choosing.stride(0)

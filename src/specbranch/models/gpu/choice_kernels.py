@@ -12,6 +12,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from specbranch.core.runner import ENTROPY_WEIGHT as _ENTROPY_WEIGHT
+from specbranch.models.gpu.choice import BEFORE as _BEFORE
+from specbranch.models.gpu.choice import BOUND as _BOUND
+from specbranch.models.gpu.choice import CONFIDENCE as _CONFIDENCE
+
+BEFORE, BOUND, CONFIDENCE = tl.constexpr(_BEFORE), tl.constexpr(_BOUND), tl.constexpr(_CONFIDENCE)
+ENTROPY_WEIGHT = tl.constexpr(_ENTROPY_WEIGHT)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(2147483647)
 
@@ -51,10 +58,25 @@ def _best(values, places, out_values, out_places, COUNT: tl.constexpr):
     return greatest
 
 
+@triton.jit
+def _bound(sums, part, held):
+    """AdaEDL's bound on how likely a row's token is taken, from the sums of its tiles; see models.sample."""
+    peaks = tl.load(sums + part, mask=held, other=float("-inf"))
+    top = tl.max(peaks, 0)
+    lower = tl.maximum(peaks - top, -60.0)
+    share = tl.where(peaks == float("-inf"), 0.0, tl.exp2(lower * LOG2_E))
+    weights = tl.load(sums + 2 * part, mask=held, other=0.0)
+    total = tl.sum(share * weights, 0)
+    moment = tl.sum(share * (tl.load(sums + 3 * part, mask=held, other=0.0) + weights * lower), 0)
+    entropy = tl.log(total) - moment / total
+    return tl.maximum(1.0 - tl.sqrt(ENTROPY_WEIGHT * tl.maximum(entropy, 0.0)), 0.0)
+
+
 @triton.jit(do_not_specialize=["width", "stride", "per"])
 def scan(logits, ids, choosing, tops, places, sums, width, stride, per,
          TILE: tl.constexpr, COUNT: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """The best entries of one tile of one row, and the sum of its exponentials."""
+    """The best entries of one tile of one row, and the sum of its exponentials; where several are wanted, what its
+    entropy is made of, without noise: the greatest entry, and sums over exponentials below it."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -64,6 +86,14 @@ def scan(logits, ids, choosing, tops, places, sums, width, stride, per,
     j = tile * TILE + tl.arange(0, TILE)
     score = tl.load(logits + row.to(tl.int64) * stride + j, mask=j < width, other=float("-inf")).to(tl.float32)
     score = score / tl.load(choosing + row).to(tl.float32, bitcast=True)
+    if COUNT > 1:
+        part = tl.num_programs(0) * tl.num_programs(1)
+        peak = tl.max(score, 0)
+        below = tl.maximum(score - tl.where(peak == float("-inf"), 0.0, peak), -60.0)
+        weight = tl.where(score == float("-inf"), 0.0, tl.exp2(below * LOG2_E))
+        tl.store(sums + part + at, peak)
+        tl.store(sums + 2 * part + at, tl.sum(weight, 0))
+        tl.store(sums + 3 * part + at, tl.sum(weight * below, 0))
     if tl.load(choosing + 3 * per + row) != 0:
         token = tl.load(ids + j, mask=j < width, other=0) if LISTED else j
         score += _gumbel(token, tl.load(choosing + per + row), tl.load(choosing + 2 * per + row))
@@ -89,7 +119,9 @@ def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, wid
     t = tl.arange(0, TILES)
     own = tl.load(tops + (row * tiles + t) * COUNT, mask=t < tiles, other=float("-inf"))
     part = tl.load(sums + row * tiles + t, mask=t < tiles, other=0.0)
-    tl.store(line + 2, 1.0 / tl.sum(part * tl.exp2((own - best) * LOG2_E), 0))
+    tl.store(line + CONFIDENCE, 1.0 / tl.sum(part * tl.exp2((own - best) * LOG2_E), 0))
+    if COUNT > 1:
+        tl.store(line + BOUND, _bound(sums + row * tiles + t, tl.num_programs(0) * tiles, t < tiles))
     for rank in tl.static_range(COUNT):
         top = tl.max(score, 0)
         at = tl.min(tl.where(score == top, place, NOWHERE), 0)
@@ -98,8 +130,8 @@ def settle(ids, choosing, counts, tops, places, sums, picks, lines, arrived, wid
         if rank == 0:
             tl.store(picks + row, token)
             tl.store(line, token.to(tl.float32))
-        tl.store(line + 3 + rank, token.to(tl.float32))
-        tl.store(line + 3 + COUNT + rank, top)
+        tl.store(line + BEFORE + rank, token.to(tl.float32))
+        tl.store(line + BEFORE + COUNT + rank, top)
         score = tl.where(place == at, float("-inf"), score)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Done, Feed, Growing, Judged, Proposal, Trial, Verdicts
+from specbranch.core.runner import Ask, Done, Feed, Growing, Hear, Judged, Lanes, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
@@ -33,9 +33,10 @@ from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.attention import blocks_of
-from specbranch.models.gpu.choice import BEFORE, Chooser
+from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
+from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
@@ -132,7 +133,7 @@ class GpuRunner(NativeRunner):
                     work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {}
                 )
         if count is not None:
-            return proposed(spots, asks, lines()[np.array(places), BEFORE - 1 :])
+            return asking.answers(asks, spots, lines()[places])
         if not asks:
             return []
         with self._here():
@@ -187,6 +188,38 @@ class GpuRunner(NativeRunner):
         """Run the step that the device chose for the tree, and have the next one chosen."""
         with self._moving():
             self._graphs.run_brought(bucket, 0, ENTRIES, True)
+
+    @torch.inference_mode()
+    def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
+        """Draft on in lanes: a step is started, with what the device chose itself, before the last one is heard of."""
+        seq, width, self._ahead = lanes.feed.seq, len(lanes.feed.tokens), None
+        held, request = self._held[seq], self._requests[seq]
+        spots = [Spot(request, held.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
+        count = asking.entries_of([Ask(seq, ROOT, measure=lanes.measure)], spots[:1])
+        if count is None or width > GROUP_ROWS or held.slots.room < width * lanes.steps:
+            return 0
+        try:
+            with self._here():
+                try:
+                    self._reach(held, len(held.slots), len(held.slots) + width * lanes.steps)
+                except CacheFull:  # step by step they may be drafted in what there is
+                    return 0
+                return self._lane_steps(LaneSteps(held.table, held.slots, lanes, spots), count, hear)
+        finally:
+            held.table.shrink(len(held.slots))
+
+    def _lane_steps(self, steps: LaneSteps, count: int, hear: Hear) -> int:
+        """Take steps until somebody has heard enough; one more may be under way then, which is as if it were not."""
+        lines = self._chosen(*steps.step(0), count)[1]
+        for number in range(steps.lanes.steps):
+            ahead = self._chosen(*steps.step(number + 1), count)[1] if number + 1 < steps.lanes.steps else None
+            told = lines()
+            goes_on = hear(asking.answers(steps.asks, steps.spots, told))
+            steps.heard(number, told[:, 0].astype(int).tolist())
+            if not goes_on or ahead is None:
+                return number + 1
+            lines = ahead
+        return 0
 
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:

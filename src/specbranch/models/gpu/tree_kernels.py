@@ -18,12 +18,13 @@ from specbranch.core.trees import WORDS as _WORDS
 from specbranch.models.batch import GROUP as _GROUP
 from specbranch.models.gpu import trees
 from specbranch.models.gpu.choice import BEFORE as _BEFORE
+from specbranch.models.gpu.choice import CONFIDENCE as _CONFIDENCE
 from specbranch.models.gpu.layout import ONE as _ONE
 from specbranch.models.gpu.layout import OWN as _OWN
 
 NODES, LANES, ENTRIES, MOVES = (tl.constexpr(n) for n in (trees.NODES, trees.LANES, trees.ENTRIES, trees.MOVES))
 FIELDS, EDGES = tl.constexpr(len(trees.FIELDS)), tl.constexpr(trees.PARTS["edges"])
-BEFORE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _ONE, _OWN, _PAGE, _GROUP))
+BEFORE, CONFIDENCE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _CONFIDENCE, _ONE, _OWN, _PAGE, _GROUP))
 CHUNK = tl.constexpr(8)  # nodes looked through at a time
 SMALL = tl.constexpr(256)  # nodes of a tree as most are
 BACK = tl.constexpr(2 * trees.DEEPEST)  # positions of the text that a row may have in its own line
@@ -100,7 +101,7 @@ def _add_candidates(state, nodes, lines, across, count, now, live):
     is_root = now == ROOT
     line = lines + tl.where(is_root, tl.load(state + ASKED).to(tl.int32), lane) * across
     top = tl.load(line + BEFORE + ENTRIES, mask=live, other=0.0).to(tl.float64)
-    sure = tl.load(line + BEFORE - 1, mask=live, other=0.0).to(tl.float64)
+    sure = tl.load(line + CONFIDENCE, mask=live, other=0.0).to(tl.float64)
     there = live[:, None] & (rank < tl.load(state + CHILDREN).to(tl.int32))[None, :]
     token = tl.load(line[:, None] + BEFORE + rank[None, :], mask=there, other=0.0).to(tl.int32)
     score = tl.load(line[:, None] + BEFORE + ENTRIES + rank[None, :], mask=there, other=float("-inf")).to(tl.float64)

@@ -23,7 +23,7 @@ from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, GrowingTree, Growth, Node
 from specbranch.models.batch import GROUP, Rows
-from specbranch.models.gpu.choice import BEFORE
+from specbranch.models.gpu.choice import BEFORE, CONFIDENCE
 from specbranch.models.gpu.layout import (
     ALIGNED,
     GROUP_ROWS,
@@ -256,7 +256,7 @@ def _seen(nodes: Sequence[Node], places: Sequence[int], n: int) -> int:
 
 def _candidates(line: list[float], children: int) -> tuple[list[int], list[float]]:
     """The tokens that a line proposes, and what the draft itself gives each."""
-    confidence, tokens, scores = line[BEFORE - 1], line[BEFORE : BEFORE + ENTRIES], line[BEFORE + ENTRIES :]
+    confidence, tokens, scores = line[CONFIDENCE], line[BEFORE : BEFORE + ENTRIES], line[BEFORE + ENTRIES :]
     possible = [(int(token), score) for token, score in zip(tokens, scores, strict=True) if score > -np.inf][:children]
     return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
 
