@@ -73,6 +73,7 @@ GPU_OUTSIDE = ("hf-generate", "hf-assisted")
 GPU: dict[str, Any] = {
     "methods": ",".join((*GPU_BASELINES, *GPU_OURS)),
     "device": "cuda",
+    "executor": "streams",
     "suites": SUITES,
     "limit": 8,
     "context": (1024,),
