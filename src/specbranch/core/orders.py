@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from specbranch.config import HeadKind
 from specbranch.core.forecast import Signal
+from specbranch.core.sending import Sending
 from specbranch.core.trees import Growth, Tree
 
 Measure = Literal["top", "entropy"]
@@ -100,6 +101,18 @@ class Draft:
         return self.plan.length > 0 and self.plan.heads == "sampled"
 
 
+class Receiver(Protocol):
+    """A target that may begin to verify a tree where it has grown, before it is asked to."""
+
+    def prepare(self) -> None:
+        """Get ready, while the tree grows."""
+        ...
+
+    def take(self, tree: Any) -> None:
+        """Begin with what of a tree will most likely be verified."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Grow:
     """Grow `tree` behind the sequence `on`, all of which is committed. What the worker no longer holds of it, it
@@ -109,6 +122,9 @@ class Grow:
     tree: Tree
     growth: Growth
     number: int = 0
+    # how what is verified next will be chosen, as far as that is known, and who may begin with it
+    sending: Sending | None = field(default=None, compare=False)
+    receiver: Receiver | None = field(default=None, repr=False, compare=False)
     announces: ClassVar[bool] = False
 
     @property

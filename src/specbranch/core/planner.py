@@ -16,12 +16,12 @@ from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, step_prices
 from specbranch.core.orders import Orders, Reports
+from specbranch.core.sending import Sending, candidates
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, farthest, look_class, standing
+from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, look_class, standing
 
 SPARED = 0.7  # a node read while the target works is worth at most this share of a step: it could be read later
 LOOKED = 14  # tokens looked up at a time
-LINE = 0.06  # the main line is not sent beyond this reach: what is rejected there costs more than it brings
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
 IN_A_ROW = 4  # a wide step is made beside the target only if so many of them fit in: wide reading is not deep
 LIGHT = 1.25  # a wide step may always cost this much of a narrow one
@@ -164,18 +164,15 @@ class Planner:
 
     def candidates(self, tree: Tree, room: int) -> list[int]:
         """Which nodes could be verified, by their reach; parents come before children."""
-        nodes, line = tree.nodes, tree.main_line()
-        ends = {nodes[n].parent for n in line if nodes[n].reach < LINE}
-        inside, taken, numbers = set(line), {ROOT}, list[int]()
-        for n in farthest(tree, room - 1):
-            parent = nodes[n].parent
-            if parent in ends or parent not in taken or not (self._trees or n in inside):
-                continue
-            numbers.append(n)
-            taken.add(n)
-            if len(numbers) == self._most_rows - 1:
-                break
-        return numbers
+        return candidates(tree, room - 1, self._most_rows - 1, self._trees)
+
+    def sending(self, room: int) -> Sending | None:
+        """How to choose what is sent, for a device that has just grown a tree; None: where others have a say, too."""
+        if self._company > 1 or not self._trees:
+            return None
+        plain = self._target_seconds(1)
+        prices = [self._rate * (self._target_seconds(1 + count) - plain) for count in range(1, self._most_rows)]
+        return Sending(tuple(prices), room - 1)
 
     def row_offer(self, tree: Tree, numbers: list[int]) -> RowOffer:
         """Offer nodes to be verified."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from specbranch.config import HeadKind
-from specbranch.core.orders import Measure, Sparse, TokenLogprobs, Verify
+from specbranch.core.orders import Context, Measure, Receiver, Sparse, TokenLogprobs, Verify
 from specbranch.core.request import Request
+from specbranch.core.sending import Sending
 from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
 
@@ -127,6 +128,7 @@ class Growing:
     tree: Tree
     held: Mapping[int, int]  # numbers in the tree to nodes of the tail
     growth: Growth
+    receiver: Receiver | None = None  # is given the tree where it has grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,20 @@ class GrowsTrees(Protocol):
     def grow(self, growing: Growing, done: Done) -> Tree | None:
         """Grow a tree until nothing pays or it is done; the text is committed then. Nothing: this one has to be
         asked for step by step."""
+        ...
+
+
+@runtime_checkable
+class ReceivesTrees(Protocol):
+    """A Runner that may begin to verify a tree before it is asked to, if that has grown beside it on its device."""
+
+    def receiver(self, seq: int, on: Context, sending: Sending) -> Receiver | None:
+        """Who is to be given a tree behind this text; nothing: it has to be asked for."""
+        ...
+
+    @property
+    def begun_ahead(self) -> Callable[[], float] | None:
+        """When the last verification began, if that was before it was asked for."""
         ...
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from specbranch.core.orders import NOTHING, Aside, Branch, Context, Draft, Grow, Plan, TokenLogprobs, Verdict, Verify
 from specbranch.core.request import Request
+from specbranch.core.sending import Sending
 from specbranch.core.stats import Stats
 from specbranch.core.trees import Growth, Tree
 
@@ -70,12 +71,11 @@ class Session:
             self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens), self._drafts
         )
 
-    def grow(self, tree: Tree, growth: Growth) -> Grow:
+    def grow(self, tree: Tree, growth: Growth, sending: Sending | None = None) -> Grow:
         """Order a tree to be grown behind the committed text, no deeper than could still be emitted."""
         self._drafts += 1
-        return Grow(
-            self._context("draft"), tree, replace(growth, deepest=min(growth.deepest, self.room - 1)), self._drafts
-        )
+        within = replace(growth, deepest=min(growth.deepest, self.room - 1))
+        return Grow(self._context("draft"), tree, within, self._drafts, sending)
 
     def verify(self, pending: Branch = NOTHING) -> Verify:
         """Order the pending chain to be judged."""

@@ -57,7 +57,7 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Me
     offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None
     may: LaneGrant = (yield offered) if offered else LaneGrant(False)
     if growth := _within(session, planner.while_waiting(tree, session.untold, may)):
-        orders = Orders(draft=session.grow(tree, growth))
+        orders = Orders(draft=session.grow(tree, growth, planner.sending(session.room)))
         reports = yield orders
         tree = _grown(session, planner, tree, orders, reports)
     candidates = planner.candidates(tree, session.room)

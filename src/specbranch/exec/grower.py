@@ -70,7 +70,7 @@ class _GrowingOrder:
             return None
         held = {n: place for n, place in self.places.items() if n != ROOT}
         tree = Tree(tuple(self.growing.nodes), self.growing.read)
-        growing = Growing(self.session, tuple(self.rest), tree, held, self.growth)
+        growing = Growing(self.session, tuple(self.rest), tree, held, self.growth, self.order.receiver)
         grown = runner.grow(growing, done if self.order.until_target else never)
         if grown is not None:
             self.worker.rows_fed += sum(grown.steps)

@@ -7,6 +7,7 @@ report.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from math import inf
 
 from specbranch.core.loop import Places
 from specbranch.core.orders import (
@@ -33,11 +34,16 @@ class Stretch:
     """A stretch of a worker's work: by the host's clock, or by that of a device, which notes moments as it comes to
     them."""
 
-    def __init__(self, worker: Worker, now: Callable[[], float], note: Note | None = None) -> None:
-        self.by_device = note is not None
+    def __init__(self, worker: Worker, now: Callable[[], float], note: Note | None = None, after: float = -inf) -> None:
+        """`after`: before this moment it cannot have begun, by the host's clock."""
+        self.by_device, self._after = note is not None, after
         self._worker, self._fed = worker, worker.rows_fed
         self._note = note or _noted_by(now)
         self._begun = self._ended = self._note()
+
+    def begin(self, moment: Moment | None) -> None:
+        """Note that it began at another moment, if it did."""
+        self._begun = moment or self._begun
 
     def end(self) -> None:
         """Note the end: by the host's clock when the work is done, by the device's when all of it was given to the
@@ -46,7 +52,7 @@ class Stretch:
 
     def span(self) -> Span:
         """How long it took, once the work is done."""
-        begun = self._begun()
+        begun = max(self._begun(), self._after)
         rows = self._worker.rows_fed - self._fed
         return Span(begun, max(self._ended(), begun), rows, self._worker.prompts_read())
 
@@ -74,6 +80,7 @@ class Verifying:
         self._error: Exception | None = None
         if orders:
             self._scored, self.failed = target.score(orders, heads)
+            stretch.begin(target.begun_ahead)
         if reads:
             self.reached, short = target.read_on(reads)
             self.failed |= short

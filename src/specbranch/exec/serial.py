@@ -10,9 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
+from math import inf
 
 from specbranch.core.loop import Places
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
@@ -36,6 +37,7 @@ class Serial:
         self.draft = draft
         self.now = clock
         self._without: set[int] = set()  # sessions whose draft has failed
+        self._drafted_until = -inf  # on the clock
 
     def open(self, session: int, request: Request) -> None:
         """Prepare both workers for a session."""
@@ -47,7 +49,7 @@ class Serial:
         """Carry out one round."""
         drafts, verifies = parted(orders)
         heads: dict[int, Branch] = {}
-        made, drafting = self._drafted(drafts, never, heads.update)
+        made, drafting = self._drafted(self._received(drafts, verifies), never, heads.update)
         timed = self._stretch(self.target)
         verifying = Verifying(self.target, verifies, heads, timed, reads_of(orders))
         do_meanwhile(orders)
@@ -69,8 +71,15 @@ class Serial:
     def close(self) -> None:
         """Nothing to stop."""
 
+    def _received(self, drafts: dict[int, DraftOrder], verifies: Mapping[int, Verify]) -> dict[int, DraftOrder]:
+        """The orders, a tree's with the target as its receiver, where it grows alone and that is possible."""
+        session, order = next(iter(drafts.items()), (0, None))
+        if len(drafts) > 1 or verifies or not isinstance(order, Grow) or order.sending is None:
+            return drafts
+        return {session: replace(order, receiver=self.target.receiver(session, order.on, order.sending))}
+
     def _stretch(self, worker: Worker) -> Stretch:
-        return Stretch(worker, self.now)
+        return Stretch(worker, self.now, after=self._drafted_until if worker is self.target else -inf)
 
     def _drafted(
         self, orders: dict[int, DraftOrder], done: Done, announce: Announce
@@ -82,6 +91,7 @@ class Serial:
         timed = self._stretch(self.draft)
         made = self._attempt(self.draft, orders, done, announce)
         timed.end()
+        self._drafted_until = self.now()
         return made, timed
 
     def _attempt(

@@ -27,7 +27,7 @@ class Streams(Serial):
         awaited = any(order.announces for order in drafts.values())
         verifying = Verifying(self.target, verifies, None if awaited else {}, timed, reads_of(orders))
         do_meanwhile(orders)
-        made, drafting = self._drafted(drafts, verifying.ready, verifying.tell)
+        made, drafting = self._drafted(self._received(drafts, verifies), verifying.ready, verifying.tell)
         verdicts = verifying.judged()
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)

@@ -8,12 +8,13 @@ after a verdict the target's cache holds the accepted path as committed prefix, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
-from specbranch.core.orders import Aside, Branch, Context, Read, Verdict, Verify
-from specbranch.core.runner import Feed, Head, Judged, Runner, Trial, Verdicts
+from specbranch.core.orders import Aside, Branch, Context, Read, Receiver, Verdict, Verify
+from specbranch.core.runner import Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
+from specbranch.core.sending import Sending
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
 from specbranch.exec.worker import Stale, Worker, chain_after
@@ -47,6 +48,19 @@ class Verifier(Worker):
     def __init__(self, runner: Runner, forecaster: Forecaster | None = None) -> None:
         super().__init__(runner)
         self.forecaster = forecaster
+        self._receives = runner if isinstance(runner, ReceivesTrees) else None
+
+    @property
+    def begun_ahead(self) -> Callable[[], float] | None:
+        """When the last verification began, if that was before it was asked for."""
+        return self._receives.begun_ahead if self._receives else None
+
+    def receiver(self, session: int, on: Context, sending: Sending) -> Receiver | None:
+        """Who is to be given a tree that grows behind this text, so that verifying it begins at once; nothing: it is
+        ordered."""
+        request = self.request(session)
+        asked = request.params.logprobs is not None or (self.forecaster is not None and request.wants_forecast)
+        return None if asked or self._receives is None else self._receives.receiver(session, on, sending)
 
     def score(
         self, orders: Mapping[int, Verify], heads: Mapping[int, Branch] | None = None

@@ -30,6 +30,18 @@ class Reading:
         return self._arrived()
 
 
+class Mark:
+    """A place in a stream's work that another stream may wait for; on a CPU there is nothing to wait for."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Have a stream wait for it; the host does not."""
+        if self._event is not None and stream is not None:
+            stream.wait_event(self._event)
+
+
 class Transfer:
     """Copies between the host and one device; on a CPU nothing has to be copied."""
 
@@ -81,6 +93,14 @@ class Transfer:
         held.copy_(found, non_blocking=True)
         done = self._passed()
         return Reading(lambda: self._read(held, done), done.query)
+
+    def mark(self, stream: torch.cuda.Stream | None) -> Mark:
+        """Mark what a stream was given so far."""
+        if stream is None:
+            return Mark(None)
+        event = _event()
+        event.record(stream)
+        return Mark(event)
 
     def passed(self) -> Callable[[], bool]:
         """Return what tells, without waiting, whether the device has done all that it was given so far."""

@@ -44,7 +44,7 @@ class TreeGrower:
     def __init__(self, graphs: Graphs, most_pages: int, spare: int, transfer: Transfer) -> None:
         """`most_pages`: at most in a sequence's table; `spare`: the flat place for padding."""
         self._graphs, self._transfer = graphs, transfer
-        self._tree = graphs.tree = DeviceTree(most_pages, transfer.device, spare)
+        self.tree = graphs.tree = DeviceTree(most_pages, transfer.device, spare)
 
     def room(self, growing: Growing, slots: Slots, request: Request) -> int:
         """How many nodes of a tree may be read where its model is; 0: the tree is to be grown step by step."""
@@ -73,27 +73,27 @@ class TreeGrower:
         spot = _spot(request, slots, unread)
         tail = 0 if unread else len(slots.tokens)
         planted = replace(growing, growth=growth)
-        array = self._tree.planted(planted, spot.position, tail, room, table.pages, _noise(spot), moves)
-        self._transfer.into(self._tree.state, array)
+        array = self.tree.planted(planted, spot.position, tail, room, table.pages, _noise(spot), moves)
+        self._transfer.into(self.tree.state, array)
 
     def choose(self, bucket: Bucket) -> None:
         """Have the first step chosen, of a tree whose text was read before."""
-        self._tree.grow(None, self._graphs.input, bucket)
+        self.tree.grow(None, self._graphs.input, bucket)
 
     def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
         """Launch the steps that the device chooses; returns how many nodes each read, and how many there are in the
         end."""
         widths: list[int] = []
-        count, width = self._tree.told(0)
+        count, width = self.tree.told(0)
         while width and len(widths) < STEPS and not done():
             launch(bucket)
             widths.append(width)
-            count, width = self._tree.told(len(widths))
+            count, width = self.tree.told(len(widths))
         return widths, count
 
     def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int) -> Tree:
         """Read the tree back, and add to the sequence what was read of it."""
-        nodes, places = self._tree.nodes(self._transfer.down(self._tree.held(count)))
+        nodes, places = self.tree.nodes(self._transfer.down(self.tree.held(count)))
         _add_read(nodes, places, slots)
         tree = GrowingTree(growing.tree)
         tree.nodes, tree.read = nodes, True

@@ -10,6 +10,7 @@ nothing of one has to wait for the other.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,9 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Done, Feed, Growing, Hear, Judged, Lanes, Proposal, Trial, Verdicts
+from specbranch.core.sending import Sending
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
@@ -38,16 +41,17 @@ from specbranch.models.gpu.growing import NO_MOVES, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
+from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Received, TreeReceiver
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
-from specbranch.models.gpu.trees import ENTRIES
+from specbranch.models.gpu.trees import ENTRIES, MOVES, DeviceTree
 from specbranch.models.model import PIECES, ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import proposed
 from specbranch.models.sheet import Arrays
-from specbranch.models.transfer import Reading
+from specbranch.models.transfer import Mark, Reading
 
 PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
 
@@ -61,6 +65,16 @@ class Ahead:
     places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
     lines: Reading
     tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
+
+    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
+        """Whether it reads just this."""
+        return all(
+            feed.seq in self.rows
+            and list(feed.tokens) == [self.tokens.get(feed.seq)]
+            and part.start == part.prefix
+            and self.places[feed.seq] == (part.start, int(part.places()[0]))
+            for feed, part in zip(work, rows, strict=True)
+        )
 
 
 class GpuRunner(NativeRunner):
@@ -79,7 +93,10 @@ class GpuRunner(NativeRunner):
             self._grower = TreeGrower(self._graphs, most, self.pool.pages * PAGE, self.transfer)
         # still to be made: sequence, places, and the lowest that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
-        self._ahead: Ahead | None = None
+        self._ahead: Ahead | Received | None = None
+        self._receiver = DeviceReceiver(most, self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least)
+        self.begun_ahead: DeviceMoment | None = None
+        self.received = self.received_right = 0  # steps that were begun for a tree, and those that were asked for then
 
     @property
     def note(self) -> Callable[[], DeviceMoment] | None:
@@ -159,7 +176,12 @@ class GpuRunner(NativeRunner):
                     return None
                 bucket = self._grower.bucket(places)
                 self._plant(growing, room, bucket)
-                return self._grower.grown(growing, held.slots, *self._grower.steps(bucket, done, self._grow_on))
+                if growing.receiver is not None:
+                    growing.receiver.prepare()
+                steps = self._grower.steps(bucket, done, self._grow_on)
+                if growing.receiver is not None:
+                    growing.receiver.take(self._grower.tree)
+                return self._grower.grown(growing, held.slots, *steps)
         finally:
             held.table.shrink(len(held.slots))
 
@@ -224,6 +246,7 @@ class GpuRunner(NativeRunner):
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Read new nodes and start judging; the verdicts wait for the device."""
+        self.begun_ahead = None
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
@@ -233,6 +256,49 @@ class GpuRunner(NativeRunner):
             lines, at = self._lines(work, rows, trials, spots, places)
             said = self._go_on(rows, trials, spots, at)
         return Verdicts(lambda: _judged(trials, at, lines(), said), lines.ready)
+
+    def receiver(self, seq: int, on: Context, sending: Sending) -> Receiver | None:
+        """Who is to be given a tree that grows behind a text, of which all but the last token is committed."""
+        slots, request = self.slots(seq), self._requests[seq]
+        follows = len(slots.prefix) == len(on) - 1 and not slots.tokens and len(on.tail) > 0
+        fits = len(sending.prices) < GROUP_ROWS and slots.room > len(sending.prices) and not self._tapped
+        if not follows or not fits or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
+            return None
+        return TreeReceiver(self, seq, Expected(request, len(slots.prefix), on.tail[-1], sending))
+
+    def expect(self, seq: int, text: Expected) -> Callable[[DeviceTree], None]:
+        """Have memory for what of a tree is verified, and bring up all that is known before it has grown; returns how
+        to begin with it then."""
+        held, moves = self._held[seq], NO_MOVES
+        with self._here():
+            self._reach(held, text.prefix, text.places)
+            if self._moves:
+                moves = self._waiting_moves()
+                if not self._graphs.step.moves or moves.shape[1] > MOVES:
+                    moves = NO_MOVES
+                    self._up({})
+            self.transfer.into(self._receiver.state, self._receiver.written(text, held.table, moves))
+            ready = self.transfer.mark(self._stream)
+        return partial(self._begin, seq, text, moves, ready)
+
+    def _begin(self, seq: int, text: Expected, moves: np.ndarray, ready: Mark, tree: DeviceTree) -> None:
+        """Begin to verify a tree that has just grown, on the stream that is current."""
+        if tree.state.device != self.device:
+            return
+        held, around = self._held[seq], None if self._stream is None else torch.cuda.current_stream(self.device)
+        ready.wait(around)
+        rows = self._receiver.send(tree, text, held.table, moves)
+        chosen = self.transfer.mark(around)
+        with self._here():
+            chosen.wait(self._stream)
+            with self._moving():
+                read = self.transfer.later(self._receiver.read[:rows])
+                begun = _now() if self._clock is None else self._clock.note()
+                ran = self._graphs.run_brought(self._receiver.bucket(text.places, rows), 0, 1)
+            assert ran.lines is not None
+            lines = self.transfer.later(ran.lines[:rows])
+        self.received += 1
+        self._ahead = Received(seq, held.table, text.prefix, read, lines, begun)
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
         """Where the tokens after a trial's root and after each of its nodes will stand."""
@@ -270,8 +336,11 @@ class GpuRunner(NativeRunner):
     ) -> tuple[Reading, list[list[int]]]:
         """Start the step, unless it was started before; returns its lines, and which of them are the trials'."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and not self._moves and _is_ahead(ahead, work, rows):
-            return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
+        if ahead is not None and not self._moves and ahead.reads(work, rows):
+            if isinstance(ahead, Ahead):
+                return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
+            self.received_right, self.begun_ahead = self.received_right + 1, ahead.begun
+            return ahead.lines, places
         choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(chain(*places), spots, strict=True))
         asking.lead(choosing, trials, places)
         return self._chosen(rows, choosing, 1)[1], places
@@ -468,8 +537,10 @@ class GpuRunner(NativeRunner):
         super()._rewind(seq, length)
 
     def _close(self, seq: int) -> None:
-        if self._ahead is not None and seq in self._ahead.rows:
-            del self._ahead.rows[seq]  # the others' rows stay good
+        if isinstance(self._ahead, Ahead):
+            self._ahead.rows.pop(seq, None)  # the others' rows stay good
+        elif self._ahead is not None and self._ahead.seq == seq:
+            self._ahead = None
         super()._close(seq)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
@@ -511,17 +582,6 @@ def _own_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-def _is_ahead(ahead: Ahead, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
-    """Whether a step that was started ahead reads just this."""
-    return all(
-        feed.seq in ahead.rows
-        and list(feed.tokens) == [ahead.tokens.get(feed.seq)]
-        and part.start == part.prefix
-        and ahead.places[feed.seq] == (part.start, int(part.places()[0]))
-        for feed, part in zip(work, rows, strict=True)
-    )
-
-
 def _judged(
     trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
@@ -535,6 +595,12 @@ def _judged(
         if said is not None:
             said[trial.seq] = token
     return found
+
+
+def _now() -> DeviceMoment:
+    """The present moment."""
+    moment = time.perf_counter()
+    return lambda: moment
 
 
 def _wide(logits: Tensor) -> Tensor:

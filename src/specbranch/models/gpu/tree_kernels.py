@@ -70,9 +70,23 @@ NOW, PRICES, EDGE, FIRST, OTHER, LOOKED, ODDS, KEYS, MOVES_AT, PAGES_AT = (
     tl.constexpr(trees.AT[name])
     for name in ("now", "step", "edges", "first", "other", "looked", "odds", "keys", "moves", "pages")
 )
-TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN = (
+TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN, ROW = (
     tl.constexpr(trees.FIELDS.index(name))
-    for name in ["token", "parent", "chance", "reach", "depth", "rank", "said", "look", "fed", "sent", "place", "known"]
+    for name in [
+        "token",
+        "parent",
+        "chance",
+        "reach",
+        "depth",
+        "rank",
+        "said",
+        "look",
+        "fed",
+        "sent",
+        "place",
+        "known",
+        "row",
+    ]
 )
 WORDS, STANDINGS = tl.constexpr(_WORDS), tl.constexpr(_STANDINGS)
 FIRST_OF, OTHER_OF, ABSENT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)

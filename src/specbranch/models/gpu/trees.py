@@ -51,8 +51,9 @@ SCALARS = (
     "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
     "most", "lanes", "room", "planted",
 )  # fmt: skip
-# of a node; place: in the tail, once it was read; known: the chances of its children, summed
-FIELDS = (*Node._fields, "place", "known")
+# of a node; place: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
+# verifies it
+FIELDS = (*Node._fields, "place", "known", "row")
 PLACE = FIELDS.index("place")
 KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
 LOOKED = 2 * WORDS * STANDINGS
@@ -72,8 +73,8 @@ class DeviceTree:
 
     def __init__(self, pages: int, device: torch.device, spare: int) -> None:
         """`pages`: at most in a sequence's table; `spare`: the flat place for padding."""
-        self._device, self._spare, self._first = device, spare, AT["pages"] + pages  # where nodes begin
-        self.state = torch.zeros(self._first + NODES * len(FIELDS), dtype=torch.float64, device=device)
+        self._device, self._spare, self.first = device, spare, AT["pages"] + pages  # where nodes begin
+        self.state = torch.zeros(self.first + NODES * len(FIELDS), dtype=torch.float64, device=device)
         # After each step: how many nodes there are, times 32, and how many are read next.
         self._told = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._growth: Growth | None = None
@@ -92,7 +93,7 @@ class DeviceTree:
         growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
         asked = unread - 1 if not growing.tree.read else -1
         spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
-        array = np.zeros(self._first + len(nodes) * len(FIELDS))
+        array = np.zeros(self.first + len(nodes) * len(FIELDS))
         array[: len(SCALARS)] = (
             len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
             len(pages), moves.shape[1], noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time,
@@ -112,7 +113,7 @@ class DeviceTree:
             array[AT[name] : AT[name] + len(part)] = part
         array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
         if nodes:
-            array[self._first :] = _numbers(nodes, growing.held)
+            array[self.first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
             self.forget_told()
         self._growth = growth
@@ -135,27 +136,25 @@ class DeviceTree:
 
     def told(self, step: int) -> tuple[int, int]:
         """Wait for a step; returns how many nodes there are, and how many are to be read next."""
-        numbers: np.ndarray = self._told.numpy()
-        begun = None
-        while (said := int(numbers[step])) < 0:
-            begun = begun or time.monotonic()
-            if time.monotonic() - begun > LOST:
-                torch.cuda.synchronize(self._device)  # says what went wrong, or was only slow
-                if int(numbers[step]) < 0:
-                    raise RuntimeError("the device did not say what it reads next")
+        said = wait_for(self._told.numpy(), step, self._device)
         return said >> 5, said & 31
 
     def held(self, count: int) -> Tensor:
         """What has to be read back of a tree with so many nodes."""
-        return self.state[: self._first + count * len(FIELDS)]
+        return self.state[: self.first + count * len(FIELDS)]
 
     def nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
         """The nodes of what was read back, and their places in the tail."""
         self._growth = None
         return self._nodes(read)
 
+    def nodes_now(self) -> list[Node]:
+        """The nodes as they are, where that is the host's own memory."""
+        state = self.state.numpy()
+        return self._nodes(state[: self.first + int(state[SCALARS.index("count")]) * len(FIELDS)])[0]
+
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
-        columns = read[self._first :].reshape(-1, len(FIELDS)).T
+        columns = read[self.first :].reshape(-1, len(FIELDS)).T
         numbers = [columns[at].astype(kind).tolist() for at, kind in enumerate(KINDS)]
         places: list[int] = columns[PLACE].astype(np.int64).tolist()
         return list(map(Node._make, zip(*numbers, strict=True))), places
@@ -168,7 +167,7 @@ class DeviceTree:
         across = 0 if lines is None else lines.shape[1]
         grow[(1,)](
             self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts,
-            step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self._first, bucket.pages,
+            step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first, bucket.pages,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -178,7 +177,7 @@ class DeviceTree:
         assert growth is not None
         now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
         count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
-        nodes, places = self._nodes(state[: self._first + count * len(FIELDS)])
+        nodes, places = self._nodes(state[: self.first + count * len(FIELDS)])
         growing = _growing_tree(nodes)
         read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
         if read and read != [ROOT]:
@@ -207,7 +206,7 @@ class DeviceTree:
         state[: len(SCALARS)] = [now[name] for name in SCALARS]
         state[AT["now"] : AT["now"] + chosen] = nexts
         table = _numbers(growing.nodes, dict(enumerate(places)))
-        state[self._first : self._first + len(table)] = table
+        state[self.first : self.first + len(table)] = table
         self._told[step] = 32 * len(growing.nodes) + chosen
 
     def _pack(
@@ -232,6 +231,18 @@ class DeviceTree:
         moves = state[AT["moves"] : AT["moves"] + 2 * MOVES].reshape(2, MOVES)[:, : int(now["moves"])].astype(np.int32)
         array, _ = pack([rows], self._spare, choosing, moves if with_moves and moves.size else None, bucket)
         packed[: packed_size(bucket)] = torch.from_numpy(array)
+
+
+def wait_for(numbers: np.ndarray, at: int, device: torch.device) -> int:
+    """Wait for a number that a device writes to memory of the host, where there was a negative one."""
+    begun = None
+    while (said := int(numbers[at])) < 0:
+        begun = begun or time.monotonic()
+        if time.monotonic() - begun > LOST:
+            torch.cuda.synchronize(device)  # says what went wrong, or was only slow
+            if int(numbers[at]) < 0:
+                raise RuntimeError("the device did not say what it reads next")
+    return said
 
 
 def growing_bucket(places: int, least: Bucket) -> Bucket:
@@ -271,5 +282,5 @@ def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
     table = np.empty((count, len(FIELDS)))
     table[:, :fields] = np.fromiter(chain.from_iterable(nodes), np.float64, count * fields).reshape(count, fields)
     table[:, fields] = [places.get(n, -1) for n in range(count)]
-    table[:, fields + 1] = known
+    table[:, fields + 1], table[:, fields + 2] = known, 0
     return table.reshape(-1)

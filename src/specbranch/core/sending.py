@@ -1,0 +1,55 @@
+"""What of a grown tree the target is to verify, where a request is alone: the nodes it most likely comes to, as many as
+pay.
+
+Owns the choice as arithmetic on a tree, so that a device can make it where the tree has grown. Invariant: what is
+chosen here is what the planner and the market agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import Tree, farthest
+
+LINE = 0.06  # the main line is not sent beyond this reach: what is rejected there costs more than it brings
+
+
+class Sending(NamedTuple):
+    """How to choose: `prices[k - 1]` is what k nodes cost beyond none, in tokens."""
+
+    prices: tuple[float, ...]
+    deepest: int
+
+
+def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:
+    """Which nodes could be verified, by their reach; parents come before children."""
+    nodes, line = tree.nodes, tree.main_line()
+    ends = {nodes[n].parent for n in line if nodes[n].reach < LINE}
+    inside, taken, numbers = set(line), {ROOT}, list[int]()
+    for n in farthest(tree, deepest):
+        parent = nodes[n].parent
+        if parent in ends or parent not in taken or not (alternatives or n in inside):
+            continue
+        numbers.append(n)
+        taken.add(n)
+        if len(numbers) == most:
+            break
+    return numbers
+
+
+def sent(tree: Tree, sending: Sending) -> list[int]:
+    """The nodes that are verified, in their order in the tree."""
+    numbers = candidates(tree, sending.deepest, len(sending.prices))
+    return sorted(numbers[: _worthwhile([tree.nodes[n].reach for n in numbers], sending.prices)])
+
+
+def _worthwhile(reaches: Sequence[float], prices: Sequence[float]) -> int:
+    """How many bring most beyond what they cost."""
+    best, most, promised = 0, 0.0, 0.0
+    for count, (reach, price) in enumerate(zip(reaches, prices, strict=False), start=1):
+        promised += reach
+        if promised - price > most:
+            best, most = count, promised - price
+    return best

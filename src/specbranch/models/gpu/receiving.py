@@ -1,0 +1,169 @@
+"""A target that begins to verify a tree where it has grown: what is most likely sent is chosen on the device, and the
+step that verifies it written out there, before the host has read the tree.
+
+Owns the way of a tree from the draft's memory to the target's step. Two ways lead there: a Triton kernel, and
+`core.sending` itself, which the kernel is compared with and which serves where there is no GPU. Invariant: a step that
+was begun is taken for an order only if it reads just what is ordered; otherwise it is as if it had not been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbranch.core.pages import PAGE
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Feed
+from specbranch.core.sending import Sending, sent
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import GrowingTree, Tree
+from specbranch.errors import CacheFull
+from specbranch.models.batch import Rows
+from specbranch.models.gpu import asking
+from specbranch.models.gpu.layout import (
+    GROUP_ROWS,
+    ROOT_ROW,
+    Bucket,
+    pack,
+    packed_size,
+    power_of_four,
+    power_of_two,
+    views,
+)
+from specbranch.models.gpu.trees import LANES, MOVES, DeviceTree, wait_for
+from specbranch.models.kv import Table
+from specbranch.models.sheet import is_noisy, temperature_of
+from specbranch.models.transfer import Reading
+
+if TYPE_CHECKING:
+    from specbranch.models.gpu.runner import GpuRunner
+
+SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most", "least")
+PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * MOVES}
+AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))  # where each part begins
+
+
+class Received:
+    """A step that verifies a tree, begun before it was asked for."""
+
+    def __init__(
+        self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: Callable[[], float]
+    ) -> None:
+        """`read`: the token and the parent of each of its rows; `begun`: when it was."""
+        self.seq, self.lines, self.begun = seq, lines, begun
+        self._start, self._read = start, read
+        self._pages = table.pages[: -(-(start + GROUP_ROWS) // PAGE)]
+
+    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
+        """Whether it reads just this."""
+        if len(work) != 1 or work[0].seq != self.seq or rows[0].start != self._start:
+            return False
+        tokens, parents = self._read().T.tolist()
+        pages = rows[0].table.pages[: len(self._pages)]
+        return list(work[0].tokens) == tokens and list(work[0].parents) == parents and pages == self._pages
+
+
+class DeviceReceiver:
+    """Where a model's next step is written by a tree that has grown; one for all sequences."""
+
+    def __init__(self, most_pages: int, spare: int, step_input: Tensor, least: Bucket) -> None:
+        """`spare`: the flat place for padding; `step_input`: where steps are read from."""
+        device = step_input.device
+        self.state = torch.zeros(AT["pages"] + most_pages, dtype=torch.float64, device=device)
+        self.read = torch.zeros(LANES, 2, dtype=torch.int32, device=device)  # of each row: its token and its parent
+        self.spare, self.least, self._input = spare, least, step_input
+        self._told = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def bucket(self, places: int, rows: int) -> Bucket:
+        """The bucket of a step of so many rows behind so many places."""
+        pages = max(power_of_two(-(-places // PAGE)), self.least.pages)
+        return Bucket(max(power_of_four(rows), self.least.rows), 1, pages)
+
+    def written(self, text: Expected, table: Table, moves: np.ndarray) -> np.ndarray:
+        """Write down all that the step needs besides the tree."""
+        spot = text.spot
+        array = np.zeros(AT["pages"] + len(table.pages))
+        array[: len(SCALARS)] = (
+            text.prefix, text.token, self.spare, len(table.pages), moves.shape[1],
+            int(np.float32(temperature_of(spot)).view(np.int32)), is_noisy(spot), text.sending.deepest,
+            len(text.sending.prices), self.least.rows,
+        )  # fmt: skip
+        array[AT["prices"] : AT["prices"] + len(text.sending.prices)] = text.sending.prices
+        for side in range(2):
+            array[AT["moves"] + side * MOVES :][: moves.shape[1]] = moves[side]
+        array[AT["pages"] :] = table.pages
+        return array
+
+    def send(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray) -> int:
+        """Choose what of a tree is sent, and write the step that verifies it; returns how many rows that has."""
+        bucket = self.bucket(text.places, 1)
+        if self.state.device.type != "cuda":
+            return self._plainly(tree, text, table, moves, bucket)
+        from specbranch.models.gpu.send_kernels import send
+
+        step, numbers = views(self._input, bucket), self._told.numpy()
+        numbers[0] = -1
+        send[(1,)](
+            tree.state, self.state, self._input, step.groups, step.tables, step.own, self.read, self._told, tree.first,
+            bucket.pages, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        return wait_for(numbers, 0, self.state.device)
+
+    def _plainly(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray, bucket: Bucket) -> int:
+        """Do the same by the code that chooses on the host."""
+        growing = GrowingTree(Tree((), True))
+        growing.nodes = tree.nodes_now()
+        grown = growing.tree()
+        numbers = sent(grown, text.sending)
+        row_of = {ROOT: 0, **{n: row for row, n in enumerate(numbers, start=1)}}
+        nodes = [grown.nodes[n] for n in numbers]
+        parents = [0, *(row_of[node.parent] for node in nodes)]
+        seen = [1]
+        for row, parent in enumerate(parents[1:], start=1):
+            seen.append(seen[parent] | 1 << row)
+        tokens = [text.token, *(node.token for node in nodes)]
+        spots = [Spot(text.request, text.prefix + one.bit_count(), list) for one in seen]
+        choosing = asking.choosing_of(len(tokens), enumerate(spots))
+        choosing = choosing._replace(parent=np.array(parents), said=np.array([ROOT_ROW, *tokens[1:]]))
+        rows = Rows(table, tokens, text.prefix, text.prefix, seen)
+        packed, made = pack([rows], self.spare, choosing, moves if moves.size else None, bucket)
+        self._input[: packed_size(made)] = torch.from_numpy(packed)
+        self.read[: len(tokens)] = torch.tensor(list(zip(tokens, [ROOT, *parents[1:]], strict=True)))
+        return len(tokens)
+
+
+class Expected:
+    """What a tree will be verified behind: a sequence of which all but the last token is committed."""
+
+    def __init__(self, request: Request, prefix: int, token: int, sending: Sending) -> None:
+        self.request, self.prefix, self.token, self.sending = request, prefix, token, sending
+        self.spot = Spot(request, prefix + 1, list)
+
+    @property
+    def places(self) -> int:
+        """How many places the sequence has at the most, with what is sent."""
+        return self.prefix + 1 + len(self.sending.prices)
+
+
+class TreeReceiver:
+    """Is given one tree for one sequence of a runner."""
+
+    def __init__(self, runner: GpuRunner, seq: int, text: Expected) -> None:
+        self._runner, self._seq, self._text = runner, seq, text
+        self._launch: Callable[[DeviceTree], None] | None = None
+
+    def prepare(self) -> None:
+        """Get ready, while the tree grows."""
+        try:
+            self._launch = self._runner.expect(self._seq, self._text)
+        except CacheFull:  # there may be room for less
+            self._launch = None
+
+    def take(self, tree: DeviceTree) -> None:
+        """Begin with what of a tree will most likely be verified."""
+        if self._launch is not None:
+            self._launch(tree)
