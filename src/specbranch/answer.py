@@ -95,6 +95,7 @@ class Answer:
         self.method = method
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
         self._texts: list[str] = []
+        self._unread: list[int] = []  # tokens whose text nobody waits for
         self._shown = 0
         self.session = Session(number, prompt, request, limit, self._watch)
 
@@ -128,16 +129,25 @@ class Answer:
         )
 
     def _watch(self, token: int) -> bool:
-        stopped = self._reader.append(token)
-        self._texts.append(self._reader.take())
-        return stopped
+        self._unread.append(token)
+        return self._read() if self.session.request.params.stop else False
+
+    def _read(self) -> bool:
+        """Read the text of all tokens so far; returns whether a stop string was completed."""
+        tokens, self._unread = self._unread, []
+        for token in tokens:
+            self._reader.append(token)
+            self._texts.append(self._reader.take())
+        return self._reader.stopped
 
     def _finish(self) -> None:
         """The text held back for a stop string that never came belongs to the last token."""
+        self._read()
         if self._texts:
             self._texts[-1] += self._reader.finish()
 
     def _pieces(self, start: int = 0) -> list[Piece]:
+        self._read()
         return [
             Piece(text, origin) for text, origin in zip(self._texts[start:], self.session.origins[start:], strict=True)
         ]

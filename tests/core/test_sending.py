@@ -37,9 +37,9 @@ def test_what_a_device_would_choose_is_what_is_granted(seed: int) -> None:
     tree, room = some_tree(rng, rng.choice([0, 1, 5, 20, 60])), rng.choice([2, 4, 40])
     candidates = planner.candidates(tree, room)
     grant = granted({0: planner.row_offer(tree, candidates)})[0]
-    sending = planner.sending(room)
-    assert sending is not None
-    assert sent(tree, sending) == sorted(candidates[: grant.count])
+    foretold = planner.sending(room)
+    assert foretold is not None
+    assert sent(tree, foretold()) == sorted(candidates[: grant.count])
 
 
 def test_in_company_and_without_trees_nothing_is_foretold() -> None:

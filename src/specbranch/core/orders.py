@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from specbranch.config import HeadKind
 from specbranch.core.forecast import Signal
-from specbranch.core.sending import Sending
+from specbranch.core.sending import SendingLater
 from specbranch.core.trees import Growth, Tree
 
 Measure = Literal["top", "entropy"]
@@ -123,7 +123,7 @@ class Grow:
     growth: Growth
     number: int = 0
     # how what is verified next will be chosen, as far as that is known, and who may begin with it
-    sending: Sending | None = field(default=None, compare=False)
+    sending: SendingLater | None = field(default=None, compare=False)
     receiver: Receiver | None = field(default=None, repr=False, compare=False)
     announces: ClassVar[bool] = False
 

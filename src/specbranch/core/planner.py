@@ -10,13 +10,14 @@ draft said where it stands.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, step_prices
 from specbranch.core.orders import Orders, Reports
-from specbranch.core.sending import Sending, candidates
+from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, look_class, standing
 
@@ -166,10 +167,11 @@ class Planner:
         """Which nodes could be verified, by their reach; parents come before children."""
         return candidates(tree, room - 1, self._most_rows - 1, self._trees)
 
-    def sending(self, room: int) -> Sending | None:
+    def sending(self, room: int) -> SendingLater | None:
         """How to choose what is sent, for a device that has just grown a tree; None: where others have a say, too."""
-        if self._company > 1 or not self._trees:
-            return None
+        return partial(self._sending, room) if self._company == 1 and self._trees else None
+
+    def _sending(self, room: int) -> Sending:
         plain = self._target_seconds(1)
         prices = [self._rate * (self._target_seconds(1 + count) - plain) for count in range(1, self._most_rows)]
         return Sending(tuple(prices), room - 1)

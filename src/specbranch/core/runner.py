@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from specbranch.config import HeadKind
 from specbranch.core.orders import Context, Measure, Receiver, Sparse, TokenLogprobs, Verify
 from specbranch.core.request import Request
-from specbranch.core.sending import Sending
+from specbranch.core.sending import SendingLater
 from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
 
@@ -248,7 +248,7 @@ class GrowsTrees(Protocol):
 class ReceivesTrees(Protocol):
     """A Runner that may begin to verify a tree before it is asked to, if that has grown beside it on its device."""
 
-    def receiver(self, seq: int, on: Context, sending: Sending) -> Receiver | None:
+    def receiver(self, seq: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree behind this text; nothing: it has to be asked for."""
         ...
 

@@ -7,7 +7,7 @@ chosen here is what the planner and the market agree on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specbranch.core.slots import ROOT
@@ -21,6 +21,9 @@ class Sending(NamedTuple):
 
     prices: tuple[float, ...]
     deepest: int
+
+
+SendingLater = Callable[[], Sending]  # worked out once there is time for it
 
 
 def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:

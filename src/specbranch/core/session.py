@@ -12,7 +12,7 @@ from typing import Literal
 
 from specbranch.core.orders import NOTHING, Aside, Branch, Context, Draft, Grow, Plan, TokenLogprobs, Verdict, Verify
 from specbranch.core.request import Request
-from specbranch.core.sending import Sending
+from specbranch.core.sending import SendingLater
 from specbranch.core.stats import Stats
 from specbranch.core.trees import Growth, Tree
 
@@ -71,10 +71,10 @@ class Session:
             self._context("draft", pending.tokens), replace(plan, length=length), len(pending.tokens), self._drafts
         )
 
-    def grow(self, tree: Tree, growth: Growth, sending: Sending | None = None) -> Grow:
+    def grow(self, tree: Tree, growth: Growth, sending: SendingLater | None = None) -> Grow:
         """Order a tree to be grown behind the committed text, no deeper than could still be emitted."""
         self._drafts += 1
-        within = replace(growth, deepest=min(growth.deepest, self.room - 1))
+        within = growth if growth.deepest < self.room else replace(growth, deepest=self.room - 1)
         return Grow(self._context("draft"), tree, within, self._drafts, sending)
 
     def verify(self, pending: Branch = NOTHING) -> Verify:

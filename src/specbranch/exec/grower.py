@@ -28,7 +28,9 @@ class _GrowingOrder:
         self.rest, held = worker.settle(session, order.on, order.tree)
         self.growing = GrowingTree(order.tree)
         self.places: dict[int, int] = {ROOT: ROOT, **held}
-        self.growing.nodes = [node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)]
+        self.growing.nodes = [
+            node if node.fed == (n in held) else node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)
+        ]
 
     def unread_text(self) -> Feed:
         """What has to be read of the text before anything can grow."""

@@ -76,7 +76,8 @@ class Serial:
         session, order = next(iter(drafts.items()), (0, None))
         if len(drafts) > 1 or verifies or not isinstance(order, Grow) or order.sending is None:
             return drafts
-        return {session: replace(order, receiver=self.target.receiver(session, order.on, order.sending))}
+        receiver = self.target.receiver(session, order.on, order.sending)
+        return {session: Grow(order.on, order.tree, order.growth, order.number, order.sending, receiver)}
 
     def _stretch(self, worker: Worker) -> Stretch:
         return Stretch(worker, self.now, after=self._drafted_until if worker is self.target else -inf)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from specbranch.core.forecast import Forecaster
 from specbranch.core.orders import Aside, Branch, Context, Read, Receiver, Verdict, Verify
 from specbranch.core.runner import Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
-from specbranch.core.sending import Sending
+from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
 from specbranch.exec.worker import Stale, Worker, chain_after
@@ -55,7 +55,7 @@ class Verifier(Worker):
         """When the last verification began, if that was before it was asked for."""
         return self._receives.begun_ahead if self._receives else None
 
-    def receiver(self, session: int, on: Context, sending: Sending) -> Receiver | None:
+    def receiver(self, session: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree that grows behind this text, so that verifying it begins at once; nothing: it is
         ordered."""
         request = self.request(session)

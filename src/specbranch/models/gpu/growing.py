@@ -69,11 +69,11 @@ class TreeGrower:
     ) -> None:
         """Bring a tree to the device; its first step makes the moves."""
         unread = len(growing.unread)
-        growth = replace(growing.growth, deepest=min(growing.growth.deepest, DEEPEST))
+        if growing.growth.deepest > DEEPEST:
+            growing = replace(growing, growth=replace(growing.growth, deepest=DEEPEST))
         spot = _spot(request, slots, unread)
         tail = 0 if unread else len(slots.tokens)
-        planted = replace(growing, growth=growth)
-        array = self.tree.planted(planted, spot.position, tail, room, table.pages, _noise(spot), moves)
+        array = self.tree.planted(growing, spot.position, tail, room, table.pages, _noise(spot), moves)
         self._transfer.into(self.tree.state, array)
 
     def choose(self, bucket: Bucket) -> None:

@@ -9,7 +9,6 @@ was begun is taken for an order only if it reads just what is ordered; otherwise
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,9 +37,6 @@ from specbranch.models.gpu.trees import LANES, MOVES, DeviceTree, wait_for
 from specbranch.models.kv import Table
 from specbranch.models.sheet import is_noisy, temperature_of
 from specbranch.models.transfer import Reading
-
-if TYPE_CHECKING:
-    from specbranch.models.gpu.runner import GpuRunner
 
 SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most", "least")
 PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * MOVES}
@@ -149,17 +145,20 @@ class Expected:
         return self.prefix + 1 + len(self.sending.prices)
 
 
-class TreeReceiver:
-    """Is given one tree for one sequence of a runner."""
+Launch = Callable[[DeviceTree], None]
 
-    def __init__(self, runner: GpuRunner, seq: int, text: Expected) -> None:
-        self._runner, self._seq, self._text = runner, seq, text
-        self._launch: Callable[[DeviceTree], None] | None = None
+
+class TreeReceiver:
+    """Is given one tree; `expect` makes ready for it, if that is possible, and tells how to begin with it."""
+
+    def __init__(self, expect: Callable[[], Launch | None]) -> None:
+        self._expect = expect
+        self._launch: Launch | None = None
 
     def prepare(self) -> None:
         """Get ready, while the tree grows."""
         try:
-            self._launch = self._runner.expect(self._seq, self._text)
+            self._launch = self._expect()
         except CacheFull:  # there may be room for less
             self._launch = None
 

@@ -27,7 +27,7 @@ from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Done, Feed, Growing, Hear, Judged, Lanes, Proposal, Trial, Verdicts
-from specbranch.core.sending import Sending
+from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
@@ -257,19 +257,20 @@ class GpuRunner(NativeRunner):
             said = self._go_on(rows, trials, spots, at)
         return Verdicts(lambda: _judged(trials, at, lines(), said), lines.ready)
 
-    def receiver(self, seq: int, on: Context, sending: Sending) -> Receiver | None:
+    def receiver(self, seq: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree that grows behind a text, of which all but the last token is committed."""
-        slots, request = self.slots(seq), self._requests[seq]
-        follows = len(slots.prefix) == len(on) - 1 and not slots.tokens and len(on.tail) > 0
-        fits = len(sending.prices) < GROUP_ROWS and slots.room > len(sending.prices) and not self._tapped
-        if not follows or not fits or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
-            return None
-        return TreeReceiver(self, seq, Expected(request, len(slots.prefix), on.tail[-1], sending))
+        return TreeReceiver(partial(self._expect, seq, on, sending))
 
-    def expect(self, seq: int, text: Expected) -> Callable[[DeviceTree], None]:
+    def _expect(self, seq: int, on: Context, sending: SendingLater) -> Callable[[DeviceTree], None] | None:
         """Have memory for what of a tree is verified, and bring up all that is known before it has grown; returns how
         to begin with it then."""
-        held, moves = self._held[seq], NO_MOVES
+        held, request, moves = self._held[seq], self._requests[seq], NO_MOVES
+        follows = len(held.slots.prefix) == len(on) - 1 and not held.slots.tokens and len(on.tail) > 0
+        if not follows or self._tapped or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
+            return None
+        text = Expected(request, len(on) - 1, on.tail[-1], sending())
+        if len(text.sending.prices) >= GROUP_ROWS or held.slots.room <= len(text.sending.prices):
+            return None
         with self._here():
             self._reach(held, text.prefix, text.places)
             if self._moves:

@@ -117,7 +117,7 @@ class DeviceTree:
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
             self.forget_told()
         self._growth = growth
-        self._told.fill_(-1)
+        self._told.numpy().fill(-1)
         return array
 
     def clear(self) -> None:
