@@ -68,14 +68,14 @@ def test_a_step_that_was_begun_for_other_tokens_is_left_alone(
 ) -> None:
     """What is foretold is always wrong here: one node less than is sent, or one more."""
     works, rng = executor(decoders, Serial)[0], random.Random(1)
-    written = DeviceReceiver.written
+    sheet = DeviceReceiver.sheet
 
-    def wrong(self: DeviceReceiver, text: Expected, table: Table, moves: np.ndarray) -> np.ndarray:
+    def wrong(self: DeviceReceiver, text: Expected, table: Table, moves: np.ndarray) -> np.ndarray | None:
         price = rng.choice([0.0, 100.0])
         text.sending = Sending((price,) * len(text.sending.prices), text.sending.deepest)
-        return written(self, text, table, moves)
+        return sheet(self, text, table, moves)
 
-    monkeypatch.setattr(DeviceReceiver, "written", wrong)
+    monkeypatch.setattr(DeviceReceiver, "sheet", wrong)
     for number in range(3):
         expected = decode(executor(decoders, Serial)[0], "autoregressive", PARAMS[1], number).tokens
         assert decode(works, "specbranch", PARAMS[1], number).tokens == expected
@@ -111,17 +111,16 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
     least = rng.choice([LEAST, Bucket(16, 1, 8)])
     found = []
     for place in (device, "cpu"):
-        tree = DeviceTree(8, torch.device(place), SPARE)
-        array = tree.planted(growing, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES)
-        tree.state[: len(array)] = torch.from_numpy(array)
         step_input = torch.full((20000,), -7, dtype=torch.int32, device=place)
-        receiver = DeviceReceiver(8, SPARE, step_input, least)
-        written = receiver.written(text, table, moves)
-        receiver.state[: len(written)] = torch.from_numpy(written)
-        rows = kernel(receiver, tree, text, table, moves) if not found else receiver.send(tree, text, table, moves)
-        bucket = receiver.bucket(text.places, rows)
+        receiver = DeviceReceiver(SPARE, step_input, least)
+        tree, bucket = DeviceTree(8, torch.device(place), SPARE), receiver.bucket(text, size)
+        sheet = receiver.sheet(text, table, moves)
+        array = tree.planted(growing, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES, sheet)
+        tree.state[: len(array)] = torch.from_numpy(array)
+        (kernel if not found else DeviceReceiver.send)(receiver, tree, text, table, moves, bucket)
+        read = receiver.read.cpu().tolist()
         packed = step_input[: packed_size(bucket)].cpu()
-        found.append((rows, bucket, receiver.read[:rows].cpu().tolist(), views(packed, bucket)))
+        found.append((read[0][0], bucket, read[1 : 1 + read[0][0]], views(packed, bucket)))
     return found[0], found[1], moves.shape[1]
 
 

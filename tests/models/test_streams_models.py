@@ -37,8 +37,8 @@ class Late(Transfer):
         self.asked = 0
         self._random = random.Random(3)
 
-    def later(self, found: torch.Tensor) -> Reading:
-        left, reading = self.asked + self._random.randrange(5), super().later(found)
+    def later(self, found: torch.Tensor, stream: Any = None) -> Reading:
+        left, reading = self.asked + self._random.randrange(5), super().later(found, stream)
 
         def ready() -> bool:
             self.asked += 1

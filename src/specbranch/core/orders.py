@@ -104,12 +104,12 @@ class Draft:
 class Receiver(Protocol):
     """A target that may begin to verify a tree where it has grown, before it is asked to."""
 
-    def prepare(self) -> None:
-        """Get ready, while the tree grows."""
+    def prepare(self) -> Any:
+        """Get ready; returns what is to be brought up with the tree."""
         ...
 
-    def take(self, tree: Any) -> None:
-        """Begin with what of a tree will most likely be verified."""
+    def take(self, tree: Any, nodes: int) -> None:
+        """Begin with what of a tree of so many nodes will most likely be verified."""
         ...
 
 

@@ -84,14 +84,15 @@ class Transfer:
         """Wait for the device, and read."""
         return self.later(found)()
 
-    def later(self, found: Tensor) -> Reading:
-        """Start to read; who calls what is returned waits for it. What is written to `found` later is not seen."""
+    def later(self, found: Tensor, stream: torch.cuda.Stream | None = None) -> Reading:
+        """Start to read, on another stream than usual if one is named, which is the current one; who calls what is
+        returned waits for it. What is written to `found` later is not seen."""
         if self.device.type == "cpu":
             held = found.clone()
             return Reading(lambda: self._read(held), _here_already)
         held = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         held.copy_(found, non_blocking=True)
-        done = self._passed()
+        done = self._passed(stream)
         return Reading(lambda: self._read(held, done), done.query)
 
     def mark(self, stream: torch.cuda.Stream | None) -> Mark:
@@ -110,9 +111,9 @@ class Transfer:
     def _current(self) -> torch.cuda.Stream:
         return self.stream or torch.cuda.current_stream(self.device)  # which takes long to be asked for
 
-    def _passed(self) -> torch.cuda.Event:
+    def _passed(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         done = _event()
-        done.record(self._current)
+        done.record(stream or self._current)
         return done
 
     def _read(self, held: Tensor, done: torch.cuda.Event | None = None) -> np.ndarray:

@@ -65,15 +65,22 @@ class TreeGrower:
         return self._graphs.step.moves and moves.shape[1] <= MOVES
 
     def plant(
-        self, growing: Growing, slots: Slots, request: Request, table: Table, room: int, moves: np.ndarray
+        self,
+        growing: Growing,
+        slots: Slots,
+        request: Request,
+        table: Table,
+        room: int,
+        moves: np.ndarray,
+        sheet: np.ndarray | None = None,
     ) -> None:
-        """Bring a tree to the device; its first step makes the moves."""
+        """Bring a tree to the device, and a receiver's sheet with it; its first step makes the moves."""
         unread = len(growing.unread)
         if growing.growth.deepest > DEEPEST:
             growing = replace(growing, growth=replace(growing.growth, deepest=DEEPEST))
         spot = _spot(request, slots, unread)
         tail = 0 if unread else len(slots.tokens)
-        array = self.tree.planted(growing, spot.position, tail, room, table.pages, _noise(spot), moves)
+        array = self.tree.planted(growing, spot.position, tail, room, table.pages, _noise(spot), moves, sheet)
         self._transfer.into(self.tree.state, array)
 
     def choose(self, bucket: Bucket) -> None:

@@ -33,12 +33,14 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
-from specbranch.models.gpu.trees import LANES, MOVES, DeviceTree, wait_for
+from specbranch.models.gpu.trees import LANES, MOVES, SHEET, DeviceTree
 from specbranch.models.kv import Table
 from specbranch.models.sheet import is_noisy, temperature_of
 from specbranch.models.transfer import Reading
 
-SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most", "least")
+Moment = Callable[[], float]  # when something was, in the seconds of time.perf_counter
+
+SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most")
 PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * MOVES}
 AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))  # where each part begins
 
@@ -46,10 +48,8 @@ AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), stric
 class Received:
     """A step that verifies a tree, begun before it was asked for."""
 
-    def __init__(
-        self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: Callable[[], float]
-    ) -> None:
-        """`read`: the token and the parent of each of its rows; `begun`: when it was."""
+    def __init__(self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: Moment) -> None:
+        """`read`: the token and the parent of each of its rows, behind how many these are; `begun`: when it was."""
         self.seq, self.lines, self.begun = seq, lines, begun
         self._start, self._read = start, read
         self._pages = table.pages[: -(-(start + GROUP_ROWS) // PAGE)]
@@ -58,35 +58,36 @@ class Received:
         """Whether it reads just this."""
         if len(work) != 1 or work[0].seq != self.seq or rows[0].start != self._start:
             return False
-        tokens, parents = self._read().T.tolist()
-        pages = rows[0].table.pages[: len(self._pages)]
-        return list(work[0].tokens) == tokens and list(work[0].parents) == parents and pages == self._pages
+        (count, _), *read = self._read().tolist()
+        asked = [list(one) for one in zip(work[0].tokens, work[0].parents, strict=True)]
+        return asked == read[:count] and rows[0].table.pages[: len(self._pages)] == self._pages
 
 
 class DeviceReceiver:
     """Where a model's next step is written by a tree that has grown; one for all sequences."""
 
-    def __init__(self, most_pages: int, spare: int, step_input: Tensor, least: Bucket) -> None:
+    def __init__(self, spare: int, step_input: Tensor, least: Bucket) -> None:
         """`spare`: the flat place for padding; `step_input`: where steps are read from."""
-        device = step_input.device
-        self.state = torch.zeros(AT["pages"] + most_pages, dtype=torch.float64, device=device)
-        self.read = torch.zeros(LANES, 2, dtype=torch.int32, device=device)  # of each row: its token and its parent
+        # how many rows there are, and of each its token and its parent
+        self.read = torch.zeros(1 + LANES, 2, dtype=torch.int32, device=step_input.device)
         self.spare, self.least, self._input = spare, least, step_input
-        self._told = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
-    def bucket(self, places: int, rows: int) -> Bucket:
-        """The bucket of a step of so many rows behind so many places."""
-        pages = max(power_of_two(-(-places // PAGE)), self.least.pages)
-        return Bucket(max(power_of_four(rows), self.least.rows), 1, pages)
+    def bucket(self, text: Expected, nodes: int) -> Bucket:
+        """The bucket of the step that verifies something of a tree of so many nodes."""
+        pages = max(power_of_two(-(-text.places // PAGE)), self.least.pages)
+        rows = power_of_four(1 + min(nodes, len(text.sending.prices)))
+        return Bucket(max(rows, self.least.rows), 1, pages)
 
-    def written(self, text: Expected, table: Table, moves: np.ndarray) -> np.ndarray:
-        """Write down all that the step needs besides the tree."""
-        spot = text.spot
-        array = np.zeros(AT["pages"] + len(table.pages))
+    def sheet(self, text: Expected, table: Table, moves: np.ndarray) -> np.ndarray | None:
+        """Write down all that the step needs besides the tree; nothing: that is too much to come with one."""
+        spot, pages = text.spot, len(table.pages)
+        if AT["pages"] + pages > SHEET:
+            return None
+        array = np.zeros(AT["pages"] + pages)
         array[: len(SCALARS)] = (
-            text.prefix, text.token, self.spare, len(table.pages), moves.shape[1],
+            text.prefix, text.token, self.spare, pages, moves.shape[1],
             int(np.float32(temperature_of(spot)).view(np.int32)), is_noisy(spot), text.sending.deepest,
-            len(text.sending.prices), self.least.rows,
+            len(text.sending.prices),
         )  # fmt: skip
         array[AT["prices"] : AT["prices"] + len(text.sending.prices)] = text.sending.prices
         for side in range(2):
@@ -94,22 +95,20 @@ class DeviceReceiver:
         array[AT["pages"] :] = table.pages
         return array
 
-    def send(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray) -> int:
-        """Choose what of a tree is sent, and write the step that verifies it; returns how many rows that has."""
-        bucket = self.bucket(text.places, 1)
-        if self.state.device.type != "cuda":
-            return self._plainly(tree, text, table, moves, bucket)
+    def send(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray, bucket: Bucket) -> None:
+        """Choose what of a tree is sent, and write the step that verifies it."""
+        if self.read.device.type != "cuda":
+            self._plainly(tree, text, table, moves, bucket)
+            return
         from specbranch.models.gpu.send_kernels import send
 
-        step, numbers = views(self._input, bucket), self._told.numpy()
-        numbers[0] = -1
+        step = views(self._input, bucket)
         send[(1,)](
-            tree.state, self.state, self._input, step.groups, step.tables, step.own, self.read, self._told, tree.first,
-            bucket.pages, num_warps=1, enable_fp_fusion=False,
+            tree.state, self._input, step.groups, step.tables, step.own, step.counts, step.moves, self.read,
+            tree.first, bucket.pages, bucket.rows, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-        return wait_for(numbers, 0, self.state.device)
 
-    def _plainly(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray, bucket: Bucket) -> int:
+    def _plainly(self, tree: DeviceTree, text: Expected, table: Table, moves: np.ndarray, bucket: Bucket) -> None:
         """Do the same by the code that chooses on the host."""
         growing = GrowingTree(Tree((), True))
         growing.nodes = tree.nodes_now()
@@ -128,8 +127,8 @@ class DeviceReceiver:
         rows = Rows(table, tokens, text.prefix, text.prefix, seen)
         packed, made = pack([rows], self.spare, choosing, moves if moves.size else None, bucket)
         self._input[: packed_size(made)] = torch.from_numpy(packed)
-        self.read[: len(tokens)] = torch.tensor(list(zip(tokens, [ROOT, *parents[1:]], strict=True)))
-        return len(tokens)
+        read = [(len(tokens), 0), *zip(tokens, [ROOT, *parents[1:]], strict=True)]
+        self.read[: len(read)] = torch.tensor(read)
 
 
 class Expected:
@@ -145,24 +144,29 @@ class Expected:
         return self.prefix + 1 + len(self.sending.prices)
 
 
-Launch = Callable[[DeviceTree], None]
+Launch = Callable[[DeviceTree, int], None]
 
 
 class TreeReceiver:
-    """Is given one tree; `expect` makes ready for it, if that is possible, and tells how to begin with it."""
+    """Is given one tree; `expect` makes ready for it, if that is possible: it tells what is brought up with the tree,
+    and how to begin with it."""
 
-    def __init__(self, expect: Callable[[], Launch | None]) -> None:
+    def __init__(self, expect: Callable[[], tuple[np.ndarray, Launch] | None]) -> None:
         self._expect = expect
         self._launch: Launch | None = None
 
-    def prepare(self) -> None:
-        """Get ready, while the tree grows."""
+    def prepare(self) -> np.ndarray | None:
+        """Get ready; returns what is to be brought up with the tree."""
         try:
-            self._launch = self._expect()
+            expected = self._expect()
         except CacheFull:  # there may be room for less
-            self._launch = None
+            return None
+        if expected is None:
+            return None
+        sheet, self._launch = expected
+        return sheet
 
-    def take(self, tree: DeviceTree) -> None:
-        """Begin with what of a tree will most likely be verified."""
+    def take(self, tree: DeviceTree, nodes: int) -> None:
+        """Begin with what of a tree of so many nodes will most likely be verified."""
         if self._launch is not None:
-            self._launch(tree)
+            self._launch(tree, nodes)

@@ -41,7 +41,7 @@ from specbranch.models.gpu.growing import NO_MOVES, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
-from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Received, TreeReceiver
+from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, Received, TreeReceiver
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.trees import ENTRIES, MOVES, DeviceTree
@@ -51,7 +51,7 @@ from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
 from specbranch.models.sampling import proposed
 from specbranch.models.sheet import Arrays
-from specbranch.models.transfer import Mark, Reading
+from specbranch.models.transfer import Reading
 
 PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
 
@@ -94,7 +94,7 @@ class GpuRunner(NativeRunner):
         # still to be made: sequence, places, and the lowest that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
         self._ahead: Ahead | Received | None = None
-        self._receiver = DeviceReceiver(most, self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least)
+        self._receiver = DeviceReceiver(self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least)
         self.begun_ahead: DeviceMoment | None = None
         self.received = self.received_right = 0  # steps that were begun for a tree, and those that were asked for then
 
@@ -176,12 +176,10 @@ class GpuRunner(NativeRunner):
                     return None
                 bucket = self._grower.bucket(places)
                 self._plant(growing, room, bucket)
+                steps, count = self._grower.steps(bucket, done, self._grow_on)
                 if growing.receiver is not None:
-                    growing.receiver.prepare()
-                steps = self._grower.steps(bucket, done, self._grow_on)
-                if growing.receiver is not None:
-                    growing.receiver.take(self._grower.tree)
-                return self._grower.grown(growing, held.slots, *steps)
+                    growing.receiver.take(self._grower.tree, count)
+                return self._grower.grown(growing, held.slots, steps, count)
         finally:
             held.table.shrink(len(held.slots))
 
@@ -195,7 +193,8 @@ class GpuRunner(NativeRunner):
             if not self._grower.carries(moves):
                 moves = NO_MOVES
                 self._up({})
-        self._grower.plant(growing, held.slots, request, held.table, room, moves)
+        sheet = growing.receiver.prepare() if growing.receiver is not None else None
+        self._grower.plant(growing, held.slots, request, held.table, room, moves, sheet)
         if not count:
             self._grower.choose(bucket)
             return
@@ -261,9 +260,9 @@ class GpuRunner(NativeRunner):
         """Who is to be given a tree that grows behind a text, of which all but the last token is committed."""
         return TreeReceiver(partial(self._expect, seq, on, sending))
 
-    def _expect(self, seq: int, on: Context, sending: SendingLater) -> Callable[[DeviceTree], None] | None:
-        """Have memory for what of a tree is verified, and bring up all that is known before it has grown; returns how
-        to begin with it then."""
+    def _expect(self, seq: int, on: Context, sending: SendingLater) -> tuple[np.ndarray, Launch] | None:
+        """Have memory for what of a tree is verified; returns what is to be brought up with the tree, and how to begin
+        with it once it has grown. Nothing: it has to be asked for."""
         held, request, moves = self._held[seq], self._requests[seq], NO_MOVES
         follows = len(held.slots.prefix) == len(on) - 1 and not held.slots.tokens and len(on.tail) > 0
         if not follows or self._tapped or not asking.is_chosen_in_graph(Spot(request, len(on), list)):
@@ -278,28 +277,26 @@ class GpuRunner(NativeRunner):
                 if not self._graphs.step.moves or moves.shape[1] > MOVES:
                     moves = NO_MOVES
                     self._up({})
-            self.transfer.into(self._receiver.state, self._receiver.written(text, held.table, moves))
-            ready = self.transfer.mark(self._stream)
-        return partial(self._begin, seq, text, moves, ready)
+        sheet = self._receiver.sheet(text, held.table, moves)
+        return None if sheet is None else (sheet, partial(self._begin, seq, text, moves))
 
-    def _begin(self, seq: int, text: Expected, moves: np.ndarray, ready: Mark, tree: DeviceTree) -> None:
+    def _begin(self, seq: int, text: Expected, moves: np.ndarray, tree: DeviceTree, nodes: int) -> None:
         """Begin to verify a tree that has just grown, on the stream that is current."""
         if tree.state.device != self.device:
             return
-        held, around = self._held[seq], None if self._stream is None else torch.cuda.current_stream(self.device)
-        ready.wait(around)
-        rows = self._receiver.send(tree, text, held.table, moves)
-        chosen = self.transfer.mark(around)
+        held, bucket, transfer = self._held[seq], self._receiver.bucket(text, nodes), self.transfer
+        around = None if self._stream is None else torch.cuda.current_stream(self.device)
+        transfer.mark(self._stream).wait(around)  # a step that nobody asked for may still be under way
+        self._receiver.send(tree, text, held.table, moves, bucket)
+        transfer.mark(around).wait(self._stream)
         with self._here():
-            chosen.wait(self._stream)
+            begun = _now() if self._clock is None else self._clock.note()
             with self._moving():
-                read = self.transfer.later(self._receiver.read[:rows])
-                begun = _now() if self._clock is None else self._clock.note()
-                ran = self._graphs.run_brought(self._receiver.bucket(text.places, rows), 0, 1)
+                ran = self._graphs.run_brought(bucket, 0, 1)
             assert ran.lines is not None
-            lines = self.transfer.later(ran.lines[:rows])
+            lines = transfer.later(ran.lines)
         self.received += 1
-        self._ahead = Received(seq, held.table, text.prefix, read, lines, begun)
+        self._ahead = Received(seq, held.table, text.prefix, transfer.later(self._receiver.read, around), lines, begun)
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
         """Where the tokens after a trial's root and after each of its nodes will stand."""

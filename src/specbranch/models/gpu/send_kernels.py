@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specbranch.core.sending import LINE as _LINE
-from specbranch.models.gpu import receiving
+from specbranch.models.gpu import receiving, trees
 from specbranch.models.gpu.layout import ALIGNED as _ALIGNED
 from specbranch.models.gpu.tree_kernels import (
     BACK,
@@ -39,9 +39,10 @@ from specbranch.models.gpu.tree_kernels import (
     TOKEN,
 )
 
+SHEET = tl.constexpr(trees.AT["sheet"])
 LINE, ALIGNED = tl.constexpr(_LINE), tl.constexpr(_ALIGNED)
 NOBODY = tl.constexpr(-3)
-PREFIX, LAST, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY, DEEPEST, MOST, LEAST_ROWS = (
+PREFIX, LAST, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY, DEEPEST, MOST = (
     tl.constexpr(n) for n in range(len(receiving.SCALARS))
 )
 PRICES, MOVES_AT, PAGES_AT = (tl.constexpr(receiving.AT[name]) for name in ("prices", "moves", "pages"))
@@ -118,14 +119,12 @@ def _choose(tree, nodes, held, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _write_rows(tree, nodes, held, packed, groups, tables, own, read, pages, best):
+def _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, read, pages, wide, best):
     """Write out the step that reads the last token of the text, and the nodes of NOW behind it."""
     lane = tl.arange(0, LANES)
     rows = best + 1
     live = lane < rows
     node = live & (lane > 0)
-    wide = tl.where(rows == 1, 1, tl.where(rows <= 4, 4, LANES))
-    wide = tl.maximum(wide, tl.load(held + LEAST_ROWS).to(tl.int32))
     now = tl.load(tree + NOW + lane - 1, mask=node, other=0.0).to(tl.int32)
     at = nodes + now * FIELDS
     prefix = tl.load(held + PREFIX).to(tl.int32)
@@ -151,8 +150,9 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, read, pages, bes
     tl.store(packed + 8 * ALIGNED + lane, noisy.to(tl.int32))
     tl.store(packed + 9 * ALIGNED + lane, tl.where(live, above, lane))
     tl.store(packed + 10 * ALIGNED + lane, tl.where(node, token, ROOT))
-    tl.store(read + 2 * lane, token)
-    tl.store(read + 2 * lane + 1, tl.where(node, above, ROOT))
+    tl.store(read, rows)
+    tl.store(read + 2 + 2 * lane, token)
+    tl.store(read + 3 + 2 * lane, tl.where(node, above, ROOT))
     tl.store(groups, 0)
     tl.store(groups + 1, rows)
     kept = tl.load(held + PAGES_HELD).to(tl.int32)
@@ -175,8 +175,6 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, read, pages, bes
         going = going & (here > 0)
         here = tl.load(packed + 9 * ALIGNED + here, mask=going, other=0)
         last -= 1
-    counts = own + wide * OWN
-    moves = counts + ALIGNED
     moved = tl.load(held + MOVED).to(tl.int32)
     tl.store(counts, moved)
     tl.store(counts + 1, tl.max(tl.where(live, depth, 0), 0))
@@ -187,16 +185,15 @@ def _write_rows(tree, nodes, held, packed, groups, tables, own, read, pages, bes
             tl.store(moves + side * MOVES + m, place, mask=m < moved)
 
 
-@triton.jit(do_not_specialize=["begin", "pages"])
-def send(tree, held, packed, groups, tables, own, read, told, begin, pages):
-    """Choose what of a tree is sent, and write out the step that verifies it."""
+@triton.jit(do_not_specialize=["begin", "pages", "wide"])
+def send(tree, packed, groups, tables, own, counts, moves, read, begin, pages, wide):
+    """Choose what of a tree is sent, and write out the step of at most `wide` rows that verifies it."""
     nodes = tree + begin
+    held = tree + SHEET
     count = tl.load(tree + COUNT).to(tl.int32)
     best = count * 0
     if count <= SMALL:  # noqa: SIM108 – Triton compiles both
         best = _choose(tree, nodes, held, count, SMALL)
     else:
         best = _choose(tree, nodes, held, count, NODES)
-    _write_rows(tree, nodes, held, packed, groups, tables, own, read, pages, best)
-    tl.debug_barrier()
-    tl.store(told, best + 1)
+    _write_rows(tree, nodes, held, packed, groups, tables, own, counts, moves, read, pages, wide, best)

@@ -44,6 +44,7 @@ ENTRIES = 8  # best tokens of a row that its choice tells
 MOVES = most_moves(LANES)  # places that may have to move before the first step
 DEEPEST = GROUP  # below the text: so far a row's own line begins where its position says
 STEPS = 64  # of one growth, at most
+SHEET = 1024  # numbers that a target may have brought up with a tree
 LOST = 10.0  # seconds without a word from the device after which it is asked what happened
 
 SCALARS = (
@@ -60,6 +61,7 @@ LOOKED = 2 * WORDS * STANDINGS
 PARTS = {
     "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES,
     "looked": LOOKED, "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
+    "sheet": SHEET,
 }  # fmt: skip
 # where each part begins; nodes come last
 AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))
@@ -88,6 +90,7 @@ class DeviceTree:
         pages: Sequence[int],
         noise: NoiseKeys,
         moves: np.ndarray,
+        sheet: np.ndarray | None = None,
     ) -> np.ndarray:
         """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more."""
         growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
@@ -112,6 +115,8 @@ class DeviceTree:
         ):
             array[AT[name] : AT[name] + len(part)] = part
         array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
+        if sheet is not None:
+            array[AT["sheet"] : AT["sheet"] + len(sheet)] = sheet
         if nodes:
             array[self.first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
