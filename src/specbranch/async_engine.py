@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, cast
 
 from specbranch.answer import Answer, Chunk, Output, Piece, gather
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.scheduler import Snapshot, Ticket
+from specbranch.core.session import RoundWatcher
 from specbranch.engine import LLM, Params, PromptLike, Speculative, batch_size, checked
 from specbranch.errors import BadParameter, EngineFailed, RequestCancelled, SpecBranchError
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 MOST = 64  # requests decoded at once, unless it is said
 BUFFER = 256  # tokens that a stream may be ahead of its consumer
 PIECES_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
@@ -40,6 +44,7 @@ class _Wish:
     priority: int
     within: float | None
     streams: bool
+    on_round: RoundWatcher | None = None
 
 
 class Submission:
@@ -140,6 +145,20 @@ class Submission:
         await future
 
 
+def _keep(future: Future[Result], task: Callable[[], Result]) -> None:
+    """Do a task, unless nobody waits for it any more; what it raises is its caller's."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(task())
+        except Exception as error:
+            future.set_exception(error)
+
+
+def _close(made: Iterator[Any]) -> None:
+    if isinstance(made, Generator):
+        made.close()
+
+
 def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
@@ -187,14 +206,17 @@ class AsyncLLM:
         priority: int = 0,
         deadline: float | None = None,
         streams: bool = False,
+        on_round: RoundWatcher | None = None,
     ) -> Submission:
         """Send a request: a text, token ids, or a conversation; from any thread. What is wrong with it is raised here.
 
         `method`, `speculative`: another way to decode than the LLM's own, on the same models; `speculative=False` is
         plain decoding. Higher priorities go first. `deadline`: seconds in which it has to be finished; else it ends
-        with an error and what it has. `streams`: its chunks will be taken as they come, one sample only.
+        with an error and what it has. `streams`: its chunks will be taken as they come, one sample only. `on_round` is
+        told what both models did in each round of its first sample, in the engine's thread: it has to be quick.
         """
-        return self._sent(self._wish(prompt, params, method, speculative, priority, deadline, streams))
+        wish = self._wish(prompt, params, method, speculative, priority, deadline, streams)
+        return self._sent(replace(wish, on_round=on_round))
 
     async def generate(
         self,
@@ -242,6 +264,22 @@ class AsyncLLM:
                     raise error
         finally:
             submission.cancel()
+
+    async def aside(self, make: Callable[[LLM], Iterator[Item]]) -> AsyncIterator[Item]:
+        """Have the thread make something else on the loaded models, an item between two rounds; closing the iterator
+        closes what makes them."""
+        made = await self._done(partial(make, self._llm))
+        try:
+            while (item := await self._done(partial(next, made, None))) is not None:
+                yield item
+        finally:
+            self.post(partial(_close, made))
+
+    async def _done(self, task: Callable[[], Result]) -> Result:
+        """Have the thread do something between two rounds, and wait for it."""
+        future: Future[Result] = Future()
+        self.post(partial(_keep, future, task), refuse=True)
+        return await asyncio.wrap_future(future)
 
     def stats(self) -> Snapshot:
         """What there is to do and was done, as of the last round; from any thread."""
@@ -363,6 +401,7 @@ class AsyncLLM:
             if llm is None:
                 llm = self._variants[wish.config] = self._llm.using(speculative=wish.config)
             submission.answers = llm.samples(wish.prompt, wish.params)
+            submission.answers[0].session.on_round = wish.on_round
             self._open.append(submission)
             for answer in submission.answers:
                 submission.tickets.append(llm.enqueue(answer, wish.priority, wish.within))

@@ -25,12 +25,16 @@ from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.runner import Runner
 from specbranch.core.scheduler import Scheduler, Ticket
+from specbranch.core.session import RoundWatcher
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.verifier import Verifier
 from specbranch.experiences import ExperienceFile, Experiences, experience_folder
 from specbranch.foretelling import Foretelling
 from specbranch.pairs import chosen_models
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
@@ -133,6 +137,21 @@ class LLM:
         other._rehearse()
         return other
 
+    def modelled(self, clock: str) -> LLM:
+        """Return an LLM on the same loaded models whose time is that of a cost profile: its decisions are real, and
+        made for that profile; nothing it learns is kept. The draft has to live in this process."""
+        if self._has_draft and self.drafter is None:
+            raise BadParameter(
+                "The draft lives in a process of its own, where time cannot be modelled. Use executor serial."
+            )
+        other, profile = copy(self), load_profile(clock)
+        other._overlap = profile.overlap
+        other._experiences = Experiences(profile, self._has_draft)
+        draft = MeteredDrafter(self.drafter.runner) if self.drafter else None
+        other._loop = Loop(VirtualClock(Verifier(self.target_runner), draft, profile), limits=self._loop.limits)
+        other.scheduler = Scheduler(other._loop)
+        return other
+
     @property
     def context_length(self) -> int:
         """How many tokens prompt and answer may have together."""
@@ -194,9 +213,12 @@ class LLM:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
         return self._one(self.tokenizer.chat(messages), params)
 
-    def stream(self, prompt: PromptLike, params: Params = None) -> Iterator[Chunk]:
-        """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only."""
-        return self._stream(self.ids(prompt), params)
+    def stream(
+        self, prompt: PromptLike, params: Params = None, on_round: RoundWatcher | None = None
+    ) -> Iterator[Chunk]:
+        """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only.
+        `on_round` is told what both models did in each."""
+        return self._stream(self.ids(prompt), params, on_round)
 
     def stream_chat(self, messages: Sequence[Message], params: Params = None) -> Iterator[Chunk]:
         """Answer a conversation a round at a time."""
@@ -289,11 +311,12 @@ class LLM:
             )
         return list(prompt)
 
-    def _stream(self, prompt: list[int], params: Params) -> Iterator[Chunk]:
+    def _stream(self, prompt: list[int], params: Params, on_round: RoundWatcher | None = None) -> Iterator[Chunk]:
         # The answer is made now, so that a bad prompt is refused before the first chunk is asked for.
         first, *others = self.samples(prompt, checked(params))
         if others:
             raise BadParameter(f"n is {len(others) + 1}, but a stream carries one sample. Use generate, or n = 1.")
+        first.session.on_round = on_round
         return self._rounds(first)
 
     def _rounds(self, answer: Answer) -> Iterator[Chunk]:

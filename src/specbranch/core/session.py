@@ -10,7 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from specbranch.core.orders import NOTHING, Aside, Branch, Context, Draft, Grow, Plan, TokenLogprobs, Verdict, Verify
+from specbranch.core.orders import (
+    NOTHING,
+    Aside,
+    Branch,
+    Context,
+    Draft,
+    Grow,
+    Orders,
+    Plan,
+    Reports,
+    TokenLogprobs,
+    Verdict,
+    Verify,
+)
 from specbranch.core.request import Request
 from specbranch.core.stats import Stats
 from specbranch.core.trees import Growth, Tree
@@ -18,6 +31,8 @@ from specbranch.core.trees import Growth, Tree
 Origin = Literal["target", "draft", "branch"]
 FinishReason = Literal["stop", "length", "error"]
 Watcher = Callable[[int], bool]  # told of each token appended; True ends the request (a stop string is complete)
+# Told of each round: what was ordered, what came back, how many tokens it added.
+RoundWatcher = Callable[[Orders, Reports, int], None]
 
 
 class Session:
@@ -37,6 +52,7 @@ class Session:
         self.stopped_by: int | None = None  # the token id that ended it
         self.error: Exception | None = None
         self.stats = Stats()
+        self.on_round: RoundWatcher | None = None  # somebody who looks on
         self.company = 1  # sessions that decode beside it, itself included
         self.now = 0.0  # on the executor's clock, when its last round ended
         self.waited = 0.0  # seconds of rounds that passed without it, since it last took part
