@@ -28,7 +28,7 @@ LAYERS = (
     {"foretelling"},
     {"engine"},
     {"async_engine"},
-    {"recheck", "server", "suites", "traces", "study"},
+    {"recheck", "serve", "suites", "traces", "study"},
     {"replay"},
     {"measure"},
     {"doctor", "making"},
