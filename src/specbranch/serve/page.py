@@ -1,32 +1,34 @@
-"""What a browser finds at `/`.
+"""What a browser finds at `/`: one page, its modules, its style and a recording.
 
 Owns the routes `/` and `/page/…`, which are open to everybody who reaches the server and carry a strict CSP
-(`headers.py`). Whatever makes the models work belongs under `/v1/`, where keys and limits hold.
+(`headers.py`); they are files and nothing else. What the page asks of the models is in `live.py`, under `/v1/`, where
+keys and limits hold.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi.responses import FileResponse
+from starlette.staticfiles import StaticFiles
+
+from specbranch.serve import live
 
 if TYPE_CHECKING:
     from specbranch.async_engine import AsyncLLM
     from specbranch.serve.settings import ServerSettings
 
-PLAIN = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>SpecBranch</title>
-<h1>SpecBranch</h1>
-<p>The server is running. Clients of the OpenAI API find it at <code>/v1</code>; what it does is told at
-<a href="/metrics">/metrics</a>, what it understands at <a href="/openapi.json">/openapi.json</a>.</p>
-</html>
-"""
+FILES = Path(__file__).parent / "page_files"
 
 
 def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
-    """Add the page to the server."""
+    """Add the page to the server, and what it asks live."""
 
     @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        return HTMLResponse(PLAIN)
+    async def page() -> FileResponse:
+        return FileResponse(FILES / "index.html", headers={"cache-control": "no-cache"})
+
+    app.mount("/page", StaticFiles(directory=FILES), name="page")
+    app.include_router(live.routes(engine, settings))

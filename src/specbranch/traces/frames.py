@@ -7,8 +7,8 @@ after the other, are its answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from specbranch.core.orders import Branch, Grow, Orders, Reports, Span, Verify
@@ -17,6 +17,7 @@ from specbranch.core.trees import Tree
 
 FrameLine = tuple[int, ...]  # tokens behind the committed text
 SpellOne = Callable[[int], str]  # a token as text
+LOOKED_UP = 0.5  # what a token is taken to promise of which no draft said anything
 
 
 class DrawnNode(NamedTuple):
@@ -51,6 +52,32 @@ class Frame:
     def end(self) -> float:
         """When the round was over, on the executor's clock."""
         return max(span[1] for span in (self.draft, self.target) if span)
+
+    def trimmed(self, most: int) -> Frame:
+        """The same with at most about so many nodes: what was taken, what stood beside it, and what else promised
+        most."""
+        if len(self.nodes) <= most:
+            return self
+        taken = {*self.path, *(() if self.hit is None else (self.hit,))}
+        places = {self.nodes[node].parent for node in taken} | {self.path[-1] if self.path else ROOT}
+        reach: list[float] = []
+        for node in self.nodes:
+            reach.append((node.said or LOOKED_UP) * (1.0 if node.parent == ROOT else reach[node.parent]))
+        rivals = [at for at, node in enumerate(self.nodes) if node.parent in places]
+        rivals.sort(key=lambda at: reach[at], reverse=True)
+        kept = taken.copy()
+        for at in (*rivals[: most // 2], *sorted(range(len(reach)), key=lambda at: reach[at], reverse=True)):
+            if len(kept) >= most:
+                break
+            if self.nodes[at].parent == ROOT or self.nodes[at].parent in kept:
+                kept.add(at)
+        return self._only(sorted(kept))
+
+    def _only(self, kept: Sequence[int]) -> Frame:
+        place = {ROOT: ROOT, **{old: new for new, old in enumerate(kept)}}
+        nodes = tuple(self.nodes[at]._replace(parent=place[self.nodes[at].parent]) for at in kept)
+        hit = None if self.hit is None else place[self.hit]
+        return replace(self, nodes=nodes, path=tuple(place[node] for node in self.path), hit=hit)
 
     def to_dict(self, spell: SpellOne) -> dict[str, Any]:
         """Return plain values for a page; a node is a list: text, token, parent, said in percent, frame, sent."""

@@ -1,0 +1,121 @@
+// The live chat: words coloured by origin, the rounds they came in, and the story of each.
+
+import { ask, Refused } from "/page/live.js";
+import { Lanes } from "/page/lanes.js";
+import { tell } from "/page/story.js";
+
+export function chat() {
+  const form = document.getElementById("ask"), question = document.getElementById("question");
+  const talk = document.getElementById("talk"), send = document.getElementById("send");
+  const lanes = new Lanes(document.getElementById("lanes"), document.getElementById("lanes-scroll"));
+  const said = []; // messages so far
+  let running = null;
+
+  question.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
+  });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    if (running) { running.abort(); return; }
+    const text = question.value.trim() || question.placeholder;
+    question.value = "";
+    running = new AbortController();
+    send.textContent = "Stop";
+    const answer = new Answer(talk, lanes, text);
+    try {
+      for await (const told of ask("/v1/live/chat", { messages: [...said, { role: "user", content: text }] }, running.signal)) answer.take(told);
+      said.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
+    } catch (error) {
+      answer.fail(error.name === "AbortError" ? "Stopped." : error instanceof Refused ? error.message : "The server went away.");
+    }
+    running = null;
+    send.textContent = "Ask";
+  });
+}
+
+// One answer: its words, its rounds, which word is selected.
+class Answer {
+  constructor(talk, lanes, question) {
+    this.lanes = lanes;
+    this.words = []; // {text, origin, span}
+    this.frames = [];
+    this.text = "";
+    const asked = Object.assign(document.createElement("p"), { className: "asked-by", textContent: question });
+    this.box = Object.assign(document.createElement("div"), { className: "answer" });
+    this.box.setAttribute("role", "group");
+    this.box.setAttribute("aria-label", "Answer; arrow keys go from word to word");
+    talk.append(asked, this.box);
+    lanes.clear();
+    this.box.addEventListener("click", (event) => { const at = this.at(event.target); if (at >= 0) this.choose(at); });
+    this.box.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  at(target) { return this.words.findIndex((one) => one.span === target); }
+
+  take(told) {
+    for (const [text, origin] of told.pieces) this.add(text, origin);
+    this.frames.push(...told.frames);
+    this.lanes.add(told.frames);
+    this.count(told.done);
+    if (told.done) this.finish(told.done);
+  }
+
+  add(text, origin) {
+    const span = Object.assign(document.createElement("span"), { className: `tok ${origin}`, textContent: text });
+    span.setAttribute("role", "button");
+    span.tabIndex = this.words.length ? -1 : 0; // one stop for the whole answer; arrows go on from there
+    this.words.push({ text, origin, span });
+    this.text += text;
+    this.box.append(span);
+  }
+
+  key(event) {
+    const at = this.at(event.target), last = this.words.length - 1;
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last }[event.key];
+    if (at < 0) return;
+    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.choose(at); return; }
+    if (to === undefined) return;
+    event.preventDefault();
+    this.choose(Math.min(Math.max(to, 0), last));
+  }
+
+  choose(at) {
+    document.querySelectorAll(".tok.chosen").forEach((one) => { one.classList.remove("chosen"); one.removeAttribute("aria-pressed"); });
+    this.words.forEach((one, n) => { one.span.tabIndex = n === at ? 0 : -1; });
+    const { span } = this.words[at];
+    span.classList.add("chosen");
+    span.setAttribute("aria-pressed", "true");
+    span.focus({ preventScroll: false });
+    const frame = tell(this.words, this.frames, at);
+    if (frame) this.lanes.mark(frame.number);
+  }
+
+  count(done) {
+    const put = (name, text) => { document.querySelector(`[data-count="${name}"]`).textContent = text; };
+    const tokens = this.words.length, forwards = this.frames.filter((one) => one.target && one.added && one.number > 0);
+    const added = forwards.reduce((sum, one) => sum + one.added, 0);
+    const seconds = this.frames.length > 1 ? end(this.frames.at(-1)) - end(this.frames[0]) : 0;
+    const speed = done?.tokens_per_second ?? (seconds > 0 ? (tokens - 1) / seconds : null);
+    put("speed", speed ? speed.toFixed(1) : "–");
+    put("per_forward", forwards.length ? (added / forwards.length).toFixed(2) : "–");
+    put("drafted", tokens ? `${Math.round((100 * this.words.filter((one) => one.origin !== "target").length) / tokens)} %` : "–");
+    put("hits", String(this.words.filter((one) => one.origin === "branch").length));
+  }
+
+  finish(done) {
+    if (done.error) { this.fail(done.error); return; }
+    const sum = document.createElement("span");
+    sum.className = "sum";
+    const why = { stop: "it ended by itself", length: "it was cut at the limit" }[done.finish_reason] || done.finish_reason;
+    sum.textContent = `${done.tokens} tokens by ${done.method}; ${why}; first one after ${Math.round(done.ttft_seconds * 1000)} ms`;
+    this.box.append(sum);
+    this.box.dataset.done = done.finish_reason;
+  }
+
+  fail(words) {
+    this.box.append(Object.assign(document.createElement("span"), { className: "sum bad", textContent: words }));
+    this.box.dataset.done = "error";
+  }
+}
+
+function end(frame) { return Math.max(...[frame.draft, frame.target].filter(Boolean).map((one) => one[1])); }

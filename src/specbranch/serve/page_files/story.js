@@ -1,0 +1,88 @@
+// The story of a word: who proposed it, with what confidence, when it was judged, and what lost against it.
+
+import { GIVEN, PARENT, SAID, TEXT, curve, layout, measure, shape, word } from "/page/tree.js";
+
+const MOST = 4; // rivals that are named
+
+// Tell about the word at a place; returns the frame it came in.
+export function tell(words, frames, at) {
+  const found = frameOf(frames, at);
+  const box = document.getElementById("story");
+  if (!found) { box.replaceChildren(line("Nothing was recorded of this word.")); return null; }
+  const { frame, nth } = found, { origin, text } = words[at];
+  const node = nth < frame.path.length ? frame.path[nth] : frame.hit;
+  const parent = nth === 0 ? -1 : frame.path[nth - 1];
+  const rivals = frame.nodes.map((one, n) => n)
+    .filter((n) => frame.nodes[n][PARENT] === parent && n !== node)
+    .sort((a, b) => frame.nodes[b][SAID] - frame.nodes[a][SAID]);
+  const title = document.createElement("h3");
+  title.append(quoted(text), ` ${headline(origin)}`);
+  box.replaceChildren(title, line(...proposal(frame, node, nth)), line(...lost(frame, rivals)));
+  const last = at - nth > 0 ? words[at - nth - 1].text : "";
+  if (frame.nodes.length) box.append(twigs(frame, word(last || " "), node, box.clientWidth - 40));
+  return frame;
+}
+
+function frameOf(frames, at) {
+  let place = 0;
+  for (const frame of frames) {
+    if (at < place + frame.added) return { frame, nth: at - place };
+    place += frame.added;
+  }
+  return null;
+}
+
+function headline(origin) {
+  return { target: "is the target's own word.", draft: "was drafted, and the target confirmed it.", branch: "is the target's own word, and a branch had foreseen it." }[origin];
+}
+
+function proposal(frame, node, nth) {
+  const checked = frame.nodes.length ? ` The target judged ${frame.nodes.filter((one) => one[5]).length} drafted tokens in that forward and took ${frame.path.length}.` : "";
+  if (node === null || node === undefined) {
+    return [frame.number === 0 ? "It is the first word, said when the prompt was read." : `Nobody had proposed it: the target said it in round ${frame.number}.${checked}`];
+  }
+  const one = frame.nodes[node];
+  const who = one[SAID] ? `The draft gave it ${one[SAID]} %` : "It was looked up in the text so far, where the same words stood before";
+  const when = one[GIVEN] < frame.number ? `in round ${one[GIVEN]}, before the target asked` : `in round ${frame.number}`;
+  return [`${who}, ${when}; it was settled in round ${frame.number}.${checked}`];
+}
+
+function lost(frame, rivals) {
+  if (!rivals.length) return ["Nothing else stood in its place."];
+  const named = rivals.slice(0, MOST).flatMap((n, nth) => {
+    const one = frame.nodes[n];
+    return [nth ? ", " : "", quoted(one[TEXT]), one[SAID] ? ` ${one[SAID]} %` : " (looked up)"];
+  });
+  const more = rivals.length > MOST ? `, and ${rivals.length - MOST} more` : "";
+  return ["Lost against it: ", ...named, `${more}.`];
+}
+
+function quoted(text) {
+  const made = document.createElement("q");
+  made.textContent = word(text);
+  return made;
+}
+
+function line(...parts) {
+  const made = document.createElement("p");
+  made.append(...parts);
+  return made;
+}
+
+// The tree of the round, with the word's way through it.
+function twigs(frame, root, node, width) {
+  const wide = measure(14), lane = 22, taken = new Set([...frame.path, ...(frame.hit === null ? [] : [frame.hit])]);
+  const left = wide(root) + 26;
+  const places = layout(frame.nodes, taken, { left, width, middle: 0, lane, gap: 24, lanes: 4, most: 32, long: 4 }, wide);
+  const ys = [0, ...[...places.values()].map((one) => one.y)];
+  const top = Math.min(...ys) - 14, high = Math.max(...ys) - top + 14;
+  const made = shape("svg", { class: "twigs", viewBox: `0 ${top} ${width} ${high}`, height: high, role: "img", "aria-label": `Round ${frame.number}: ${frame.nodes.length} drafted tokens shown, ${taken.size} came into the answer` });
+  made.append(shape("text", { x: 0, y: 0, class: "root" }, root));
+  for (const [n, place] of places) {
+    const parent = frame.nodes[n][PARENT], from = parent < 0 ? { x: -3, y: 0, wide: wide(root) } : places.get(parent);
+    const kind = taken.has(n) ? "kept" : "";
+    if (from) made.append(shape("path", { d: curve(from.x + from.wide + 3, from.y, place.x - 5, place.y), class: kind }));
+    made.append(shape("text", { x: place.x, y: place.y, class: kind || (frame.nodes[n][5] ? "sent" : ""), ...(n === node ? { "text-decoration": "underline" } : {}) }, word(frame.nodes[n][TEXT])));
+  }
+  return made;
+}
