@@ -313,7 +313,7 @@ def test_a_modelled_answer_is_made_between_the_rounds_of_others(pair: tuple[str,
         made = [chunk async for chunk in engine.aside(lambda llm: llm.modelled("c10").stream(PROMPT, PARAMS))]
         left = engine.aside(lambda llm: llm.modelled("c10").stream(PROMPT, LONG))
         await anext(left)
-        await left.aclose()  # type: ignore[attr-defined] # an async generator
+        await left.aclose()
         output = await other
         await engine.generate("Smile", PARAMS)  # a round later
         assert all(places.free == places.total for places in engine.stats().places)

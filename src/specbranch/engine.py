@@ -21,8 +21,10 @@ from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, Speculative
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop, RoundLimits
 from specbranch.core.methods import PLAIN, MethodRounds, best_fit, find_method
+from specbranch.core.orders import TokenLogprobs
 from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
+from specbranch.core.rounds import given
 from specbranch.core.runner import Runner
 from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.session import RoundWatcher
@@ -224,6 +226,18 @@ class LLM:
         """Answer a conversation a round at a time."""
         return self._stream(self.tokenizer.chat(messages), params)
 
+    def score(self, prompt: PromptLike, top: int = 0) -> tuple[TokenLogprobs, ...]:
+        """Return how likely the target finds each token of a text but the first, with the `top` likeliest in its
+        place."""
+        ids = self.ids(prompt)
+        if len(ids) < 2:
+            return ()
+        answer = self.scoring(ids, top)
+        self._finish([answer])
+        output = answer.output()
+        _raise_failure(output)
+        return output.logprobs or ()
+
     def repeat(self, prompt: Sequence[int], params: SamplingParams, seed: int, sample: int) -> Output:
         """Answer a prompt again with the noise of an earlier answer."""
         request = replace(self._request(prompt, params, seed), sample=sample)
@@ -365,6 +379,8 @@ class LLM:
             raise BadParameter("This LLM was closed; make a new one.")
 
         def start() -> MethodRounds:
+            if answer.given:
+                return given(answer.session, answer.given)
             return self._method.start(answer.session, self.config, self._experiences.of(self.config))
 
         return self.scheduler.submit(answer.session, start, priority, within, counted)
@@ -374,6 +390,16 @@ class LLM:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         first = self._request(prompt, params, seed)
         return [self._answer(prompt, replace(first, sample=sample)) for sample in range(params.n)]
+
+    def scoring(self, ids: list[int], top: int) -> Answer:
+        """Return an answer to be made that is the text itself, but for its first token: what is wanted of it are its
+        log-probabilities."""
+        self.check_length(ids)
+        first, said = ids[:1], tuple(ids[1:])
+        params = SamplingParams(max_tokens=len(said), ignore_eos=True, logprobs=top)
+        return Answer(
+            next(self._numbers), first, Request(params, 0, 1), self.context_length, self.tokenizer, PLAIN, said
+        )
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, self._wants_forecast)

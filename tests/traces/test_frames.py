@@ -1,5 +1,5 @@
-"""Frames of a request: what they add is the answer, who proposed a token is who the session says, and times are those of
-the trace."""
+"""Frames of a request: what they add is the answer, who proposed a token is who the session says, and times are those
+of the trace."""
 
 from __future__ import annotations
 

@@ -106,6 +106,12 @@ class Session:
         tokens, parents = tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes)
         return Verify(self._context("target"), tokens, parents, aside=aside)
 
+    def verify_given(self, tokens: Sequence[int]) -> Verify:
+        """Order tokens to be taken whatever the target would say, so that it tells how likely they are: nothing else is
+        allowed."""
+        *before, _ = tokens
+        return Verify(self._context("target"), tuple(before), allowed=tuple(frozenset((token,)) for token in tokens))
+
     def commit(self, pending: Sequence[int], verdict: Verdict, foreseen: bool = False) -> int:
         """Append the accepted ones of the pending tokens, then the target's own, up to the request's end; returns how
         many were appended.

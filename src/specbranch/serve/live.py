@@ -1,39 +1,44 @@
 """What the page asks of the models: a chat whose rounds can be seen, and a race of one prompt by several methods.
 
 Owns the routes under `/v1/live/`, which serve the page of the same version and are no part of the API. Answers are
-server-sent events, read by `fetch` so that a key can go with the request. Invariant: whoever goes away takes the request
-along.
+server-sent events, read by `fetch` so that a key can go with the request. Invariant: whoever goes away takes the
+request along.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from specbranch.answer import Chunk, Output
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter, SpecBranchError
+from specbranch.serve.errors import too_many
+from specbranch.serve.limits import Admitted
+from specbranch.serve.notes import note_of
+from specbranch.serve.sending import DONE, EventStream, event
+from specbranch.serve.serving import Serving
 from specbranch.sim.shipped import load_profile
 from specbranch.traces.frames import Film, Frame
 
 if TYPE_CHECKING:
-    from specbranch.async_engine import AsyncLLM
+    from specbranch.async_engine import Submission
     from specbranch.engine import LLM
-    from specbranch.serve.settings import ServerSettings
 
 WALL = "wall"
 CLOCKS = ("c10", "h200-68m-7b")  # profiles that the page offers beside the machine's own clock
 RACERS = ("autoregressive", "speculative", "pearl", "specbranch")
 MOST_TOKENS = 512  # of an answer on the page
 MOST_RACED = 128
+RACE_SECONDS = 20  # that one takes, about
 MOST_TEXT = 16_000  # characters of a message
 NODES = 48  # of a tree: more are not seen
 Told = dict[str, Any]  # one event
@@ -88,165 +93,168 @@ class Seen:
 class Live:
     """What the page asks, answered by an engine."""
 
-    def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
-        self._engine, self._settings = engine, settings
-        self._racing = asyncio.Lock()  # a race has the machine to itself, as far as the page goes
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._races = False  # one at a time: its lanes are to have the machine to themselves
         self._modelled: dict[str, LLM] = {}  # by clock; a planner learns from race to race, in the engine's thread
 
     def about(self) -> Told:
         """What there is to be asked."""
-        clocks = {name: (profile := load_profile(name)).hardware + ": " + profile.pair for name in CLOCKS}
+        profiles = {name: load_profile(name) for name in CLOCKS}
         return {
-            "model": self._settings.model_name or self._engine.target,
-            "method": self._engine.method,
+            "model": self._serving.model,
+            "method": self._serving.engine.method,
             "racers": RACERS,
-            "clocks": clocks,
-            "max_tokens": self._tokens(MOST_TOKENS),
+            "clocks": {name: f"{profile.hardware}: {profile.pair}" for name, profile in profiles.items()},
         }
 
-    def chat(self, asked: LiveChat) -> AsyncIterator[Told]:
-        """Answer a conversation: pieces of text with their origins, and the rounds they came in. A mistake of the
-        request is raised here."""
-        seen, conversation = Seen(), [{"role": one.role, "content": one.content} for one in asked.messages]
+    def chat(self, asked: LiveChat, admitted: Admitted) -> EventStream:
+        """Answer a conversation: pieces of text with their origins, and the rounds they came in."""
+        conversation = [{"role": one.role, "content": one.content} for one in asked.messages]
         params = SamplingParams(
             temperature=asked.temperature, seed=asked.seed, max_tokens=self._tokens(asked.max_tokens)
         )
-        submission = self._engine.submit(
-            conversation,
-            params,
-            method=asked.method,
-            deadline=self._settings.timeout,
-            streams=True,
-            on_round=seen.note,
-        )
+        seen = Seen()
+        submission = self._submit(conversation, params, asked.method, seen)
 
-        async def told() -> AsyncIterator[Told]:
-            try:
-                async for chunk in submission:
-                    yield self._chunk(chunk, seen.take())
-            finally:
-                submission.cancel()
+        async def told() -> AsyncGenerator[Told, None]:
+            async for chunk in submission:
+                yield self._chunk(chunk, seen.take())
 
-        return told()
+        def close() -> None:
+            submission.cancel()
+            admitted.leave()
 
-    async def race(self, asked: LiveRace) -> AsyncIterator[Told]:
-        """Answer a prompt by one method after the other; times are seconds since its first token."""
-        async with self._racing:
-            prompt = self._engine.tokenizer.chat([{"role": "user", "content": asked.prompt}])
-            params = SamplingParams(max_tokens=self._tokens(asked.max_tokens))
-            for name in RACERS:
-                yield {"lane": name}
-                seen = Seen()
-                chunks = self._racer(name, prompt, params, asked.clock, seen)
-                async for told in self._lane(chunks, seen):
-                    yield {"lane": name, **told}
+        return EventStream(_written(told()), close)
+
+    def race(self, asked: LiveRace, admitted: Admitted) -> EventStream:
+        """Answer a prompt by one method after the other."""
+        prompt = self._serving.engine.tokenizer.chat([{"role": "user", "content": asked.prompt}])
+        params = SamplingParams(max_tokens=self._tokens(asked.max_tokens))
+        self._races = True
+
+        def close() -> None:
+            self._races = False
+            admitted.leave()
+
+        return EventStream(_written(self._lanes(prompt, params, asked.clock)), close)
 
     def check(self, asked: LiveRace) -> None:
         """Refuse a race that cannot be run."""
         if asked.clock not in (WALL, *CLOCKS):
             raise BadParameter(f"clock is {asked.clock!r:.60}; expected one of {', '.join((WALL, *CLOCKS))}.")
-        if self._racing.locked():
-            raise BadParameter("Another race is being run. Try again when it is over.")
+        if self._races:
+            raise too_many("Another race is being run. Try again when it is over.", RACE_SECONDS, "race_under_way")
 
-    async def _racer(
-        self, name: str, prompt: list[int], params: SamplingParams, clock: str, seen: Seen
-    ) -> AsyncIterator[Chunk]:
-        if clock == WALL:
-            submission = self._engine.submit(
-                prompt,
-                params,
-                method=name,
-                deadline=self._settings.timeout,
-                streams=True,
-                on_round=seen.note,
-            )
-            try:
-                async for chunk in submission:
-                    yield chunk
-            finally:
-                submission.cancel()
-        else:
-            made = self._engine.aside(partial(self._on_clock, name, prompt, params, clock, seen))
-            try:
-                async for chunk in made:
-                    yield chunk
-            finally:
-                await made.aclose()
+    async def _lanes(self, prompt: list[int], params: SamplingParams, clock: str) -> AsyncGenerator[Told, None]:
+        for name in RACERS:
+            yield {"lane": name}
+            seen = Seen()
+            racer = self._by_wall if clock == WALL else partial(self._by_profile, clock)
+            async with aclosing(_lane(racer(name, prompt, params, seen), seen)) as events:
+                async for told in events:
+                    yield {"lane": name, **told}
 
-    def _on_clock(
-        self, name: str, prompt: list[int], params: SamplingParams, clock: str, seen: Seen, llm: LLM
-    ) -> Iterator[Chunk]:
-        """Decode on a modelled clock, in the engine's thread."""
-        if clock not in self._modelled:
-            self._modelled[clock] = llm.modelled(clock)
-        return self._modelled[clock].using(name).stream(prompt, params, seen.note)
-
-    async def _lane(self, chunks: AsyncIterator[Chunk], seen: Seen) -> AsyncIterator[Told]:
-        """The events of one racer; what it cannot do is an event, too."""
-        first: float | None = None
+    async def _by_wall(
+        self, name: str, prompt: list[int], params: SamplingParams, seen: Seen
+    ) -> AsyncGenerator[Chunk, None]:
+        submission = self._submit(prompt, params, name, seen)
         try:
+            async for chunk in submission:
+                yield chunk
+        finally:
+            submission.cancel()
+
+    async def _by_profile(
+        self, clock: str, name: str, prompt: list[int], params: SamplingParams, seen: Seen
+    ) -> AsyncGenerator[Chunk, None]:
+        def decoding(llm: LLM) -> Iterator[Chunk]:
+            if clock not in self._modelled:
+                self._modelled[clock] = llm.modelled(clock)
+            return self._modelled[clock].using(name).stream(prompt, params, seen.note)
+
+        async with aclosing(self._serving.engine.aside(decoding)) as chunks:
             async for chunk in chunks:
-                frames = [frame for frame in seen.take() if frame.added]
-                if frames and first is None:
-                    first = frames[0].end
-                steps = [[round(frame.end - (first or 0.0), 6), frame.added] for frame in frames]
-                yield {"steps": steps, "pieces": _pieces(chunk), "done": _done(chunk.output)}
-        except SpecBranchError as error:
-            yield {"error": str(error)}
+                yield chunk
+
+    def _submit(self, prompt: Any, params: SamplingParams, method: str | None, seen: Seen) -> Submission:
+        return self._serving.engine.submit(
+            prompt,
+            params,
+            method=method,
+            deadline=self._serving.settings.timeout,
+            streams=True,
+            on_round=seen.note,
+        )
 
     def _chunk(self, chunk: Chunk, frames: list[Frame]) -> Told:
-        spell = self._spell
+        if chunk.output is not None and chunk.output.error is None:
+            self._serving.metrics.finished(chunk.output)
         return {
             "pieces": _pieces(chunk),
-            "frames": [frame.trimmed(NODES).to_dict(spell) for frame in frames],
+            "frames": [frame.trimmed(NODES).to_dict(self._serving.spelling.text) for frame in frames],
             "done": _done(chunk.output),
         }
 
-    def _spell(self, token: int) -> str:
-        return self._engine.tokenizer.decode([token])
-
     def _tokens(self, asked: int) -> int:
-        most = self._settings.max_tokens
+        most = self._serving.settings.max_tokens
         return asked if most is None else min(asked, most)
 
 
-def routes(engine: AsyncLLM, settings: ServerSettings) -> APIRouter:
+def routes(serving: Serving) -> APIRouter:
     """The routes of the page's questions."""
-    router, live = APIRouter(prefix="/v1/live", include_in_schema=False), Live(engine, settings)
+    router, live = APIRouter(prefix="/v1/live", include_in_schema=False), Live(serving)
+
+    def admitted(request: Request) -> Admitted:
+        return serving.limits.admit(note_of(request.scope).key, 1)
 
     @router.get("")
     async def about() -> JSONResponse:
         return JSONResponse(live.about())
 
     @router.post("/chat")
-    async def chat(asked: LiveChat) -> StreamingResponse:
-        return _events(live.chat(asked))
+    async def chat(request: Request, asked: LiveChat) -> EventStream:
+        return _counted(admitted(request), partial(live.chat, asked))
 
     @router.post("/race")
-    async def race(asked: LiveRace) -> StreamingResponse:
+    async def race(request: Request, asked: LiveRace) -> EventStream:
         live.check(asked)
-        return _events(live.race(asked))
+        return _counted(admitted(request), partial(live.race, asked))
 
     return router
 
 
-def _events(told: AsyncIterator[Told]) -> StreamingResponse:
-    return StreamingResponse(
-        _written(told), media_type="text/event-stream", headers={"cache-control": "no-store", "x-accel-buffering": "no"}
-    )
-
-
-async def _written(told: AsyncIterator[Told]) -> AsyncIterator[str]:
+def _counted(admitted: Admitted, begin: Callable[[Admitted], EventStream]) -> EventStream:
+    """Begin what was admitted; what cannot be begun is counted out."""
     try:
-        async for event in told:
-            yield _event(event)
-    except SpecBranchError as error:
-        yield _event({"error": str(error)})
-    yield "data: [DONE]\n\n"
+        return begin(admitted)
+    except BaseException:
+        admitted.leave()
+        raise
 
 
-def _event(told: Told) -> str:
-    return f"data: {json.dumps(told, ensure_ascii=False, separators=(',', ':'))}\n\n"
+async def _lane(chunks: AsyncGenerator[Chunk, None], seen: Seen) -> AsyncGenerator[Told, None]:
+    """The events of one racer, times in seconds since its first token; what it cannot do is an event, too."""
+    first: float | None = None
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                frames = [frame for frame in seen.take() if frame.added]
+                first = frames[0].end if frames and first is None else first
+                steps = [[round(frame.end - (first or 0.0), 6), frame.added] for frame in frames]
+                yield {"steps": steps, "pieces": _pieces(chunk), "done": _done(chunk.output)}
+        except SpecBranchError as error:
+            yield {"error": str(error)}
+
+
+async def _written(told: AsyncGenerator[Told, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(told):
+        try:
+            async for one in told:
+                yield event(json.dumps(one, ensure_ascii=False, separators=(",", ":")))
+        except SpecBranchError as error:
+            yield event(json.dumps({"error": str(error)}))
+    yield DONE
 
 
 def _pieces(chunk: Chunk) -> list[list[str]]:

@@ -8,7 +8,6 @@ keys and limits hold.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse
@@ -16,14 +15,10 @@ from starlette.staticfiles import StaticFiles
 
 from specbranch.serve import live
 
-if TYPE_CHECKING:
-    from specbranch.async_engine import AsyncLLM
-    from specbranch.serve.settings import ServerSettings
-
 FILES = Path(__file__).parent / "page_files"
 
 
-def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
+def mount(app: FastAPI) -> None:
     """Add the page to the server, and what it asks live."""
 
     @app.get("/", include_in_schema=False)
@@ -31,4 +26,4 @@ def mount(app: FastAPI, engine: AsyncLLM, settings: ServerSettings) -> None:
         return FileResponse(FILES / "index.html", headers={"cache-control": "no-cache"})
 
     app.mount("/page", StaticFiles(directory=FILES), name="page")
-    app.include_router(live.routes(engine, settings))
+    app.include_router(live.routes(app.state.serving))
