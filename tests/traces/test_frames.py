@@ -99,7 +99,7 @@ def test_a_frame_is_plain_values_for_a_page() -> None:
     told = frame.to_dict(str)
     node = frame.nodes[frame.path[0]]
     assert told["nodes"][frame.path[0]] == [
-        *(str(node.token), node.token, node.parent, round(node.said * 100), node.given, 1)
+        *(str(node.token), node.token, node.parent, round(node.said * 100) or None, node.given, 1)
     ]
     assert (told["path"], told["token"], told["text"]) == (list(frame.path), frame.token, str(frame.token))
 

@@ -26,7 +26,6 @@ from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import note_of
 from specbranch.serve.sending import DONE, EventStream, event
 from specbranch.serve.serving import Serving
-from specbranch.sim.shipped import load_profile
 from specbranch.traces.frames import Film, Frame
 
 if TYPE_CHECKING:
@@ -34,7 +33,10 @@ if TYPE_CHECKING:
     from specbranch.engine import LLM
 
 WALL = "wall"
-CLOCKS = ("c10", "h200-68m-7b")  # profiles that the page offers beside the machine's own clock
+CLOCKS = {  # profiles that the page offers beside the machine's own clock
+    "c10": "two devices, a target forward costs 10 draft steps",
+    "h200-68m-7b": "one H200, costs of models of 68M and 7B",
+}
 RACERS = ("autoregressive", "speculative", "pearl", "specbranch")
 MOST_TOKENS = 512  # of an answer on the page
 MOST_RACED = 128
@@ -100,12 +102,11 @@ class Live:
 
     def about(self) -> Told:
         """What there is to be asked."""
-        profiles = {name: load_profile(name) for name in CLOCKS}
         return {
             "model": self._serving.model,
             "method": self._serving.engine.method,
             "racers": RACERS,
-            "clocks": {name: f"{profile.hardware}: {profile.pair}" for name, profile in profiles.items()},
+            "clocks": CLOCKS,
         }
 
     def chat(self, asked: LiveChat, admitted: Admitted) -> EventStream:

@@ -80,9 +80,10 @@ class Frame:
         return replace(self, nodes=nodes, path=tuple(place[node] for node in self.path), hit=hit)
 
     def to_dict(self, spell: SpellOne) -> dict[str, Any]:
-        """Return plain values for a page; a node is a list: text, token, parent, said in percent, frame, sent."""
+        """Return plain values for a page; a node is a list: text, token, parent, what the draft said in
+        percent (nothing: it was looked up), frame, sent."""
         nodes = [
-            [spell(one.token), one.token, one.parent, round(one.said * 100), one.given, int(one.sent)]
+            [spell(one.token), one.token, one.parent, _percent(one.said), one.given, int(one.sent)]
             for one in self.nodes
         ]
         return {
@@ -113,6 +114,8 @@ class Film:
         self._number += 1
         self._take_in(orders, reports)
         verify, verdict = orders.verify, reports.verdict
+        if _is_plain(orders):
+            self._lines = {}
         if verify is None or verdict is None:
             return Frame(self._number, *spans, self._nodes(()))
         lines = _verified(verify)
@@ -149,8 +152,18 @@ class Film:
         )
 
 
+def _percent(said: float) -> int | None:
+    return round(said * 100) if said else None
+
+
 def _times(span: Span | None) -> tuple[float, float] | None:
     return (span.start, span.end) if span and span.end > span.start else None
+
+
+def _is_plain(orders: Orders) -> bool:
+    """Whether the target is asked for its next token and nothing else: a tree that there was is given up."""
+    verify = orders.verify
+    return verify is not None and verify.parents is None and not verify.tokens and orders.draft is None
 
 
 def _verified(verify: Verify) -> list[FrameLine]:

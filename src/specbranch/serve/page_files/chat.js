@@ -50,7 +50,7 @@ class Answer {
     this.box.addEventListener("keydown", (event) => this.key(event));
   }
 
-  at(target) { return this.words.findIndex((one) => one.span === target); }
+  at(target) { const span = target.closest(".tok"); return this.words.findIndex((one) => one.span === span); }
 
   take(told) {
     for (const [text, origin] of told.pieces) this.add(text, origin);
@@ -61,7 +61,9 @@ class Answer {
   }
 
   add(text, origin) {
-    const span = Object.assign(document.createElement("span"), { className: `tok ${origin}`, textContent: text });
+    const span = Object.assign(document.createElement("span"), { className: `tok ${origin}` });
+    const [, before, inked, behind] = /^(\s*)([^]*?)(\s*)$/.exec(text); // spaces are not underlined
+    span.append(before, Object.assign(document.createElement("b"), { textContent: inked }), behind);
     span.setAttribute("role", "button");
     span.tabIndex = this.words.length ? -1 : 0; // one stop for the whole answer; arrows go on from there
     this.words.push({ text, origin, span });

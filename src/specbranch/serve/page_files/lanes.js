@@ -3,7 +3,7 @@
 
 import { GIVEN } from "/page/tree.js";
 
-const USUAL = 46, LEFT = 58, HIGH = 92, MOST = 16000; // pixels
+const USUAL = 46, LEFT = 8, HIGH = 92, MOST = 16000; // pixels
 const ROWS = { target: [16, 24], draft: [50, 24] };
 
 export class Lanes {
@@ -56,7 +56,6 @@ export class Lanes {
     pen.scale(sharp, sharp);
     pen.font = `500 11px ${colour("--sans")}`;
     pen.textBaseline = "middle";
-    for (const who of ["target", "draft"]) { pen.fillStyle = colour("--soft"); pen.fillText(who, 12, ROWS[who][0] + ROWS[who][1] / 2); }
     for (const frame of rounds) this.round(pen, frame, colour);
     this.canvas.setAttribute("role", "img");
     this.canvas.setAttribute("aria-label", this.words(rounds));

@@ -4,7 +4,7 @@
 import { GIVEN, PARENT, SENT, TEXT, TOKEN, curve, layout, lines, measure, shape, word } from "/page/tree.js";
 
 const A_TOKEN = 0.8; // seconds in which plain decoding's next token is shown
-const FLIGHT = 0.42, SPREAD = 0.22, FADE = 0.6, GLIDE = 0.45, BIRTH = 0.2; // seconds as shown
+const FLIGHT = 0.42, SPREAD = 0.22, FADE = 0.32, GLIDE = 0.4, CLEAR = 0.24, BIRTH = 0.2; // seconds as shown
 const SMALL = 14; // size of a word in the tree
 const NARROW = 560; // below that nodes are dots
 
@@ -130,7 +130,7 @@ export class Stage {
   drawFan(t, seen) {
     for (const frame of this.frames) {
       const since = (t - frame.until) * this.slow;
-      if (since >= 0 && since < FADE + SPREAD && frame.token !== null) this.drawLeaving(frame, since, seen);
+      if (since >= 0 && since < FLIGHT + SPREAD && frame.token !== null) this.drawLeaving(frame, since, seen);
     }
     const at = this.frames.findIndex((frame) => t >= frame.from && t < frame.until);
     if (at >= 0) this.drawTree(this.frames[at], at ? this.frames[at - 1] : null, t, seen);
@@ -174,14 +174,15 @@ export class Stage {
     for (const [key, place] of frame.places) {
       const old = alive === null ? undefined : before.places.get(alive + key);
       const born = frame.births.get(key);
-      const shown = born === undefined ? (old ? 1 : ease(since / 0.3)) : ease(((t - born) * this.slow) / BIRTH);
+      const free = (since - (before?.token == null ? 0 : CLEAR)) / BIRTH; // the last tree leaves first
+      const shown = old ? 1 : Math.min(ease(free), born === undefined ? 1 : ease(((t - born) * this.slow) / BIRTH));
       if (shown <= 0) continue;
       now.set(key, { ...place, x: old ? mix(old.x, place.x, glide) : place.x - 6 * (1 - shown), y: old ? mix(old.y, place.y, glide) : place.y, shown });
     }
     const checking = frame.target && t >= frame.target[0];
     const root = this.part(`${frame.number}/root`, this.room.dots ? "circle" : "text", seen);
     root.setAttribute("class", "root");
-    root.setAttribute("opacity", ease(since / 0.25).toFixed(2));
+    root.setAttribute("opacity", ease((since - CLEAR / 2) / 0.25).toFixed(2));
     if (this.room.dots) { root.setAttribute("r", 4); root.setAttribute("transform", `translate(${this.lefts + 4} ${this.room.middle})`); }
     else { root.textContent = frame.root; root.setAttribute("transform", `translate(${this.lefts} ${this.room.middle})`); }
     for (const [key, place] of now) {
@@ -245,9 +246,9 @@ function known(told) {
 
 function sentence(frame) {
   const sent = frame.nodes.filter((node) => node[SENT]).length;
-  if (!frame.target) return "the draft writes ahead; the target waits for the first words";
-  const checks = sent ? `the target checks ${sent} drafted token${sent === 1 ? "" : "s"} in one go` : "the target says one token";
-  return frame.draft ? `${checks}; meanwhile the draft branches on` : checks;
+  if (!frame.target) return "the draft writes ahead, the target waits";
+  const checks = sent ? `the target checks ${sent} token${sent === 1 ? "" : "s"} at once` : "the target says one token";
+  return frame.draft ? `${checks}, the draft branches on meanwhile` : checks;
 }
 
 // The number of places at which two texts differ, and what one has more than the other.

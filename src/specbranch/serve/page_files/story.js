@@ -1,6 +1,6 @@
 // The story of a word: who proposed it, with what confidence, when it was judged, and what lost against it.
 
-import { GIVEN, PARENT, SAID, TEXT, curve, layout, measure, shape, word } from "/page/tree.js";
+import { GIVEN, PARENT, SAID, SENT, TEXT, curve, layout, measure, shape, word } from "/page/tree.js";
 
 const MOST = 4; // rivals that are named
 
@@ -10,7 +10,7 @@ export function tell(words, frames, at) {
   const box = document.getElementById("story");
   if (!found) { box.replaceChildren(line("Nothing was recorded of this word.")); return null; }
   const { frame, nth } = found, { origin, text } = words[at];
-  const node = nth < frame.path.length ? frame.path[nth] : frame.hit;
+  const node = nth < frame.path.length ? frame.path[nth] : origin === "branch" ? frame.hit : null;
   const parent = nth === 0 ? -1 : frame.path[nth - 1];
   const rivals = frame.nodes.map((one, n) => n)
     .filter((n) => frame.nodes[n][PARENT] === parent && n !== node)
@@ -37,12 +37,13 @@ function headline(origin) {
 }
 
 function proposal(frame, node, nth) {
-  const checked = frame.nodes.length ? ` The target judged ${frame.nodes.filter((one) => one[5]).length} drafted tokens in that forward and took ${frame.path.length}.` : "";
+  const sent = frame.nodes.filter((one) => one[SENT]).length;
+  const checked = sent ? ` The target judged ${sent} drafted token${sent === 1 ? "" : "s"} in that forward and took ${frame.path.length}.` : "";
   if (node === null || node === undefined) {
     return [frame.number === 0 ? "It is the first word, said when the prompt was read." : `Nobody had proposed it: the target said it in round ${frame.number}.${checked}`];
   }
   const one = frame.nodes[node];
-  const who = one[SAID] ? `The draft gave it ${one[SAID]} %` : "It was looked up in the text so far, where the same words stood before";
+  const who = one[SAID] >= 0 && one[SAID] !== null ? `The draft gave it ${percent(one[SAID])}` : "It was looked up in the text so far, where the same words stood before";
   const when = one[GIVEN] < frame.number ? `in round ${one[GIVEN]}, before the target asked` : `in round ${frame.number}`;
   return [`${who}, ${when}; it was settled in round ${frame.number}.${checked}`];
 }
@@ -51,11 +52,13 @@ function lost(frame, rivals) {
   if (!rivals.length) return ["Nothing else stood in its place."];
   const named = rivals.slice(0, MOST).flatMap((n, nth) => {
     const one = frame.nodes[n];
-    return [nth ? ", " : "", quoted(one[TEXT]), one[SAID] ? ` ${one[SAID]} %` : " (looked up)"];
+    return [nth ? ", " : "", quoted(one[TEXT]), one[SAID] === null ? " (looked up)" : ` ${percent(one[SAID])}`];
   });
   const more = rivals.length > MOST ? `, and ${rivals.length - MOST} more` : "";
   return ["Lost against it: ", ...named, `${more}.`];
 }
+
+function percent(said) { return said < 1 ? "below 1 %" : `${said} %`; }
 
 function quoted(text) {
   const made = document.createElement("q");
@@ -82,7 +85,7 @@ function twigs(frame, root, node, width) {
     const parent = frame.nodes[n][PARENT], from = parent < 0 ? { x: -3, y: 0, wide: wide(root) } : places.get(parent);
     const kind = taken.has(n) ? "kept" : "";
     if (from) made.append(shape("path", { d: curve(from.x + from.wide + 3, from.y, place.x - 5, place.y), class: kind }));
-    made.append(shape("text", { x: place.x, y: place.y, class: kind || (frame.nodes[n][5] ? "sent" : ""), ...(n === node ? { "text-decoration": "underline" } : {}) }, word(frame.nodes[n][TEXT])));
+    made.append(shape("text", { x: place.x, y: place.y, class: kind || (frame.nodes[n][SENT] ? "sent" : ""), ...(n === node ? { "text-decoration": "underline" } : {}) }, word(frame.nodes[n][TEXT])));
   }
   return made;
 }

@@ -1,5 +1,6 @@
 // A tree of drafted tokens on paper: which nodes are drawn, and where. Owns the layout; draws nothing by itself.
-// A node is [text, token, parent, said in percent, frame, sent], as traces/frames.py writes it.
+// A node is [text, token, parent, said in percent or null where it was looked up, frame, sent], as traces/frames.py
+// writes it.
 
 export const TEXT = 0, TOKEN = 1, PARENT = 2, SAID = 3, GIVEN = 4, SENT = 5;
 const LOOKED_UP = 50; // percent that a token is taken to promise of which no draft said anything
@@ -16,7 +17,7 @@ export function lines(nodes) {
 export function reaches(nodes) {
   const found = [];
   for (const node of nodes) {
-    found.push(((node[SAID] || LOOKED_UP) / 100) * (node[PARENT] < 0 ? 1 : found[node[PARENT]]));
+    found.push(((node[SAID] ?? LOOKED_UP) / 100) * (node[PARENT] < 0 ? 1 : found[node[PARENT]]));
   }
   return found;
 }
