@@ -119,6 +119,7 @@ class Answering:
     submissions: list[Submission] = field(default_factory=list)
     outputs: dict[int, Output] = field(default_factory=dict)
     said: int = 0  # tokens so far
+    heard: dict[int, float] = field(default_factory=dict)  # when there was last something new of each answer
 
     def submit(self) -> None:
         """Send everything to the engine."""
@@ -183,6 +184,10 @@ class Answering:
     def _told(self, index: int, chunk: Chunk) -> list[BaseModel]:
         """What an engine's chunk makes a client hear."""
         self.said += len(chunk.pieces)
+        now = time.monotonic()
+        if index in self.heard:
+            self.serving.metrics.chunk(now - self.heard[index])
+        self.heard[index] = now
         part = self.form.part(index, chunk.pieces) if chunk.pieces else None
         told = [] if part is None else [part]
         if chunk.output is None:

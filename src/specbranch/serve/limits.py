@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specbranch.serve.errors import ApiError, too_many
@@ -109,7 +110,7 @@ class BodyLimit:
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._most:
-                raise self._error()
+                raise HTTPException(413, str(self._error()))  # FastAPI lets no other pass that is met in a body
             return message
 
         await self._app(scope, counted, send)
