@@ -43,6 +43,7 @@ MOST_RACED = 128
 RACE_SECONDS = 20  # that one takes, about
 MOST_TEXT = 16_000  # characters of a message
 NODES = 48  # of a tree: more are not seen
+TURN = 2  # messages: a question and its answer
 Told = dict[str, Any]  # one event
 Role = Literal["system", "user", "assistant"]
 
@@ -111,14 +112,16 @@ class Live:
 
     def chat(self, asked: LiveChat, admitted: Admitted) -> EventStream:
         """Answer a conversation: pieces of text with their origins, and the rounds they came in."""
-        conversation = [{"role": one.role, "content": one.content} for one in asked.messages]
         params = SamplingParams(
             temperature=asked.temperature, seed=asked.seed, max_tokens=self._tokens(asked.max_tokens)
         )
+        prompt, left_out = self._fitting([one.model_dump() for one in asked.messages], params.max_tokens)
         seen = Seen()
-        submission = self._submit(conversation, params, asked.method, seen)
+        submission = self._submit(prompt, params, asked.method, seen)
 
         async def told() -> AsyncGenerator[Told, None]:
+            if left_out:
+                yield {"pieces": [], "frames": [], "done": None, "left_out": left_out}
             async for chunk in submission:
                 yield self._chunk(chunk, seen.take())
 
@@ -178,7 +181,18 @@ class Live:
             async for chunk in chunks:
                 yield chunk
 
-    def _submit(self, prompt: Any, params: SamplingParams, method: str | None, seen: Seen) -> Submission:
+    def _fitting(self, messages: list[dict[str, str]], tokens: int) -> tuple[list[int], int]:
+        """A conversation as token ids, and how many of its oldest messages were left out so that an answer has room:
+        all that it may have, but no more than a quarter of the context."""
+        engine = self._serving.engine
+        most = engine.context_length - min(tokens, engine.context_length // 4)
+        for left_out in range(0, len(messages), TURN):
+            prompt = engine.tokenizer.chat(messages[left_out:])
+            if len(prompt) <= most:
+                break
+        return prompt, left_out
+
+    def _submit(self, prompt: list[int], params: SamplingParams, method: str | None, seen: Seen) -> Submission:
         return self._serving.engine.submit(
             prompt,
             params,

@@ -56,34 +56,36 @@ class Answer {
     for (const [text, origin] of told.pieces) this.add(text, origin);
     this.frames.push(...told.frames);
     this.lanes.add(told.frames);
+    if (told.left_out) this.note(`The context is full: ${told.left_out} of the oldest messages ${told.left_out === 1 ? "was" : "were"} left out.`);
     this.count(told.done);
     if (told.done) this.finish(told.done);
   }
 
   add(text, origin) {
     const span = Object.assign(document.createElement("span"), { className: `tok ${origin}` });
-    const [, before, inked, behind] = /^(\s*)([^]*?)(\s*)$/.exec(text); // spaces are not underlined
+    const [, before, inked, behind] = text.trim() ? /^(\s*)([^]*?)(\s*)$/.exec(text) : ["", "", text, ""]; // spaces beside ink are not underlined
     span.append(before, Object.assign(document.createElement("b"), { textContent: inked }), behind);
-    span.setAttribute("role", "button");
-    span.tabIndex = this.words.length ? -1 : 0; // one stop for the whole answer; arrows go on from there
+    if (text) { // else it is half a character, or an end
+      span.setAttribute("role", "button");
+      if (!text.trim()) span.setAttribute("aria-label", text.includes("\n") ? "line break" : "space");
+      span.tabIndex = this.words.some((one) => one.text) ? -1 : 0; // one stop for the whole answer; arrows go on from there
+    }
     this.words.push({ text, origin, span });
     this.text += text;
     this.box.append(span);
   }
 
   key(event) {
-    const at = this.at(event.target), last = this.words.length - 1;
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last }[event.key];
-    if (at < 0) return;
-    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.choose(at); return; }
-    if (to === undefined) return;
+    const seen = this.words.map((one, at) => at).filter((at) => this.words[at].text), nth = seen.indexOf(this.at(event.target));
+    const to = { ArrowRight: nth + 1, ArrowLeft: nth - 1, Home: 0, End: seen.length - 1, Enter: nth, " ": nth }[event.key];
+    if (nth < 0 || to === undefined) return;
     event.preventDefault();
-    this.choose(Math.min(Math.max(to, 0), last));
+    this.choose(seen[Math.min(Math.max(to, 0), seen.length - 1)]);
   }
 
   choose(at) {
     document.querySelectorAll(".tok.chosen").forEach((one) => { one.classList.remove("chosen"); one.removeAttribute("aria-pressed"); });
-    this.words.forEach((one, n) => { one.span.tabIndex = n === at ? 0 : -1; });
+    this.words.forEach((one, n) => { if (one.text) one.span.tabIndex = n === at ? 0 : -1; });
     const { span } = this.words[at];
     span.classList.add("chosen");
     span.setAttribute("aria-pressed", "true");
@@ -106,17 +108,18 @@ class Answer {
 
   finish(done) {
     if (done.error) { this.fail(done.error); return; }
-    const sum = document.createElement("span");
-    sum.className = "sum";
     const why = { stop: "it ended by itself", length: "it was cut at the limit" }[done.finish_reason] || done.finish_reason;
-    sum.textContent = `${done.tokens} tokens by ${done.method}; ${why}; first one after ${Math.round(done.ttft_seconds * 1000)} ms`;
-    this.box.append(sum);
+    this.note(`${done.tokens} tokens by ${done.method}; ${why}; first one after ${Math.round(done.ttft_seconds * 1000)} ms`);
     this.box.dataset.done = done.finish_reason;
   }
 
   fail(words) {
-    this.box.append(Object.assign(document.createElement("span"), { className: "sum bad", textContent: words }));
+    this.note(words, "sum bad");
     this.box.dataset.done = "error";
+  }
+
+  note(words, kind = "sum") {
+    this.box.append(Object.assign(document.createElement("span"), { className: kind, textContent: words }));
   }
 }
 

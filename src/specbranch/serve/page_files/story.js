@@ -17,7 +17,7 @@ export function tell(words, frames, at) {
     .sort((a, b) => frame.nodes[b][SAID] - frame.nodes[a][SAID]);
   const title = document.createElement("h3");
   title.append(quoted(text), ` ${headline(origin)}`);
-  box.replaceChildren(title, line(...proposal(frame, node, nth)), line(...lost(frame, rivals)));
+  box.replaceChildren(title, line(...proposal(frame, node, origin)), line(...lost(frame, rivals)));
   const last = at - nth > 0 ? words[at - nth - 1].text : "";
   if (frame.nodes.length) box.append(twigs(frame, word(last || " "), node, box.clientWidth - 40));
   return frame;
@@ -36,9 +36,12 @@ function headline(origin) {
   return { target: "is the target's own word.", draft: "was drafted, and the target confirmed it.", branch: "is the target's own word, and a branch had foreseen it." }[origin];
 }
 
-function proposal(frame, node, nth) {
+function proposal(frame, node, origin) {
   const sent = frame.nodes.filter((one) => one[SENT]).length;
   const checked = sent ? ` The target judged ${sent} drafted token${sent === 1 ? "" : "s"} in that forward and took ${frame.path.length}.` : "";
+  if (node === null && origin === "branch") {
+    return [`It had been looked up in the text so far, and needed no check: the target said it in round ${frame.number}.${checked}`];
+  }
   if (node === null || node === undefined) {
     return [frame.number === 0 ? "It is the first word, said when the prompt was read." : `Nobody had proposed it: the target said it in round ${frame.number}.${checked}`];
   }
