@@ -22,11 +22,12 @@ def joined(told: list[dict[str, Any]]) -> str:
     return "".join(text for one in told for text, _ in one.get("pieces", ()))
 
 
+@pytest.mark.parametrize("clock", [WALL, "c10"])
 @pytest.mark.parametrize("method", [None, *RACERS])
 def test_a_chat_is_the_text_of_the_engine_with_all_its_rounds(
-    served: Running, reference: LLM, method: str | None
+    served: Running, reference: LLM, method: str | None, clock: str
 ) -> None:
-    told = events(served.post(CHAT, {**ASKED, "method": method, "temperature": 0.8, "seed": 4}))
+    told = events(served.post(CHAT, {**ASKED, "method": method, "clock": clock, "temperature": 0.8, "seed": 4}))
     expected = reference.chat(ASKED["messages"], SamplingParams(temperature=0.8, seed=4, max_tokens=40))
     pieces = [piece for one in told for piece in one["pieces"]]
     assert joined(told) == expected.text == told[-1]["done"]["text"]
@@ -90,8 +91,13 @@ def test_races_are_run_one_at_a_time_and_by_known_clocks(served: Running) -> Non
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(CHAT, {**ASKED, "max_tokens": 400}), (RACE, RACED), (RACE, {**RACED, "clock": "c10", "max_tokens": 100})],
-    ids=["chat", "race", "modelled race"],
+    [
+        (CHAT, {**ASKED, "max_tokens": 400}),
+        (CHAT, {**ASKED, "max_tokens": 400, "clock": "c10"}),
+        (RACE, RACED),
+        (RACE, {**RACED, "clock": "c10", "max_tokens": 100}),
+    ],
+    ids=["chat", "modelled chat", "race", "modelled race"],
 )
 def test_whoever_leaves_takes_the_request_along(served: Running, path: str, body: dict[str, Any]) -> None:
     visitor = Visitor(served.url, path, body)
@@ -99,6 +105,18 @@ def test_whoever_leaves_takes_the_request_along(served: Running, path: str, body
     visitor.leave()
     until(served.is_idle)
     assert events(served.post(CHAT, ASKED))[-1]["done"]["tokens"] <= 40
+    until(served.is_idle)
+
+
+def test_whoever_leaves_before_the_first_word_is_forgotten(served: Running) -> None:
+    before = served.engine.stats().cancelled
+    with served.held():
+        waiting = [Visitor(served.url, CHAT, {**ASKED, "max_tokens": 400}) for _ in range(3)]
+        until(lambda: served.server._limits.requests == 3)
+        for visitor in waiting:
+            visitor.leave()
+        until(lambda: served.server._limits.requests == 0)
+    until(lambda: served.engine.stats().cancelled == before + 3)
     until(served.is_idle)
 
 
@@ -110,6 +128,7 @@ def test_whoever_leaves_takes_the_request_along(served: Running, path: str, body
         {**ASKED, "temperature": -1},
         {**ASKED, "colour": "green"},
         {**ASKED, "method": "quickest"},
+        {**ASKED, "clock": "c11"},
         {"messages": [{"role": "user", "content": "word " * 2000}]},
     ],
 )
@@ -132,3 +151,16 @@ def test_limits_and_keys_hold_for_the_page_too(pair: tuple[str, str], tmp_path: 
             admitted = found.server._limits.admit("alice", 1)
             assert found.post(CHAT, ASKED, **allowed).status_code == 429
             admitted.leave()
+
+
+def test_modelled_seconds_are_in_no_metric(served: Running) -> None:
+    def answered() -> float:
+        lines = served.http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2]) for line in lines if line.startswith("specbranch:request_success_total")
+        )
+
+    before = answered()
+    for clock, more in (("c10", 0), (WALL, 1)):
+        served.post(CHAT, {**ASKED, "clock": clock})
+        assert answered() == before + more

@@ -64,7 +64,8 @@ class LiveChat(BaseModel):
     max_tokens: int = Field(256, ge=1, le=MOST_TOKENS)
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    method: str | None = Field(None, max_length=40)
+    method: str | None = Field(None, max_length=40)  # nothing: the server's own
+    clock: str = Field(WALL, max_length=40)
 
 
 class LiveRace(BaseModel):
@@ -117,16 +118,18 @@ class Live:
         )
         prompt, left_out = self._fitting([one.model_dump() for one in asked.messages], params.max_tokens)
         seen = Seen()
-        submission = self._submit(prompt, params, asked.method, seen)
+        chunks, cancel = self._decoding(asked.method, prompt, params, asked.clock, seen)
 
         async def told() -> AsyncGenerator[Told, None]:
             if left_out:
                 yield {"pieces": [], "frames": [], "done": None, "left_out": left_out}
-            async for chunk in submission:
-                yield self._chunk(chunk, seen.take())
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self._count(chunk, asked.clock)
+                    yield self._chunk(chunk, seen.take())
 
-        def close() -> None:
-            submission.cancel()
+        def close() -> None:  # also where the first event was never asked for
+            cancel()
             admitted.leave()
 
         return EventStream(_written(told()), close)
@@ -143,10 +146,9 @@ class Live:
 
         return EventStream(_written(self._lanes(prompt, params, asked.clock)), close)
 
-    def check(self, asked: LiveRace) -> None:
-        """Refuse a race that cannot be run."""
-        if asked.clock not in (WALL, *CLOCKS):
-            raise BadParameter(f"clock is {asked.clock!r:.60}; expected one of {', '.join((WALL, *CLOCKS))}.")
+    def check_race(self, asked: LiveRace) -> None:
+        """Refuse a race by an unknown clock, and a second one."""
+        _check_clock(asked.clock)
         if self._races:
             raise too_many("Another race is being run. Try again when it is over.", RACE_SECONDS, "race_under_way")
 
@@ -154,32 +156,44 @@ class Live:
         for name in RACERS:
             yield {"lane": name}
             seen = Seen()
-            racer = self._by_wall if clock == WALL else partial(self._by_profile, clock)
-            async with aclosing(_lane(racer(name, prompt, params, seen), seen)) as events:
-                async for told in events:
-                    yield {"lane": name, **told}
+            try:
+                chunks, cancel = self._decoding(name, prompt, params, clock, seen)
+            except SpecBranchError as error:  # such as a method that needs a draft where there is none
+                yield {"lane": name, "error": str(error)}
+                continue
+            try:
+                async with aclosing(_lane(chunks, seen)) as events:
+                    async for told in events:
+                        yield {"lane": name, **told}
+            finally:
+                cancel()
 
-    async def _by_wall(
-        self, name: str, prompt: list[int], params: SamplingParams, seen: Seen
-    ) -> AsyncGenerator[Chunk, None]:
-        submission = self._submit(prompt, params, name, seen)
-        try:
-            async for chunk in submission:
-                yield chunk
-        finally:
-            submission.cancel()
+    def _decoding(
+        self, method: str | None, prompt: list[int], params: SamplingParams, clock: str, seen: Seen
+    ) -> tuple[AsyncGenerator[Chunk, None], Callable[[], None]]:
+        """Decode by a method, as any other request, or on a modelled clock between the rounds of others; returns the
+        chunks and a way to cancel them. A mistake of a request by the machine's clock is raised here."""
+        if clock != WALL:
+            _check_clock(clock)
+            made = partial(self._modelled_by, clock, method, prompt, params, seen)
+            return self._serving.engine.aside(made), lambda: None  # nothing is begun before a chunk is asked for
+        submission = self._serving.engine.submit(
+            prompt,
+            params,
+            method=method,
+            deadline=self._serving.settings.timeout,
+            streams=True,
+            on_round=seen.note,
+        )
+        return _chunks(submission), submission.cancel
 
-    async def _by_profile(
-        self, clock: str, name: str, prompt: list[int], params: SamplingParams, seen: Seen
-    ) -> AsyncGenerator[Chunk, None]:
-        def decoding(llm: LLM) -> Iterator[Chunk]:
-            if clock not in self._modelled:
-                self._modelled[clock] = llm.modelled(clock)
-            return self._modelled[clock].using(name).stream(prompt, params, seen.note)
-
-        async with aclosing(self._serving.engine.aside(decoding)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def _modelled_by(
+        self, clock: str, method: str | None, prompt: list[int], params: SamplingParams, seen: Seen, llm: LLM
+    ) -> Iterator[Chunk]:
+        if clock not in self._modelled:
+            self._modelled[clock] = llm.modelled(clock)
+        timed = self._modelled[clock]
+        return (timed.using(method) if method else timed).stream(prompt, params, seen.note)
 
     def _fitting(self, messages: list[dict[str, str]], tokens: int) -> tuple[list[int], int]:
         """A conversation as token ids, and how many of its oldest messages were left out so that an answer has room:
@@ -192,19 +206,13 @@ class Live:
                 break
         return prompt, left_out
 
-    def _submit(self, prompt: list[int], params: SamplingParams, method: str | None, seen: Seen) -> Submission:
-        return self._serving.engine.submit(
-            prompt,
-            params,
-            method=method,
-            deadline=self._serving.settings.timeout,
-            streams=True,
-            on_round=seen.note,
-        )
+    def _count(self, chunk: Chunk, clock: str) -> None:
+        """Count an answer that is finished; modelled seconds are not this server's."""
+        if clock == WALL and chunk.output is not None and chunk.output.error is None:
+            self._serving.metrics.asked(1)
+            self._serving.metrics.finished(chunk.output)
 
     def _chunk(self, chunk: Chunk, frames: list[Frame]) -> Told:
-        if chunk.output is not None and chunk.output.error is None:
-            self._serving.metrics.finished(chunk.output)
         return {
             "pieces": _pieces(chunk),
             "frames": [frame.trimmed(NODES).to_dict(self._serving.spelling.text) for frame in frames],
@@ -233,7 +241,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post("/race")
     async def race(request: Request, asked: LiveRace) -> EventStream:
-        live.check(asked)
+        live.check_race(asked)
         return _counted(admitted(request), partial(live.race, asked))
 
     return router
@@ -246,6 +254,16 @@ def _counted(admitted: Admitted, begin: Callable[[Admitted], EventStream]) -> Ev
     except BaseException:
         admitted.leave()
         raise
+
+
+def _check_clock(name: str) -> None:
+    if name not in (WALL, *CLOCKS):
+        raise BadParameter(f"clock is {name!r:.60}; expected one of {', '.join((WALL, *CLOCKS))}.")
+
+
+async def _chunks(submission: Submission) -> AsyncGenerator[Chunk, None]:
+    async for chunk in submission:
+        yield chunk
 
 
 async def _lane(chunks: AsyncGenerator[Chunk, None], seen: Seen) -> AsyncGenerator[Told, None]:

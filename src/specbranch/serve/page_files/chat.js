@@ -1,6 +1,6 @@
 // The live chat: words coloured by origin, the rounds they came in, and the story of each.
 
-import { ask, Refused } from "/page/live.js";
+import { ask, clocks, NAMES, onReady, Refused } from "/page/live.js";
 import { Lanes } from "/page/lanes.js";
 import { tell } from "/page/story.js";
 
@@ -10,6 +10,12 @@ export function chat() {
   const lanes = new Lanes(document.getElementById("lanes"), document.getElementById("lanes-scroll"));
   const said = []; // messages so far
   let running = null;
+
+  const method = document.getElementById("chat-method"), clock = document.getElementById("chat-clock");
+  onReady((about) => {
+    method.replaceChildren(new Option(`the server's own method: ${NAMES[about.method] || about.method}`, ""), ...about.racers.map((name) => new Option(NAMES[name] || name, name)));
+    clock.replaceChildren(...clocks(about));
+  });
 
   question.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
@@ -21,9 +27,9 @@ export function chat() {
     question.value = "";
     running = new AbortController();
     send.textContent = "Stop";
-    const answer = new Answer(talk, lanes, text);
+    const answer = new Answer(talk, lanes, text, clock.value !== "wall");
     try {
-      for await (const told of ask("/v1/live/chat", { messages: [...said, { role: "user", content: text }] }, running.signal)) answer.take(told);
+      for await (const told of ask("/v1/live/chat", { messages: [...said, { role: "user", content: text }], method: method.value || null, clock: clock.value }, running.signal)) answer.take(told);
       said.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
     } catch (error) {
       answer.fail(error.name === "AbortError" ? "Stopped." : error instanceof Refused ? error.message : "The server went away.");
@@ -35,8 +41,9 @@ export function chat() {
 
 // One answer: its words, its rounds, which word is selected.
 class Answer {
-  constructor(talk, lanes, question) {
+  constructor(talk, lanes, question, modelled) {
     this.lanes = lanes;
+    this.modelled = modelled;
     this.words = []; // {text, origin, span}
     this.frames = [];
     this.text = "";
@@ -109,7 +116,7 @@ class Answer {
   finish(done) {
     if (done.error) { this.fail(done.error); return; }
     const why = { stop: "it ended by itself", length: "it was cut at the limit" }[done.finish_reason] || done.finish_reason;
-    this.note(`${done.tokens} tokens by ${done.method}; ${why}; first one after ${Math.round(done.ttft_seconds * 1000)} ms`);
+    this.note(`${done.tokens} tokens by ${done.method}; ${why}; first one after ${Math.round(done.ttft_seconds * 1000)} ms${this.modelled ? "; all times are modelled, not measured" : ""}`);
     this.box.dataset.done = done.finish_reason;
   }
 

@@ -1,10 +1,9 @@
 // The race: the server decodes one prompt by four methods, one after the other; then all run side by side on the page, by
 // the times that were measured, or charged by a profile.
 
-import { ask, onReady, Refused } from "/page/live.js";
+import { ask, clocks, NAMES, onReady, Refused } from "/page/live.js";
 import { differences } from "/page/stage.js";
 
-const NAMES = { autoregressive: "Plain decoding", speculative: "Serial speculation", pearl: "PEARL", specbranch: "SpecBranch" };
 const LONGEST = 8; // seconds that the slowest takes on the page
 
 export function race() {
@@ -14,7 +13,7 @@ export function race() {
   let tracks = new Map(), running = null, shown = 0;
 
   onReady((about) => {
-    clock.replaceChildren(new Option("this machine's own", "wall"), ...Object.entries(about.clocks).map(([name, is]) => new Option(`modelled: ${is}`, name)));
+    clock.replaceChildren(...clocks(about));
     tracks = lay(list, about.racers);
   });
   form.addEventListener("submit", async (event) => {
@@ -43,7 +42,7 @@ export function race() {
 function label(clock) {
   return clock.value === "wall"
     ? "By this machine's clock, one method after the other, from each one's first token on; shown side by side. Other requests to this server slow a lane down. Where draft and target share a processor they take turns, and PEARL has little to win."
-    : `Modelled, not measured: decisions of the real models, time charged by the profile “${clock.value}” (${clock.selectedOptions[0].text.replace("modelled: ", "")}), from each one's first token on.`;
+    : `Modelled, not measured: decisions of the real models, time charged by the profile “${clock.value}” (${clock.selectedOptions[0].text.replace("a modelled clock: ", "")}), from each one's first token on.`;
 }
 
 function lay(list, names) {
@@ -61,7 +60,7 @@ class Track {
     this.error = "";
     this.box = Object.assign(document.createElement("li"), { className: "track" });
     const put = (tag, kind) => { const one = Object.assign(document.createElement(tag), { className: kind }); this.box.append(one); return one; };
-    put("h3", "").textContent = NAMES[name] || name;
+    put("h3", "").textContent = capital(NAMES[name] || name);
     this.bar = document.createElement("i");
     put("div", "bar").append(this.bar);
     this.gain = put("p", "gain");
@@ -86,6 +85,8 @@ class Track {
     this.gain.textContent = over && plain && this.seconds ? `${took} · ${(plain / this.seconds).toFixed(2)} ×` : took;
   }
 }
+
+function capital(text) { return text[0].toUpperCase() + text.slice(1); }
 
 function seconds(s) { return s >= 1 ? `${s.toFixed(2)} s` : `${Math.round(s * 1000)} ms`; }
 
