@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -32,6 +33,7 @@ from specbranch.serve.sending import DONE, GONE, ClientGone, EventStream, event,
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.usage import answer_metrics, usage, usage_so_far
 
+log = logging.getLogger("specbranch.serve")
 PromptScores = list[tuple[TokenLogprobs, ...]]  # of each prompt
 
 
@@ -177,7 +179,9 @@ class Answering:
                 yield self._event(self.form.end(index, "length"))
             if self.prepared.stream and self.prepared.stream.include_usage:
                 yield event(self._last())
-        except SpecBranchError as error:
+        except Exception as error:  # the status is sent already
+            if not isinstance(error, SpecBranchError):
+                log.error("A stream failed by a mistake of the program.", exc_info=error)
             yield event(json.dumps(of_engine(error).body()))
         yield DONE
 

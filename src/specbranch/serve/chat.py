@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from specbranch.answer import Output, Piece
 from specbranch.serve.answering import PromptScores, reason_of, respond
+from specbranch.serve.notes import note_of
 from specbranch.serve.prompts import conversation, prepared
 from specbranch.serve.protocol import AssistantMessage, ChatChoice, ChatLogprobs, ChatRequest, ChatResponse, Reason
 from specbranch.serve.serving import Serving, serving_of
@@ -28,6 +29,7 @@ async def chat(asked: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     serving = serving_of(request)
     serving.check_model(asked.model)
+    serving.limits.check(note_of(request.scope).key)
     ids = await asyncio.to_thread(_encoded, serving, asked)
     given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     top = (asked.top_logprobs or 0) if asked.logprobs or asked.top_logprobs is not None else None

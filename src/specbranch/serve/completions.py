@@ -17,6 +17,7 @@ from starlette.responses import Response
 from specbranch.answer import Output, Piece
 from specbranch.serve.answering import PromptScores, reason_of, respond
 from specbranch.serve.errors import ApiError
+from specbranch.serve.notes import note_of
 from specbranch.serve.prompts import prepared
 from specbranch.serve.protocol import (
     CompletionChoice,
@@ -36,6 +37,7 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     """Go on with a text."""
     serving = serving_of(request)
     serving.check_model(asked.model)
+    serving.limits.check(note_of(request.scope).key)
     if asked.max_tokens == 0 and not asked.echo:
         raise ApiError(400, "max_tokens is 0, so there is nothing to answer; that is for echo.", param="max_tokens")
     prompts = await asyncio.to_thread(_prompts, serving, asked)

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from specbranch.errors import BadParameter, CacheFull, DeadlinePassed, RequestCancelled, SpecBranchError, unknown
 from specbranch.serve.parameters import REFUSED
 from specbranch.serve.protocol import NAMES, NESTED_NAMES
+from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOPS
 
 INVALID = "invalid_request_error"
 RESPONSES = (
@@ -28,9 +29,9 @@ RESPONSES = (
 EXPECTED = {  # of parameters that have several forms
     "prompt": "a text, token ids, or a list of either, none of them empty",
     "messages": 'a list of messages such as {"role": "user", "content": "Hello"}, whose content is text',
-    "stop": "a text or a list of texts",
+    "stop": f"a text or up to {MOST_STOPS} texts, of up to {LONGEST_STOP} characters",
     "speculative": 'true, false, or an object such as {"method": "pearl"}, with method, policy and off',
-    "logit_bias": "token ids with numbers from -100 to 100",
+    "logit_bias": f"up to {MOST_BIASES} token ids with numbers from -100 to 100",
 }
 
 

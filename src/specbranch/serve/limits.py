@@ -1,7 +1,7 @@
 """How much is let in: requests at a time, of all and of each key, and bytes of a body.
 
 Owns the counts of what is under way. Invariants: whatever was admitted is counted out once, however it ended; a request
-that is refused has cost nothing.
+that is refused has cost next to nothing.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ class Limits:
 
     def admit(self, key: str | None, samples: int) -> Admitted:
         """Let a request in, or refuse it."""
+        self.check(key, samples)
+        self.samples += samples
+        self.requests += 1
+        self._of_key[key or ""] += 1
+        return Admitted(self, key, samples)
+
+    def check(self, key: str | None, samples: int = 1) -> None:
+        """Refuse a request for which there is no room; it is worth asking before its prompt is made tokens of."""
         if self.closing:
             raise self._refusal("closing", self._is_closing())
         most = self._settings.max_batch + self._settings.max_queue
@@ -63,10 +71,6 @@ class Limits:
         if key is not None and self._of_key[key] >= self._settings.max_per_key:
             said = f"This key has {self._of_key[key]} requests under way, which is the most. Wait for one of them."
             raise self._refusal("key", too_many(said, self._wait(), "too_many_requests"))
-        self.samples += samples
-        self.requests += 1
-        self._of_key[key or ""] += 1
-        return Admitted(self, key, samples)
 
     def count_out(self, admitted: Admitted) -> None:
         """Note that a request has ended."""

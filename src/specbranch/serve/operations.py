@@ -63,14 +63,14 @@ async def detokenize(asked: DetokenizeRequest, request: Request) -> DetokenizeRe
     return DetokenizeResponse(prompt=serving.engine.tokenizer.decode(asked.tokens, skip_special=False))
 
 
-@router.get("/health")
+@router.get("/health", responses={503: {"description": "The engine has ended."}})
 async def health(request: Request) -> Response:
     """Whether the engine lives; if not, the server has to be started again."""
     alive = serving_of(request).engine.is_alive
     return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
 
 
-@router.get("/ready")
+@router.get("/ready", responses={503: {"description": "No requests are taken."}})
 async def ready(request: Request) -> Response:
     """Whether requests are taken."""
     serving = serving_of(request)
@@ -84,7 +84,7 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> PlainTextResponse:
     """Tell Prometheus."""
     serving = serving_of(request)

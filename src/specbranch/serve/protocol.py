@@ -5,16 +5,19 @@ Owns names, types and ranges; the OpenAPI document is made of them. What a param
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from specbranch.config import PolicyName
+from specbranch.core.methods import METHODS
 from specbranch.serve.parameters import without_neutral
-from specbranch.serve.settings import MOST_LOGPROBS, MOST_SAMPLES
+from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_LOGPROBS, MOST_SAMPLES, MOST_STOPS
 
 LARGEST = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 Reason = Literal["stop", "length"]
 
 
@@ -40,8 +43,8 @@ class StreamOptions(Body):
 class SpeculativeChoice(Body):
     """How this request is decoded; its text is the same whatever is chosen."""
 
-    method: str | None = None
-    policy: str | None = None
+    method: str | None = Field(None, description=f"One of {', '.join(METHODS)}.")
+    policy: str | None = Field(None, description=f"One of {', '.join(get_args(PolicyName))}.")
     off: bool = False
 
 
@@ -56,11 +59,11 @@ class GenerationRequest(Body):
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASES)
     seed: int | None = Field(None, ge=-LARGEST - 1, le=LARGEST)
     n: int = Field(1, ge=1, le=MOST_SAMPLES)
     min_tokens: int = Field(0, ge=0, le=LARGEST)
-    stop: str | list[str] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     stream: bool = False

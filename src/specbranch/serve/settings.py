@@ -13,6 +13,8 @@ from specbranch.errors import BadParameter
 
 MOST_SAMPLES = 128  # of one request: n times its prompts
 MOST_LOGPROBS = 20  # of the likeliest tokens told at a place
+MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is looked for at every token, while others wait
+MOST_BIASES = 1024  # tokens: each is written into every row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
