@@ -189,6 +189,8 @@ def test_everything_can_be_done_by_keyboard(visit: Visit) -> None:
     assert visit.page.locator("#story h3").count() == 1
     keyboard.press("End")
     assert "chosen" in words.last.get_attribute("class")
+    keyboard.press("Escape")
+    assert visit.page.locator(".tok.chosen, #story.told").count() == 0
     tab_to("race-go")
     keyboard.press("Enter")
     visit.page.wait_for_selector("#tracks[data-done]")

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 WALL = "wall"
 CLOCKS = {  # profiles that the page offers beside the machine's own clock
-    "c10": "two devices, a target forward costs 10 draft steps",
-    "h200-68m-7b": "one H200, costs of models of 68M and 7B",
+    "c10": "two devices, target = 10 draft steps",
+    "h200-68m-7b": "one H200, costs of 68M and 7B",
 }
 RACERS = ("autoregressive", "speculative", "pearl", "specbranch")
 MOST_TOKENS = 512  # of an answer on the page
@@ -44,7 +44,7 @@ RACE_SECONDS = 20  # that one takes, about
 MOST_TEXT = 16_000  # characters of a message
 NODES = 48  # of a tree: more are not seen
 TURN = 2  # messages: a question and its answer
-Told = dict[str, Any]  # one event
+LiveEvent = dict[str, Any]  # one event
 Role = Literal["system", "user", "assistant"]
 
 
@@ -77,7 +77,7 @@ class LiveRace(BaseModel):
     max_tokens: int = Field(64, ge=2, le=MOST_RACED)
 
 
-class Seen:
+class Witness:
     """The rounds of a request as frames: noted in the engine's thread, made and taken in the server's."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Live:
         self._races = False  # one at a time: its lanes are to have the machine to themselves
         self._modelled: dict[str, LLM] = {}  # by clock; a planner learns from race to race, in the engine's thread
 
-    def about(self) -> Told:
+    def about(self) -> LiveEvent:
         """What there is to be asked."""
         return {
             "model": self._serving.model,
@@ -117,10 +117,10 @@ class Live:
             temperature=asked.temperature, seed=asked.seed, max_tokens=self._tokens(asked.max_tokens)
         )
         prompt, left_out = self._fitting([one.model_dump() for one in asked.messages], params.max_tokens)
-        seen = Seen()
+        seen = Witness()
         chunks, cancel = self._decoding(asked.method, prompt, params, asked.clock, seen)
 
-        async def told() -> AsyncGenerator[Told, None]:
+        async def told() -> AsyncGenerator[LiveEvent, None]:
             if left_out:
                 yield {"pieces": [], "frames": [], "done": None, "left_out": left_out}
             async with aclosing(chunks):
@@ -152,10 +152,10 @@ class Live:
         if self._races:
             raise too_many("Another race is being run. Try again when it is over.", RACE_SECONDS, "race_under_way")
 
-    async def _lanes(self, prompt: list[int], params: SamplingParams, clock: str) -> AsyncGenerator[Told, None]:
+    async def _lanes(self, prompt: list[int], params: SamplingParams, clock: str) -> AsyncGenerator[LiveEvent, None]:
         for name in RACERS:
             yield {"lane": name}
-            seen = Seen()
+            seen = Witness()
             try:
                 chunks, cancel = self._decoding(name, prompt, params, clock, seen)
             except SpecBranchError as error:  # such as a method that needs a draft where there is none
@@ -169,7 +169,7 @@ class Live:
                 cancel()
 
     def _decoding(
-        self, method: str | None, prompt: list[int], params: SamplingParams, clock: str, seen: Seen
+        self, method: str | None, prompt: list[int], params: SamplingParams, clock: str, seen: Witness
     ) -> tuple[AsyncGenerator[Chunk, None], Callable[[], None]]:
         """Decode by a method, as any other request, or on a modelled clock between the rounds of others; returns the
         chunks and a way to cancel them. A mistake of a request by the machine's clock is raised here."""
@@ -188,7 +188,7 @@ class Live:
         return _chunks(submission), submission.cancel
 
     def _modelled_by(
-        self, clock: str, method: str | None, prompt: list[int], params: SamplingParams, seen: Seen, llm: LLM
+        self, clock: str, method: str | None, prompt: list[int], params: SamplingParams, seen: Witness, llm: LLM
     ) -> Iterator[Chunk]:
         if clock not in self._modelled:
             self._modelled[clock] = llm.modelled(clock)
@@ -212,7 +212,7 @@ class Live:
             self._serving.metrics.asked(1)
             self._serving.metrics.finished(chunk.output)
 
-    def _chunk(self, chunk: Chunk, frames: list[Frame]) -> Told:
+    def _chunk(self, chunk: Chunk, frames: list[Frame]) -> LiveEvent:
         return {
             "pieces": _pieces(chunk),
             "frames": [frame.trimmed(NODES).to_dict(self._serving.spelling.text) for frame in frames],
@@ -266,7 +266,7 @@ async def _chunks(submission: Submission) -> AsyncGenerator[Chunk, None]:
         yield chunk
 
 
-async def _lane(chunks: AsyncGenerator[Chunk, None], seen: Seen) -> AsyncGenerator[Told, None]:
+async def _lane(chunks: AsyncGenerator[Chunk, None], seen: Witness) -> AsyncGenerator[LiveEvent, None]:
     """The events of one racer, times in seconds since its first token; what it cannot do is an event, too."""
     first: float | None = None
     async with aclosing(chunks):
@@ -280,7 +280,7 @@ async def _lane(chunks: AsyncGenerator[Chunk, None], seen: Seen) -> AsyncGenerat
             yield {"error": str(error)}
 
 
-async def _written(told: AsyncGenerator[Told, None]) -> AsyncGenerator[bytes, None]:
+async def _written(told: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(told):
         try:
             async for one in told:
@@ -294,7 +294,7 @@ def _pieces(chunk: Chunk) -> list[list[str]]:
     return [[piece.text, piece.origin] for piece in chunk.pieces]
 
 
-def _done(output: Output | None) -> Told | None:
+def _done(output: Output | None) -> LiveEvent | None:
     """What a finished answer did."""
     if output is None:
         return None

@@ -2,7 +2,7 @@
 
 import { ask, clocks, NAMES, onReady, Refused } from "/page/live.js";
 import { Lanes } from "/page/lanes.js";
-import { tell } from "/page/story.js";
+import { hush, tell } from "/page/story.js";
 
 export function chat() {
   const form = document.getElementById("ask"), question = document.getElementById("question");
@@ -53,6 +53,7 @@ class Answer {
     this.box.setAttribute("aria-label", "Answer; arrow keys go from word to word");
     talk.append(asked, this.box);
     lanes.clear();
+    this.forget();
     this.box.addEventListener("click", (event) => { const at = this.at(event.target); if (at >= 0) this.choose(at); });
     this.box.addEventListener("keydown", (event) => this.key(event));
   }
@@ -83,6 +84,7 @@ class Answer {
   }
 
   key(event) {
+    if (event.key === "Escape") { this.forget(); return; }
     const seen = this.words.map((one, at) => at).filter((at) => this.words[at].text), nth = seen.indexOf(this.at(event.target));
     const to = { ArrowRight: nth + 1, ArrowLeft: nth - 1, Home: 0, End: seen.length - 1, Enter: nth, " ": nth }[event.key];
     if (nth < 0 || to === undefined) return;
@@ -90,8 +92,14 @@ class Answer {
     this.choose(seen[Math.min(Math.max(to, 0), seen.length - 1)]);
   }
 
-  choose(at) {
+  // Nothing is selected any more.
+  forget() {
     document.querySelectorAll(".tok.chosen").forEach((one) => { one.classList.remove("chosen"); one.removeAttribute("aria-pressed"); });
+    hush();
+  }
+
+  choose(at) {
+    this.forget();
     this.words.forEach((one, n) => { if (one.text) one.span.tabIndex = n === at ? 0 : -1; });
     const { span } = this.words[at];
     span.classList.add("chosen");

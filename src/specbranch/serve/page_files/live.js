@@ -15,7 +15,7 @@ function headers() {
 // What methods are called on this page, and the clocks to choose from.
 export const NAMES = { autoregressive: "plain decoding", speculative: "serial speculation", pearl: "PEARL", specbranch: "SpecBranch" };
 export function clocks(about) {
-  return [new Option("this machine's clock", "wall"), ...Object.entries(about.clocks).map(([name, is]) => new Option(`a modelled clock: ${is}`, name))];
+  return [new Option("this machine's clock", "wall"), ...Object.entries(about.clocks).map(([name, is]) => new Option(`modelled: ${is}`, name))];
 }
 
 // Ask who is there; if a key is wanted, ask for it.

@@ -42,7 +42,7 @@ export function race() {
 function label(clock) {
   return clock.value === "wall"
     ? "By this machine's clock, one method after the other, from each one's first token on; shown side by side. Other requests to this server slow a lane down. Where draft and target share a processor they take turns, and PEARL has little to win."
-    : `Modelled, not measured: decisions of the real models, time charged by the profile “${clock.value}” (${clock.selectedOptions[0].text.replace("a modelled clock: ", "")}), from each one's first token on.`;
+    : `Modelled, not measured: decisions of the real models, time charged by the profile “${clock.value}” (${clock.selectedOptions[0].text.replace("modelled: ", "")}), from each one's first token on.`;
 }
 
 function lay(list, names) {

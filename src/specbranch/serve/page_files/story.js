@@ -17,10 +17,18 @@ export function tell(words, frames, at) {
     .sort((a, b) => frame.nodes[b][SAID] - frame.nodes[a][SAID]);
   const title = document.createElement("h3");
   title.append(quoted(text), ` ${headline(origin)}`);
+  box.classList.add("told");
   box.replaceChildren(title, line(...proposal(frame, node, origin)), line(...lost(frame, rivals)));
   const last = at - nth > 0 ? words[at - nth - 1].text : "";
   if (frame.nodes.length) box.append(twigs(frame, word(last || " "), node, box.clientWidth - 40));
   return frame;
+}
+
+// Say nothing of any word.
+export function hush() {
+  const box = document.getElementById("story");
+  box.classList.remove("told");
+  box.replaceChildren(Object.assign(line("Select a word of the answer: who proposed it, and what lost."), { className: "note" }));
 }
 
 function frameOf(frames, at) {
@@ -46,9 +54,9 @@ function proposal(frame, node, origin) {
     return [frame.number === 0 ? "It is the first word, said when the prompt was read." : `Nobody had proposed it: the target said it in round ${frame.number}.${checked}`];
   }
   const one = frame.nodes[node];
-  const who = one[SAID] >= 0 && one[SAID] !== null ? `The draft gave it ${percent(one[SAID])}` : "It was looked up in the text so far, where the same words stood before";
-  const when = one[GIVEN] < frame.number ? `in round ${one[GIVEN]}, before the target asked` : `in round ${frame.number}`;
-  return [`${who}, ${when}; it was settled in round ${frame.number}.${checked}`];
+  const who = one[SAID] >= 0 && one[SAID] !== null ? `The draft gave it ${percent(one[SAID])}` : "It was looked up in the text so far, where the same words stood before it,";
+  const when = one[GIVEN] < frame.number ? `in round ${one[GIVEN]}; it was settled in round ${frame.number}` : `while the target was at work in round ${frame.number}`;
+  return [`${who} ${when}.${checked}`];
 }
 
 function lost(frame, rivals) {
