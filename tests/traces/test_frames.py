@@ -116,6 +116,7 @@ def test_a_trimmed_frame_says_the_same(name: str) -> None:
         trimmed = frame.trimmed(12)
         assert said(trimmed) == said(frame) and (trimmed.hit is None) == (frame.hit is None)
         assert len(trimmed.nodes) <= max(12, len(frame.path) + 1)
+        assert trimmed.drafted == frame.drafted == sum(node.given == frame.number for node in frame.nodes)
         assert all(node.parent < at for at, node in enumerate(trimmed.nodes))
         for above, node in itertools.pairwise((-1, *trimmed.path)):
             assert trimmed.nodes[node].parent == above

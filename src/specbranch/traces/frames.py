@@ -43,6 +43,7 @@ class Frame:
     draft: tuple[float, float] | None  # seconds, on the executor's clock
     target: tuple[float, float] | None
     nodes: tuple[DrawnNode, ...]  # parents before their children
+    drafted: int  # tokens that came to the tree in this round, also those that a trimmed frame does not show
     path: tuple[int, ...] = ()  # the nodes that the target took
     token: int | None = None  # its own, behind them; nothing where it judged nothing
     hit: int | None = None  # the node that had foreseen it
@@ -91,6 +92,7 @@ class Frame:
             "draft": self.draft and [round(time, 6) for time in self.draft],
             "target": self.target and [round(time, 6) for time in self.target],
             "nodes": nodes,
+            "drafted": self.drafted,
             "path": list(self.path),
             "token": self.token,
             "text": None if self.token is None else spell(self.token),
@@ -108,7 +110,7 @@ class Film:
 
     def see(self, orders: Orders, reports: Reports, added: int) -> Frame | None:
         """Return a round as a frame; nothing for one in which no model worked."""
-        spans = _times(reports.drafting), _times(reports.verifying)
+        spans = _times(reports.drafting), _times(reports.verifying, reports.verdict is not None)
         if not any(spans):
             return None
         self._number += 1
@@ -117,15 +119,16 @@ class Film:
         if _is_plain(orders):
             self._lines = {}
         if verify is None or verdict is None:
-            return Frame(self._number, *spans, self._nodes(()))
+            return Frame(self._number, *spans, self._nodes(()), self._drafted())
         lines = _verified(verify)
         self._add((line, 0.0) for line in lines)
-        nodes, places = self._nodes(lines), {line: at for at, line in enumerate(self._lines)}
+        nodes, drafted = self._nodes(lines), self._drafted()
+        places = {line: at for at, line in enumerate(self._lines)}
         path = tuple(places[lines[node]] for node in verdict.path)
         top = (*(verify.tokens[node] for node in verdict.path), verdict.token)
         hit = places.get(top)
         self._lines = {line[len(top) :]: one for line, one in self._lines.items() if _is_below(line, top)}
-        return Frame(self._number, *spans, nodes, path, verdict.token, hit, added)
+        return Frame(self._number, *spans, nodes, drafted, path, verdict.token, hit, added)
 
     def _take_in(self, orders: Orders, reports: Reports) -> None:
         if isinstance(orders.draft, Grow):
@@ -144,6 +147,9 @@ class Film:
                 self._lines.setdefault(line[:end], _Drafted(0.0, self._number))
             self._lines.setdefault(line, _Drafted(said, self._number))
 
+    def _drafted(self) -> int:
+        return sum(one.given == self._number for one in self._lines.values())
+
     def _nodes(self, sent: Iterable[FrameLine]) -> tuple[DrawnNode, ...]:
         places, judged = {line: at for at, line in enumerate(self._lines)}, set(sent)
         return tuple(
@@ -156,8 +162,9 @@ def _percent(said: float) -> int | None:
     return round(said * 100) if said else None
 
 
-def _times(span: Span | None) -> tuple[float, float] | None:
-    return (span.start, span.end) if span and span.end > span.start else None
+def _times(span: Span | None, counts: bool = False) -> tuple[float, float] | None:
+    """When a model worked; a span without length is none, unless something came of it."""
+    return (span.start, span.end) if span and (counts or span.end > span.start) else None
 
 
 def _is_plain(orders: Orders) -> bool:

@@ -69,7 +69,7 @@ export class Lanes {
     }
     if (frame.draft) {
       const [y, high] = ROWS.draft, x = this.x(frame.draft[0]), wide = this.x(frame.draft[1]) - x - 1.5;
-      const born = frame.nodes.filter((one) => one[GIVEN] === frame.number).length, used = this.used.get(frame.number) || 0;
+      const born = frame.drafted, used = this.used.get(frame.number) || 0;
       bar(pen, x, y, wide, high, colour("--lost"));
       if (born && used) bar(pen, x, y + high * (1 - Math.min(used / born, 1)), wide, high * Math.min(used / born, 1), colour("--kept"));
     }

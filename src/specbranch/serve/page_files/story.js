@@ -20,7 +20,7 @@ export function tell(words, frames, at) {
   box.classList.add("told");
   box.replaceChildren(title, line(...proposal(frame, node, origin)), line(...lost(frame, rivals)));
   const last = at - nth > 0 ? words[at - nth - 1].text : "";
-  if (frame.nodes.length) box.append(twigs(frame, word(last || " "), node, box.clientWidth - 40));
+  if (frame.nodes.length) box.append(twigs(frame, word(last || " "), node, new Set(rivals), box.clientWidth - 40));
   return frame;
 }
 
@@ -84,10 +84,10 @@ function line(...parts) {
 }
 
 // The tree of the round, with the word's way through it.
-function twigs(frame, root, node, width) {
+function twigs(frame, root, node, rivals, width) {
   const wide = measure(14), lane = 22, taken = new Set([...frame.path, ...(frame.hit === null ? [] : [frame.hit])]);
   const left = wide(root) + 26;
-  const places = layout(frame.nodes, taken, { left, width, middle: 0, lane, gap: 24, lanes: 4, most: 32, long: 4 }, wide);
+  const places = layout(frame.nodes, taken, { left, width, middle: 0, lane, gap: 24, lanes: 4, most: 32, long: 4 }, wide, rivals);
   const ys = [0, ...[...places.values()].map((one) => one.y)];
   const top = Math.min(...ys) - 14, high = Math.max(...ys) - top + 14;
   const made = shape("svg", { class: "twigs", viewBox: `0 ${top} ${width} ${high}`, height: high, role: "img", "aria-label": `Round ${frame.number}: ${frame.nodes.length} drafted tokens shown, ${taken.size} came into the answer` });

@@ -29,8 +29,8 @@ export function word(text) {
 }
 
 // Places for a tree's nodes: a Map from node to {x, y, wide, depth}. What is in `sure` goes on the middle lane.
-// `wide(text)` measures; a node gets no place where there is none left.
-export function layout(nodes, sure, room, wide) {
+// `wide(text)` measures; a node gets no place where there is none left; those `wanted` are placed before others.
+export function layout(nodes, sure, room, wide, wanted = new Set()) {
   const reach = reaches(nodes);
   const below = nodes.map(() => []), tops = [];
   nodes.forEach((node, at) => (node[PARENT] < 0 ? tops : below[node[PARENT]]).push(at));
@@ -49,7 +49,7 @@ export function layout(nodes, sure, room, wide) {
   if (main < 0) return new Map();
   put(line(main), 0);
   // the others, the likeliest first, each on the lane nearest to where it parts; alternately above and below
-  const rest = nodes.map((_, at) => at).filter((at) => !lanes.has(at)).sort((a, b) => reach[b] - reach[a]);
+  const rest = nodes.map((_, at) => at).filter((at) => !lanes.has(at)).sort((a, b) => wanted.has(b) - wanted.has(a) || reach[b] - reach[a]);
   let most = room.most - order.length, side = 1;
   for (const at of rest) {
     if (most <= 0) break;
