@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from running import Running, running
+from running import Running, load_tiny, running
 
 from specbranch import LLM
-
-
-def load_tiny(pair: tuple[str, str], **given: Any) -> LLM:
-    return LLM(*pair, dtype="float64", device="cpu", context_length=480, **given)
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,10 @@ class Running:
             gate.set()
 
 
+def load_tiny(pair: tuple[str, str], **given: Any) -> LLM:
+    return LLM(*pair, dtype="float64", device="cpu", context_length=480, **given)
+
+
 @contextmanager
 def running(llm: LLM, max_batch: int = 8, **given: Any) -> Iterator[Running]:
     engine = AsyncLLM(llm, max_batch=max_batch)

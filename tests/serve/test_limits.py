@@ -10,9 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import PROMPT, Running, running, until
+from running import PROMPT, Running, load_tiny, running, until
 
-from conftest import load_tiny
 from specbranch.errors import BadParameter
 from specbranch.serve.keys import new_key
 from specbranch.serve.settings import ServerSettings

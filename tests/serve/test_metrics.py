@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import PROMPT, Running, running
+from running import PROMPT, Running, load_tiny, running
 
-from conftest import load_tiny
 from specbranch.serve.logs import JsonLines
 
 COMPLETE = "/v1/completions"

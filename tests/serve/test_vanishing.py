@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from running import PROMPT, Running, Visitor, running, until
+from running import PROMPT, Running, Visitor, events, load_tiny, running, until
 
-from conftest import load_tiny
 from specbranch import LLM, SamplingParams
 from tiers import tiered
 
@@ -52,6 +51,31 @@ def test_clients_that_vanish_while_they_wait_are_forgotten(visited: Running) -> 
         until(lambda: visited.server._limits.requests == 0)
     until(lambda: visited.engine.stats().cancelled == before + 7)
     until(visited.is_idle)
+
+
+def test_an_engine_that_fails_in_mid_stream_says_so_and_serves_the_next(
+    pair: tuple[str, str], reference: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load_tiny(pair)
+    verify, left = llm.target_runner.verify, [8]
+
+    def broken(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        return verify(*given)
+
+    monkeypatch.setattr(llm.target_runner, "verify", broken)
+    with running(llm) as server:
+        *told, last = events(server.post(COMPLETE, {**LONG, "stream": True}))
+        assert told and last["error"]["type"] == "server_error" and "illegal memory" in last["error"]["message"]
+        left[0] = 3
+        status, error = server.error(COMPLETE, LONG)
+        assert status == 500 and error["type"] == "server_error"
+        assert server.http.get("/ready").status_code == 200
+        answer = server.post(COMPLETE, {"prompt": PROMPT, "seed": 5, "max_tokens": 20}).json()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=20)
+    assert answer["choices"][0]["text"] == reference.generate(PROMPT, params).text
 
 
 @pytest.mark.slow  # each new worker imports torch; tests/exec has quick ones

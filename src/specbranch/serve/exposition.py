@@ -30,7 +30,7 @@ class Series:
         self._values[tuple(labels.items())] = value
 
     def lines(self, common: Labels) -> Iterator[str]:
-        """Write it; one that has nothing yet is 0."""
+        """Write it; one without labels that was never counted is 0."""
         for labels, value in (self._values or {(): 0.0}).items():
             yield f"{self.name}{_braced((*common, *labels))} {_number(value)}"
 

@@ -7,6 +7,7 @@ whatever is presented.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -23,6 +24,7 @@ from specbranch.serve.headers import is_page
 from specbranch.serve.notes import note_of
 from specbranch.serve.settings import ServerSettings, is_loopback
 
+log = logging.getLogger("specbranch.serve")
 OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json")  # and the page
 PREFIX = "sb-"
 _NAME = re.compile(r"[\w.@-]{1,64}")
@@ -39,8 +41,12 @@ class KeyFile:
         self._refresh()
 
     def owner(self, key: str) -> str | None:
-        """Return the name of a key; nothing if there is no such key."""
-        self._refresh()
+        """Return the name of a key; nothing if there is no such key, or the file cannot be read any more."""
+        try:
+            self._refresh()
+        except BadParameter as error:
+            self._hashes, self._seen = [], None
+            log.error("Nobody is let in: %s", error)
         presented, found = _hash(key), None
         for name, stored in self._hashes:  # all of them, wherever it is found
             if compare_digest(presented, stored):
@@ -52,7 +58,7 @@ class KeyFile:
             state = self._path.stat()
             seen = state.st_mtime_ns, state.st_size
             if seen != self._seen:
-                self._hashes, self._seen = _read(self._path), seen
+                self._hashes, self._seen = _parsed(self._path.read_text(encoding="utf-8"), self._path), seen
         except OSError as error:
             raise BadParameter(
                 f"The keys in {self._path} cannot be read ({error.strerror}). Make one: specbranch serve --keys "
@@ -64,11 +70,13 @@ def new_key(path: Path, name: str) -> str:
     """Make a key, add its hash to the file, which only its owner may read, and return it."""
     if not _NAME.fullmatch(name):
         raise BadParameter(f"The key is to be called {name!r}; expected letters, digits, and any of . _ @ -, up to 64.")
-    if path.exists() and any(name == known for known, _ in _read(path)):
-        raise BadParameter(f"{path} has a key {name!r} already. Take its line out first, or use another name.")
     key = PREFIX + secrets.token_urlsafe(32)
     try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if any(name == known for known, _ in _parsed(text, path)):
+            raise BadParameter(f"{path} has a key {name!r} already. Take its line out first, or use another name.")
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
+            file.write("\n" if text and not text.endswith("\n") else "")
             file.write(f"{name} sha256:{_hash(key)}\n")
     except OSError as error:
         raise BadParameter(f"The key cannot be written to {path}: {error.strerror}.") from None
@@ -117,9 +125,10 @@ def _hash(key: str) -> str:
     return sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _read(path: Path) -> list[tuple[str, str]]:
+def _parsed(text: str, path: Path) -> list[tuple[str, str]]:
+    """Return names and hashes of a file's text."""
     found: list[tuple[str, str]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         if not (match := _LINE.fullmatch(line.strip())):

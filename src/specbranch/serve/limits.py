@@ -17,6 +17,7 @@ from specbranch.serve.errors import ApiError, too_many
 from specbranch.serve.settings import ServerSettings
 
 WEIGHT = 0.1  # of a new request in the mean of how long they take
+REFUSALS = ("closing", "size", "queue", "key")  # why a request was not let in
 LONGEST_WAIT = 60  # seconds that a client is told to wait at most
 
 

@@ -14,7 +14,7 @@ from specbranch.answer import Output
 from specbranch.core.loop import Places
 from specbranch.core.scheduler import Snapshot
 from specbranch.serve.exposition import Histogram, Series, exposed
-from specbranch.serve.limits import Limits
+from specbranch.serve.limits import REFUSALS, Limits
 
 PREFIX = "specbranch:"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -78,6 +78,11 @@ class ServerMetrics:
         self._refused = _counter("requests_refused", "Requests that were not let in, by why.")
         self._open = _gauge("requests_open", "Requests that were let in and are not answered.")
         self._free = _gauge("cache_places_free", "Places of a model's cache that nobody holds.")
+        for reason in ("stop", "length"):
+            self._success.add(0, finished_reason=reason)
+        self._by_position.add(0, position="0")
+        for reason in REFUSALS:
+            self._refused.add(0, reason=reason)
         self._memory = Series("gauge", "process_resident_memory_bytes", "Memory of this process.")
 
     def chunk(self, seconds: float) -> None:
