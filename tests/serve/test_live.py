@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import PROMPT, Running, Visitor, events, running, until
+from running import PROMPT, Running, Visitor, events, load_tiny, running, until
 
-from conftest import load_tiny
 from specbranch import LLM, SamplingParams
 from specbranch.serve.keys import new_key
 from specbranch.serve.live import CLOCKS, RACERS, WALL

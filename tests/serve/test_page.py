@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Running, running
+from running import Running, load_tiny, running
 
-from conftest import load_tiny
 from specbranch import LLM, SamplingParams
 from specbranch.serve.keys import new_key
 from specbranch.serve.page import FILES
@@ -137,6 +136,7 @@ def test_the_chat_says_what_the_engine_says(visit: Visit, reference: LLM) -> Non
 
 
 def test_a_word_tells_who_proposed_it(visit: Visit) -> None:
+    visit.page.select_option("#chat-method", "pearl")  # which drafts whether it pays or not
     visit.ask()
     told = {"target": "the target's own", "draft": "was drafted", "branch": "foreseen"}
     for origin, words in told.items():
