@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -328,6 +329,16 @@ def test_a_modelled_answer_is_made_between_the_rounds_of_others(pair: tuple[str,
     with load(pair) as llm:
         plain = llm.modelled("c10").using("autoregressive").generate(PROMPT, PARAMS)
     assert plain.stats["tokens_per_second"] == pytest.approx(100.0)
+
+
+def test_whoever_looks_on_has_a_chunk_a_round_so_that_a_long_prompt_holds_up_nobody(pair: tuple[str, str]) -> None:
+    rounds: list[Any] = []
+    with load(pair) as llm:
+        params, loop = SamplingParams(max_tokens=5, ignore_eos=True), llm.scheduler.loop
+        loop.limits = replace(loop.limits, prompt_tokens_alone=loop.limits.piece)  # as an AsyncLLM has them, but for 8
+        chunks = list(llm.modelled("c10").stream(list(range(5, 400)), params, lambda *told: rounds.append(told)))
+    assert len(chunks) == len(rounds) and len([one for one in chunks if not one.pieces]) > 3
+    assert "".join(one.text for one in chunks) == chunks[-1].output.text  # type: ignore[union-attr]
 
 
 def test_time_is_not_modelled_for_a_draft_in_another_process(pair: tuple[str, str]) -> None:

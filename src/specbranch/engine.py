@@ -219,7 +219,7 @@ class LLM:
         self, prompt: PromptLike, params: Params = None, on_round: RoundWatcher | None = None
     ) -> Iterator[Chunk]:
         """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only.
-        `on_round` is told what both models did in each."""
+        `on_round` is told what both models did in each; then each has its chunk, also where there is no text yet."""
         return self._stream(self.ids(prompt), params, on_round)
 
     def stream_chat(self, messages: Sequence[Message], params: Params = None) -> Iterator[Chunk]:
@@ -343,7 +343,7 @@ class LLM:
                 chunk = answer.chunk()
                 _raise_failure(chunk.output)
                 over = chunk.output is not None
-                if chunk.pieces or over:
+                if chunk.pieces or over or session.on_round:
                     yield chunk
         finally:
             self.scheduler.cancel(ticket)

@@ -59,8 +59,8 @@ function label(told, stage) {
   document.getElementById("asked").textContent = told.question;
   document.getElementById("badge").textContent = told.modelled ? "recorded, time modelled" : "recorded";
   const clock = told.modelled
-    ? `Their time is modelled, not measured (${told.clock_is})`
-    : `Their time was measured (${told.clock_is})`;
+    ? `Time is modelled, not measured (${told.clock_is})`
+    : `Time was measured (${told.clock_is})`;
   document.getElementById("recorded").textContent =
     `Recorded on ${told.recorded}, not live: ${told.target} and its default draft, one chosen sentence; every token, branch and ` +
     `verdict is real. ${clock}, and shown ${Math.round(stage.slow)} × slower than that. Averages are in the project's benchmarks.`;
