@@ -41,7 +41,7 @@ export function race() {
 
 function label(clock) {
   return clock.value === "wall"
-    ? "By this machine's clock, one method after the other, from each one's first token on; shown side by side. Other requests to this server slow a lane down. Where draft and target share a processor they take turns, and PEARL has little to win."
+    ? "By this machine's clock, one method after the other, from each one's first token on; shown side by side. Other requests to this server slow a lane down. Where draft and target share a processor they take turns, and drafting has little to win."
     : `Modelled, not measured: decisions of the real models, time charged by the profile “${clock.value}” (${clock.selectedOptions[0].text.replace("modelled: ", "")}), from each one's first token on.`;
 }
 
@@ -110,6 +110,7 @@ async function run(tracks, result, still) {
   able.forEach((one) => one.box.classList.toggle("winner", one === best));
   const unlike = able.reduce((sum, one) => sum + differences(able[0].text, one.text), 0);
   const strong = (text, kind = "") => Object.assign(document.createElement("strong"), { textContent: text, className: kind });
-  result.replaceChildren(strong(`${((plain || best.seconds) / best.seconds).toFixed(1)} ×`), ` by ${NAMES[best.name] || best.name}, `, strong(String(unlike), "zero"), ` character${unlike === 1 ? "" : "s"} different among ${able.length} texts`);
+  const won = best.name === "autoregressive" ? ["Plain decoding was the fastest here, "] : [strong(`${((plain || best.seconds) / best.seconds).toFixed(1)} ×`), ` by ${NAMES[best.name] || best.name}, `];
+  result.replaceChildren(...won, strong(String(unlike), "zero"), ` character${unlike === 1 ? "" : "s"} different among ${able.length} texts`);
   result.classList.add("there");
 }
