@@ -16,9 +16,13 @@ from specbranch.errors import BadParameter
 TEXT = "If the guess was right, nothing has to be done again; if not, the other branch is at hand. " * 3
 
 
-@pytest.fixture(scope="module", params=["native", "transformers"])
+ON_GPU = pytest.param(("native", "cuda"), marks=pytest.mark.gpu, id="native on a GPU")
+
+
+@pytest.fixture(scope="module", params=[("native", "cpu"), ("transformers", "cpu"), ON_GPU], ids=" on a ".join)
 def llm(pair: tuple[str, str], request: pytest.FixtureRequest, nothing_kept: None) -> Iterator[LLM]:
-    with LLM(*pair, dtype="float64", device="cpu", context_length=480, runner=request.param) as loaded:
+    runner, device = request.param
+    with LLM(*pair, dtype="float64", device=device, context_length=480, runner=runner) as loaded:
         yield loaded
 
 

@@ -108,7 +108,8 @@ def test_a_server_that_stops_finishes_what_it_began_and_takes_nothing_new(pair: 
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         server.server.stop()
     listener.join(60)
-    assert [line for line in heard if line][-1] == "data: [DONE]" and '"finish_reason":"length"' in heard[-4]
+    *_, end, done = [line for line in heard if line]
+    assert done == "data: [DONE]" and '"finish_reason":"length"' in end
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from specbranch.serve.answering import PromptScores, reason_of, respond
 from specbranch.serve.notes import note_of
 from specbranch.serve.prompts import conversation, prepared
 from specbranch.serve.protocol import AssistantMessage, ChatChoice, ChatLogprobs, ChatRequest, ChatResponse, Reason
+from specbranch.serve.sending import STREAMED
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.spelling import Spelling
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse, response_model_exclude_unset=True)
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
 async def chat(asked: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     serving = serving_of(request)

@@ -26,13 +26,14 @@ from specbranch.serve.protocol import (
     CompletionResponse,
     Reason,
 )
+from specbranch.serve.sending import STREAMED
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.text.detokenizer import Detokenizer
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", response_model=CompletionResponse, response_model_exclude_unset=True)
+@router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
 async def completions(asked: CompletionRequest, request: Request) -> Response:
     """Go on with a text."""
     serving = serving_of(request)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 GONE = 499  # the status in the log of a request whose client has left; nobody hears it
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # for the OpenAPI document
 DONE = b"data: [DONE]\n\n"
 
 
