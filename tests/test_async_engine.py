@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -284,3 +285,62 @@ def test_every_method_can_be_asked_for_by_a_request(pair: tuple[str, str], refer
     outputs = run(pair, work)
     assert [output.method for output in outputs] == list(METHODS)
     assert {output.token_ids for output in outputs} == {reference.generate(PROMPT, PARAMS).token_ids}
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "pearl", "specbranch"])
+def test_whoever_looks_on_is_told_of_every_token(pair: tuple[str, str], reference: LLM, method: str) -> None:
+    from specbranch.traces.frames import Film, Frame
+
+    film, frames = Film(), list[Frame]()
+
+    async def work(engine: AsyncLLM) -> Any:
+        def see(*told: Any) -> None:
+            frames.extend(filter(None, [film.see(*told)]))
+
+        beside = engine.submit("Smile", PARAMS)  # of whose rounds nothing is told
+        output = await engine.submit(PROMPT, PARAMS, method=method, on_round=see).output()
+        await beside.output()
+        return output
+
+    output = run(pair, work)
+    added = [[*(frame.nodes[node].token for node in frame.path), frame.token][: frame.added] for frame in frames]
+    assert [token for tokens in added for token in tokens] == list(output.token_ids)
+    assert output.token_ids == reference.generate(PROMPT, PARAMS).token_ids
+
+
+def test_a_modelled_answer_is_made_between_the_rounds_of_others(pair: tuple[str, str], reference: LLM) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        other = asyncio.ensure_future(engine.generate("Smile", PARAMS))
+        made = [chunk async for chunk in engine.aside(lambda llm: llm.modelled("c10").stream(PROMPT, PARAMS))]
+        left = engine.aside(lambda llm: llm.modelled("c10").stream(PROMPT, LONG))
+        await anext(left)
+        await left.aclose()
+        output = await other
+        await engine.generate("Smile", PARAMS)  # a round later
+        assert all(places.free == places.total for places in engine.stats().places)
+        with pytest.raises(BadParameter, match="cost profile"):
+            await anext(engine.aside(lambda llm: llm.modelled("c11").stream(PROMPT, PARAMS)))
+        return output, made
+
+    other, made = run(pair, work)
+    assert other.token_ids == reference.generate("Smile", PARAMS).token_ids
+    assert made[-1].output.token_ids == reference.generate(PROMPT, PARAMS).token_ids
+    # on a modelled clock plain decoding takes 10 ms a token
+    with load(pair) as llm:
+        plain = llm.modelled("c10").using("autoregressive").generate(PROMPT, PARAMS)
+    assert plain.stats["tokens_per_second"] == pytest.approx(100.0)
+
+
+def test_whoever_looks_on_has_a_chunk_a_round_so_that_a_long_prompt_holds_up_nobody(pair: tuple[str, str]) -> None:
+    rounds: list[Any] = []
+    with load(pair) as llm:
+        params, loop = SamplingParams(max_tokens=5, ignore_eos=True), llm.scheduler.loop
+        loop.limits = replace(loop.limits, prompt_tokens_alone=loop.limits.piece)  # as an AsyncLLM has them, but for 8
+        chunks = list(llm.modelled("c10").stream(list(range(5, 400)), params, lambda *told: rounds.append(told)))
+    assert len(chunks) == len(rounds) and len([one for one in chunks if not one.pieces]) > 3
+    assert "".join(one.text for one in chunks) == chunks[-1].output.text  # type: ignore[union-attr]
+
+
+def test_time_is_not_modelled_for_a_draft_in_another_process(pair: tuple[str, str]) -> None:
+    with load(pair, executor="process") as llm, pytest.raises(BadParameter, match="process of its own"):
+        llm.modelled("c10")

@@ -28,7 +28,8 @@ LAYERS = (
     {"foretelling"},
     {"engine"},
     {"async_engine"},
-    {"recheck", "server", "suites", "traces", "study"},
+    {"recheck", "suites", "traces", "study"},
+    {"serve"},
     {"replay"},
     {"measure"},
     {"doctor", "making"},
@@ -142,6 +143,14 @@ def test_extras_are_imported_only_where_they_are_used() -> None:
         if one.module in ("optuna", "accelerate")
     }
     assert found == {("bench/tuning.py", "optuna", False)}
+
+
+def test_what_a_server_needs_is_imported_by_the_server_alone() -> None:
+    needed = {"fastapi", "uvicorn", "starlette", "pydantic"}
+    found = [one for path in files() for one in imports(path) if one.module.split(".")[0] in needed]
+    assert found and all(one.file.startswith("serve/") for one in found)
+    others = [one for path in files() if layer(path) != "serve" for one in imports(path)]
+    assert not [one for one in others if own(one.module) == "serve" and one.at_once]
 
 
 def test_the_package_itself_imports_only_its_words_at_once() -> None:

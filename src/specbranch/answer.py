@@ -6,6 +6,7 @@ Owns the pairing of a session with its text. Invariant: the pieces shown, joined
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text one token made final, and where the token came from."""
+    """The text one token made final, where the token came from, and how likely it was, if that was asked."""
 
     text: str
     origin: Origin
+    token: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,18 @@ class Answer:
     """A session under way and its text."""
 
     def __init__(
-        self, number: int, prompt: list[int], request: Request, limit: int, tokenizer: Tokenizer, method: str
+        self,
+        number: int,
+        prompt: list[int],
+        request: Request,
+        limit: int,
+        tokenizer: Tokenizer,
+        method: str,
+        given: tuple[int, ...] = (),
     ) -> None:
+        """`given`: what the target is to say, whatever it would say; nothing: it is free."""
         params = request.params
-        self.method = method
+        self.method, self.given = method, given
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)
         self._texts: list[str] = []
         self._unread: list[int] = []  # tokens whose text nobody waits for
@@ -148,9 +159,11 @@ class Answer:
 
     def _pieces(self, start: int = 0) -> list[Piece]:
         self._read()
-        return [
-            Piece(text, origin) for text, origin in zip(self._texts[start:], self.session.origins[start:], strict=True)
-        ]
+        session, request = self.session, self.session.request
+        told = session.logprobs[start:] if request.params.logprobs is not None else repeat(None)
+        tokens = session.tokens[request.prompt_length + start :]
+        parts = zip(self._texts[start:], session.origins[start:], tokens, strict=True)
+        return [Piece(*part, logprobs) for part, logprobs in zip(parts, told, strict=False)]
 
 
 def gather(samples: list[Output]) -> Output:

@@ -8,23 +8,30 @@ holds up nobody but itself.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, cast
 
 from specbranch.answer import Answer, Chunk, Output, Piece, gather
 from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.orders import TokenLogprobs
 from specbranch.core.scheduler import Snapshot, Ticket
+from specbranch.core.session import RoundWatcher
 from specbranch.engine import LLM, Params, PromptLike, Speculative, batch_size, checked
 from specbranch.errors import BadParameter, EngineFailed, RequestCancelled, SpecBranchError
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
+    from specbranch.text.tokenizer import Tokenizer
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 MOST = 64  # requests decoded at once, unless it is said
 BUFFER = 256  # tokens that a stream may be ahead of its consumer
 PIECES_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
@@ -39,7 +46,10 @@ class _Wish:
     config: SpeculativeConfig
     priority: int
     within: float | None
-    streams: bool
+    streams: bool = False
+    sample: int | None = None  # which one; nothing: all n
+    given: tuple[int, ...] = ()  # what the target is to say, after the prompt; nothing: it is free
+    on_round: RoundWatcher | None = None
 
 
 class Submission:
@@ -140,6 +150,28 @@ class Submission:
         await future
 
 
+def _keep(future: Future[Result], task: Callable[[], Result]) -> None:
+    """Do a task, unless nobody waits for it any more; what it raises is its caller's."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(task())
+        except Exception as error:
+            future.set_exception(error)
+
+
+def _close(made: Iterator[Any]) -> None:
+    if isinstance(made, Generator):
+        made.close()
+
+
+def _answers(llm: LLM, wish: _Wish) -> list[Answer]:
+    """The answers to be made to a request."""
+    if wish.given:
+        return [llm.scoring(wish.prompt, wish.params.logprobs or 0)]
+    samples = llm.samples(wish.prompt, wish.params)
+    return samples if wish.sample is None else [samples[wish.sample]]
+
+
 def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
@@ -187,14 +219,47 @@ class AsyncLLM:
         priority: int = 0,
         deadline: float | None = None,
         streams: bool = False,
+        on_round: RoundWatcher | None = None,
     ) -> Submission:
         """Send a request: a text, token ids, or a conversation; from any thread. What is wrong with it is raised here.
 
         `method`, `speculative`: another way to decode than the LLM's own, on the same models; `speculative=False` is
         plain decoding. Higher priorities go first. `deadline`: seconds in which it has to be finished; else it ends
-        with an error and what it has. `streams`: its chunks will be taken as they come, one sample only.
+        with an error and what it has. `streams`: its chunks will be taken as they come, one sample only. `on_round` is
+        told what both models did in each round of its first sample, in the engine's thread: it has to be quick.
         """
-        return self._sent(self._wish(prompt, params, method, speculative, priority, deadline, streams))
+        wish = self._wish(prompt, params, method, speculative, priority, deadline, streams)
+        return self._sent(replace(wish, on_round=on_round))
+
+    def submit_each(
+        self,
+        prompt: PromptLike | Sequence[Message],
+        params: Params = None,
+        *,
+        method: str | None = None,
+        speculative: Speculative = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        streams: bool = False,
+    ) -> list[Submission]:
+        """Send a request each of whose n samples has a submission of its own, so that all may be streamed; see
+        `submit`."""
+        asked = checked(params)
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        wish = self._wish(prompt, replace(asked, seed=seed), method, speculative, priority, deadline)
+        return [self._sent(replace(wish, streams=streams, sample=sample)) for sample in range(asked.n)]
+
+    async def score(
+        self, prompt: PromptLike, top: int = 0, *, priority: int = 0, deadline: float | None = None
+    ) -> tuple[TokenLogprobs, ...]:
+        """Return how likely the target finds each token of a text but the first, with the `top` likeliest in its
+        place. Cancelling the task cancels the request."""
+        params = SamplingParams(logprobs=top)
+        wish = self._wish(prompt, params, None, None, priority, deadline)
+        if len(wish.prompt) < 2:
+            return ()
+        submission = self._sent(replace(wish, given=tuple(wish.prompt[1:])))
+        return (await _whole(submission)).logprobs or ()
 
     async def generate(
         self,
@@ -208,14 +273,7 @@ class AsyncLLM:
     ) -> Output:
         """Answer a prompt; see `submit`. An error that ended the request is raised. Cancelling the task cancels the
         request."""
-        submission = self._sent(self._wish(prompt, params, method, speculative, priority, deadline))
-        try:
-            output = await submission.output()
-        finally:
-            submission.cancel()
-        if output.error is not None:
-            raise output.error
-        return output
+        return await _whole(self._sent(self._wish(prompt, params, method, speculative, priority, deadline)))
 
     def stream(
         self,
@@ -242,6 +300,52 @@ class AsyncLLM:
                     raise error
         finally:
             submission.cancel()
+
+    async def aside(self, make: Callable[[LLM], Iterator[Item]]) -> AsyncGenerator[Item, None]:
+        """Have the thread make something else on the loaded models, an item between two rounds; closing the iterator
+        closes what makes them."""
+        made = await self._done(partial(make, self._llm))
+        try:
+            while (item := await self._done(partial(next, made, None))) is not None:
+                yield item
+        finally:
+            self.post(partial(_close, made))
+
+    async def _done(self, task: Callable[[], Result]) -> Result:
+        """Have the thread do something between two rounds, and wait for it."""
+        future: Future[Result] = Future()
+        self.post(partial(_keep, future, task), refuse=True)
+        return await asyncio.wrap_future(future)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's; any thread may use it."""
+        return self._llm.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens prompt and answer may have together."""
+        return self._llm.context_length
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the target scores."""
+        return self._llm.vocabulary
+
+    @property
+    def target(self) -> str:
+        """The name of the target."""
+        return self._llm.target
+
+    @property
+    def method(self) -> str:
+        """How requests are decoded that do not say how."""
+        return self._llm.method
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served; once this is over it is over for good."""
+        return not self._inbox.ended
 
     def stats(self) -> Snapshot:
         """What there is to do and was done, as of the last round; from any thread."""
@@ -362,7 +466,8 @@ class AsyncLLM:
             llm = self._variants.get(wish.config)
             if llm is None:
                 llm = self._variants[wish.config] = self._llm.using(speculative=wish.config)
-            submission.answers = llm.samples(wish.prompt, wish.params)
+            submission.answers = _answers(llm, wish)
+            submission.answers[0].session.on_round = wish.on_round
             self._open.append(submission)
             for answer in submission.answers:
                 submission.tickets.append(llm.enqueue(answer, wish.priority, wish.within))
@@ -421,6 +526,17 @@ class AsyncLLM:
         with suppress(Exception):
             self._snapshot = self._scheduler.snapshot()
         self._llm.close()
+
+
+async def _whole(submission: Submission) -> Output:
+    """Wait for an output, and raise what ended it; who is cancelled meanwhile cancels the request."""
+    try:
+        output = await submission.output()
+    finally:
+        submission.cancel()
+    if output.error is not None:
+        raise output.error
+    return output
 
 
 def _failure(error: BaseException) -> EngineFailed:

@@ -21,16 +21,22 @@ from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, Speculative
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop, RoundLimits
 from specbranch.core.methods import PLAIN, MethodRounds, best_fit, find_method
+from specbranch.core.orders import TokenLogprobs
 from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
+from specbranch.core.rounds import given
 from specbranch.core.runner import Runner
 from specbranch.core.scheduler import Scheduler, Ticket
+from specbranch.core.session import RoundWatcher
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.verifier import Verifier
 from specbranch.experiences import ExperienceFile, Experiences, experience_folder
 from specbranch.foretelling import Foretelling
 from specbranch.pairs import chosen_models
+from specbranch.sim.clock import MeteredDrafter, VirtualClock
+from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
@@ -133,6 +139,21 @@ class LLM:
         other._rehearse()
         return other
 
+    def modelled(self, clock: str) -> LLM:
+        """Return an LLM on the same loaded models whose time is that of a cost profile: its decisions are real, and
+        made for that profile; nothing it learns is kept. The draft has to live in this process."""
+        if self._has_draft and self.drafter is None:
+            raise BadParameter(
+                "The draft lives in a process of its own, where time cannot be modelled. Use executor serial."
+            )
+        other, profile = copy(self), load_profile(clock)
+        other._overlap = profile.overlap
+        other._experiences = Experiences(profile, self._has_draft)
+        draft = MeteredDrafter(self.drafter.runner) if self.drafter else None
+        other._loop = Loop(VirtualClock(Verifier(self.target_runner), draft, profile), limits=self._loop.limits)
+        other.scheduler = Scheduler(other._loop)
+        return other
+
     @property
     def context_length(self) -> int:
         """How many tokens prompt and answer may have together."""
@@ -194,13 +215,28 @@ class LLM:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
         return self._one(self.tokenizer.chat(messages), params)
 
-    def stream(self, prompt: PromptLike, params: Params = None) -> Iterator[Chunk]:
-        """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only."""
-        return self._stream(self.ids(prompt), params)
+    def stream(
+        self, prompt: PromptLike, params: Params = None, on_round: RoundWatcher | None = None
+    ) -> Iterator[Chunk]:
+        """Answer one prompt a round at a time; closing the iterator early frees everything. One sample only.
+        `on_round` is told what both models did in each; then each has its chunk, also where there is no text yet."""
+        return self._stream(self.ids(prompt), params, on_round)
 
     def stream_chat(self, messages: Sequence[Message], params: Params = None) -> Iterator[Chunk]:
         """Answer a conversation a round at a time."""
         return self._stream(self.tokenizer.chat(messages), params)
+
+    def score(self, prompt: PromptLike, top: int = 0) -> tuple[TokenLogprobs, ...]:
+        """Return how likely the target finds each token of a text but the first, with the `top` likeliest in its
+        place."""
+        ids = self.ids(prompt)
+        if len(ids) < 2:
+            return ()
+        answer = self.scoring(ids, top)
+        self._finish([answer])
+        output = answer.output()
+        _raise_failure(output)
+        return output.logprobs or ()
 
     def repeat(self, prompt: Sequence[int], params: SamplingParams, seed: int, sample: int) -> Output:
         """Answer a prompt again with the noise of an earlier answer."""
@@ -289,11 +325,12 @@ class LLM:
             )
         return list(prompt)
 
-    def _stream(self, prompt: list[int], params: Params) -> Iterator[Chunk]:
+    def _stream(self, prompt: list[int], params: Params, on_round: RoundWatcher | None = None) -> Iterator[Chunk]:
         # The answer is made now, so that a bad prompt is refused before the first chunk is asked for.
         first, *others = self.samples(prompt, checked(params))
         if others:
             raise BadParameter(f"n is {len(others) + 1}, but a stream carries one sample. Use generate, or n = 1.")
+        first.session.on_round = on_round
         return self._rounds(first)
 
     def _rounds(self, answer: Answer) -> Iterator[Chunk]:
@@ -306,7 +343,7 @@ class LLM:
                 chunk = answer.chunk()
                 _raise_failure(chunk.output)
                 over = chunk.output is not None
-                if chunk.pieces or over:
+                if chunk.pieces or over or session.on_round:
                     yield chunk
         finally:
             self.scheduler.cancel(ticket)
@@ -342,6 +379,8 @@ class LLM:
             raise BadParameter("This LLM was closed; make a new one.")
 
         def start() -> MethodRounds:
+            if answer.given:
+                return given(answer.session, answer.given)
             return self._method.start(answer.session, self.config, self._experiences.of(self.config))
 
         return self.scheduler.submit(answer.session, start, priority, within, counted)
@@ -351,6 +390,16 @@ class LLM:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         first = self._request(prompt, params, seed)
         return [self._answer(prompt, replace(first, sample=sample)) for sample in range(params.n)]
+
+    def scoring(self, ids: list[int], top: int) -> Answer:
+        """Return an answer to be made that is the text itself, but for its first token: what is wanted of it are its
+        log-probabilities."""
+        self.check_length(ids)
+        first, said = ids[:1], tuple(ids[1:])
+        params = SamplingParams(max_tokens=len(said), ignore_eos=True, logprobs=top)
+        return Answer(
+            next(self._numbers), first, Request(params, 0, 1), self.context_length, self.tokenizer, PLAIN, said
+        )
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, self._wants_forecast)

@@ -40,4 +40,6 @@ class Extra:
 
 OPTUNA = Extra("optuna", "tune", "Searching for a setting of several values")
 ACCELERATE = Extra("accelerate", "transformers", "Running a GGUF file on transformers")
-EXTRAS = (OPTUNA, ACCELERATE)
+FASTAPI = Extra("fastapi", "serve", "Serving")
+UVICORN = Extra("uvicorn", "serve", "Serving")
+EXTRAS = (OPTUNA, ACCELERATE, FASTAPI, UVICORN)

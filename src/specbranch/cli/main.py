@@ -18,6 +18,7 @@ from specbranch.errors import SpecBranchError, nearest
 COMMANDS = {
     "generate": "specbranch.cli.generate:generate",
     "chat": "specbranch.cli.chat:chat",
+    "serve": "specbranch.cli.serve:serve",
     "verify": "specbranch.cli.verify:verify",
     "trace": "specbranch.cli.trace:trace",
     "distill": "specbranch.cli.distill:distill",

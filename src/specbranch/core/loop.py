@@ -331,7 +331,7 @@ class Loop:
         )
 
     def _advance(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
-        session, first = seat.session, seat.session.stats.emitted == 0
+        session, before = seat.session, seat.session.stats.emitted
         session.now = self.executor.now()
         session.stats.note_prompt(session.number, reports)
         if self.trace:
@@ -340,7 +340,9 @@ class Loop:
         if orders is seat.wants or orders.verify or reports.error:
             told = replace(reports, drafting=None) if isinstance(orders.draft, Read) else reports
             self._send(seat, told)
-            self._clock(session, told, first)
+            self._clock(session, told, before == 0)
+        if session.on_round:
+            session.on_round(orders, reports, session.stats.emitted - before)
         if session.finished:
             self.leave(session)
 

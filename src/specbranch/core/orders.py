@@ -174,7 +174,7 @@ class Verify:
 
     `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here,
     the same will be asked behind the verdict's token, so that a model may begin with that. `aside` is read in the same
-    forward.
+    forward. `allowed`: the tokens that may be said after the root, then after each of `tokens`; None: any.
     """
 
     on: Context
@@ -183,6 +183,7 @@ class Verify:
     q: tuple[Sparse | None, ...] | None = None
     goes_on: bool = False
     aside: Aside | None = None
+    allowed: tuple[frozenset[int] | None, ...] | None = None
 
     def parent(self, node: int) -> int:
         """Return the index of the node's parent, -1 for the root."""

@@ -7,7 +7,7 @@ is drafted, the session receives only what the verdict says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from specbranch.config import SpeculativeConfig
@@ -21,6 +21,7 @@ MethodRounds = Generator[Orders | Offer, Any, None]  # receives Reports for Orde
 InFlight = Branch | None  # a chain that was drafted and not judged yet; None: the next one is still to be drafted
 Decode = Callable[[Session, SpeculativeConfig, Policy], MethodRounds]
 PREFILL = Plan(0)
+GIVEN_AT_ONCE = 32  # tokens of a given text in one forward, beside other requests' rows
 
 
 def autoregressive(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
@@ -73,6 +74,14 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> M
         reports = yield Orders(session.draft(policy.fork(pending), pending), session.verify(pending))
         pending = absorb(session, policy, pending, reports)
     _abandon(session, pending)
+
+
+def given(session: Session, tokens: Sequence[int]) -> MethodRounds:
+    """Have the target say a text that is given, to learn how likely it finds each token."""
+    for at in range(0, len(tokens), GIVEN_AT_ONCE):
+        piece = tokens[at : at + GIVEN_AT_ONCE]
+        reports = yield Orders(verify=session.verify_given(piece))
+        session.commit(piece, verdict_of(reports))
 
 
 def whole(

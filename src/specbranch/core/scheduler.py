@@ -66,6 +66,7 @@ class Snapshot:
     failed: int = 0  # past their deadline, or by an error
     cancelled: int = 0
     put_back: int = 0  # times that a request was, for want of memory
+    draft_restarts: int = 0  # times that a draft's process was made anew
     places: tuple[Places, ...] = ()
 
 
@@ -179,6 +180,7 @@ class Scheduler:
             failed=counts.failed,
             cancelled=counts.cancelled,
             put_back=counts.put_back,
+            draft_restarts=self.loop.executor.restarts,
             places=self.loop.executor.places(),
         )
 

@@ -10,7 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from specbranch.core.orders import NOTHING, Aside, Branch, Context, Draft, Grow, Plan, TokenLogprobs, Verdict, Verify
+from specbranch.core.orders import (
+    NOTHING,
+    Aside,
+    Branch,
+    Context,
+    Draft,
+    Grow,
+    Orders,
+    Plan,
+    Reports,
+    TokenLogprobs,
+    Verdict,
+    Verify,
+)
 from specbranch.core.request import Request
 from specbranch.core.sending import SendingLater
 from specbranch.core.stats import Stats
@@ -19,6 +32,8 @@ from specbranch.core.trees import Growth, Tree
 Origin = Literal["target", "draft", "branch"]
 FinishReason = Literal["stop", "length", "error"]
 Watcher = Callable[[int], bool]  # told of each token appended; True ends the request (a stop string is complete)
+# Told of each round: what was ordered, what came back, how many tokens it added.
+RoundWatcher = Callable[[Orders, Reports, int], None]
 
 
 class Session:
@@ -38,6 +53,7 @@ class Session:
         self.stopped_by: int | None = None  # the token id that ended it
         self.error: Exception | None = None
         self.stats = Stats()
+        self.on_round: RoundWatcher | None = None  # somebody who looks on
         self.company = 1  # sessions that decode beside it, itself included
         self.now = 0.0  # on the executor's clock, when its last round ended
         self.waited = 0.0  # seconds of rounds that passed without it, since it last took part
@@ -89,6 +105,12 @@ class Session:
         """Order a tree to be judged, and what else is to be read with it."""
         tokens, parents = tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes)
         return Verify(self._context("target"), tokens, parents, aside=aside)
+
+    def verify_given(self, tokens: Sequence[int]) -> Verify:
+        """Order tokens to be taken whatever the target would say, so that it tells how likely they are: nothing else is
+        allowed."""
+        *before, _ = tokens
+        return Verify(self._context("target"), tuple(before), allowed=tuple(frozenset((token,)) for token in tokens))
 
     def commit(self, pending: Sequence[int], verdict: Verdict, foreseen: bool = False) -> int:
         """Append the accepted ones of the pending tokens, then the target's own, up to the request's end; returns how

@@ -143,7 +143,8 @@ class Verifier(Worker):
         )
         wants_forecast = self.forecaster is not None and self.request(session).wants_forecast
         nodes = tuple(range(len(rest), len(rest) + count))
-        trial = Trial(session, order, root, nodes, None, self.request(session).params.logprobs, wants_forecast)
+        logprobs = self.request(session).params.logprobs
+        trial = Trial(session, order, root, nodes, None, logprobs, wants_forecast, order.allowed)
         return Feed(session, (*rest, *order.tokens, *aside.tokens), (*chain_after(ROOT, 0, len(rest)), *below)), trial
 
     def _verdict(self, trial: Trial, found: Judged, told: tuple[int, ...]) -> Verdict:

@@ -1,0 +1,119 @@
+"""Record the sentence that the server's page shows at once: the default pair's own tokens, by plain decoding and by
+SpecBranch, with everything that was drafted meanwhile.
+
+python scripts/record_page.py
+
+Models and decisions are real; time is that of a cost profile, as the page says: draft and target side by side is more
+than two cores of a laptop show. Run it again after a change to the method or the default draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specbranch import LLM, SamplingParams
+from specbranch.answer import Output
+from specbranch.provenance import source_commit
+from specbranch.sim.shipped import load_profile
+from specbranch.suites.suite import load_suite
+from specbranch.traces.frames import Film, Frame
+
+FILE = Path(__file__).parents[1] / "src" / "specbranch" / "serve" / "page_files" / "recording.json"
+QUESTION = "What is the Pythagorean theorem?"
+CLOCK = "c10"
+WARM_UP = 8  # answers to other questions before: a planner that knows its pair
+LONGEST = 60  # tokens of a sentence
+NODES = 64  # of a tree: more are not seen
+
+
+@dataclass(frozen=True)
+class Filmed:
+    """An answer and its rounds."""
+
+    output: Output
+    frames: list[Frame]
+
+
+def main() -> None:
+    """Decode one sentence twice and write it down."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--question", default=QUESTION)
+    asked.add_argument("--out", type=Path, default=FILE)
+    given = asked.parse_args()
+    with LLM(clock=CLOCK, keep_experience=False) as llm:
+        prompt = llm.tokenizer.chat([{"role": "user", "content": given.question}])
+        fast = llm.using("specbranch")
+        warm_up(fast)
+        plain = filmed(llm.using("autoregressive"), prompt, LONGEST)
+        length = first_sentence(piece.text for piece in plain.output.pieces)
+        plain, ours = filmed(llm.using("autoregressive"), prompt, length), filmed(fast, prompt, length)
+        told = recording(llm, given.question, plain, ours)
+    given.out.write_text(json.dumps(told, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(f"{told['text']!r}: {told['speedup']:.2f} × sooner, {given.out.stat().st_size} bytes in {given.out}")
+
+
+def warm_up(llm: LLM) -> None:
+    """Let the planner learn the pair, on other questions."""
+    for prompt in load_suite("own-chat").prompts[:WARM_UP]:
+        llm.chat([{"role": "user", "content": prompt.turns[0]}], SamplingParams(max_tokens=96))
+
+
+def filmed(llm: LLM, prompt: list[int], tokens: int) -> Filmed:
+    """Answer a prompt and keep its rounds."""
+    film, frames, output = Film(), list[Frame](), None
+
+    def see(*round_told: Any) -> None:
+        frames.extend(filter(None, [film.see(*round_told)]))
+
+    for chunk in llm.stream(prompt, SamplingParams(max_tokens=tokens), on_round=see):
+        output = chunk.output
+    assert output is not None
+    return Filmed(output, frames)
+
+
+def first_sentence(texts: Iterable[str]) -> int:
+    """How many tokens there are up to the end of the first sentence."""
+    said = list(texts)
+    return next(at for at, text in enumerate(said, 1) if text.rstrip().endswith("."))
+
+
+def recording(llm: LLM, question: str, plain: Filmed, ours: Filmed) -> dict[str, Any]:
+    """What the page is given. Times are seconds since the prompt was read."""
+    assert plain.output.text == ours.output.text and plain.output.token_ids == ours.output.token_ids
+    profile = load_profile(CLOCK)
+    told_plain, told_ours = (_told(llm, one) for one in (plain, ours))
+    return {
+        "question": question,
+        "text": plain.output.text,
+        "target": llm.target,
+        "draft": "smollm2-default",
+        "clock": CLOCK,
+        "modelled": True,
+        "clock_is": f"{profile.hardware}: {profile.pair}",
+        "recorded": datetime.now(UTC).date().isoformat(),
+        "commit": source_commit(),
+        "by": "scripts/record_page.py",
+        "speedup": told_plain["seconds"] / told_ours["seconds"],
+        "plain": told_plain,
+        "ours": told_ours,
+    }
+
+
+def _told(llm: LLM, one: Filmed) -> dict[str, Any]:
+    first = one.frames[0].end
+    frames = [frame.trimmed(NODES).to_dict(lambda token: llm.tokenizer.decode([token])) for frame in one.frames]
+    for frame in frames:
+        for who in ("draft", "target"):
+            frame[who] = frame[who] and [round(time - first, 6) for time in frame[who]]
+    pieces = [[piece.text, piece.origin] for piece in one.output.pieces]
+    return {"method": one.output.method, "seconds": one.frames[-1].end - first, "pieces": pieces, "frames": frames}
+
+
+if __name__ == "__main__":
+    main()

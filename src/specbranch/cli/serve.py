@@ -1,0 +1,91 @@
+"""`specbranch serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specbranch.cli.options import DRAFT, PAIR, SPECULATION, TABLES, TARGET, load_llm, with_options
+from specbranch.cli.sections import PATH, SectionedCommand, options_of
+from specbranch.errors import BadParameter
+from specbranch.extras import FASTAPI, UVICORN
+
+_server, _keys, _limits = (options_of(title) for title in ("Server", "Keys", "Limits"))
+
+
+@click.command(cls=SectionedCommand, tables=TABLES)
+@_server("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen at [127.0.0.1: this machine only].")
+@_server("--port", type=int, default=8000, metavar="N", help="Port to listen at; 0 takes a free one [8000].")
+@_server("--model-name", metavar="NAME", help="What clients call the model [the target's name].")
+@_server(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name under which clients ask for this server, as behind a proxy; may be repeated [any, but on 127.0.0.1 "
+    "only that].",
+)
+@_server("--log-text", is_flag=True, help="Log prompts and answers; else none of either is in any line.")
+@_keys("--keys", type=PATH, metavar="FILE", help="Serve only clients with a key of this file.")
+@_keys("--new-key", metavar="NAME", help="Make a key of that name, add its hash to --keys FILE, print it once, end.")
+@_keys("--without-keys", is_flag=True, help="Serve whoever reaches an address that others can reach, too.")
+@_limits("--max-batch", type=int, metavar="N", help="Answers written at once; memory may allow fewer [64].")
+@_limits("--max-queue", type=int, metavar="N", help="Answers that may wait beyond; then 429 [256].")
+@_limits("--max-per-key", type=int, metavar="N", help="Requests of one key at a time; then 429 [64].")
+@_limits("--max-tokens", type=int, metavar="N", help="Longest answer [what the context holds].")
+@_limits("--max-body", type=int, metavar="BYTES", help="Largest body of a request [4194304].")
+@_limits("--timeout", type=float, metavar="S", help="Seconds in which a request has to be answered [600].")
+@_limits("--grace", type=float, metavar="S", help="Seconds for answers under way when the server is stopped [60].")
+@with_options(PAIR, TARGET, DRAFT, SPECULATION)
+def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
+    """Serve the models by the OpenAI API; stops on Ctrl-C or SIGTERM, once answers under way are finished.
+
+    \b
+    specbranch serve
+    specbranch serve --target BIG --draft SMALL --executor process --model-name big
+    specbranch serve --keys keys.txt --new-key alice
+    specbranch serve --keys keys.txt --host 0.0.0.0
+
+    \b
+    Then, in another terminal:
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+
+    Clients of the OpenAI API take http://127.0.0.1:8000/v1 as their base URL. A browser finds a page at
+    http://127.0.0.1:8000, Prometheus its metrics at /metrics. docs/serving.md tells more.
+    """
+    for extra in (FASTAPI, UVICORN):
+        extra.require()
+    if new_key is not None:
+        click.echo(_made(given["keys"], new_key))
+        return
+    from specbranch.serve.settings import ServerSettings
+
+    names = ServerSettings.__dataclass_fields__
+    settings = ServerSettings(**{name: given[name] for name in names if given.get(name) is not None})
+    _check_open(settings.is_local, settings.keys, without_keys, settings.host)
+    if settings.keys is not None:
+        from specbranch.serve.keys import KeyFile
+
+        KeyFile(settings.keys)  # what is wrong with it is told before the models are loaded
+    from specbranch.serve.run import serve as run
+
+    run(load_llm(given), settings, lambda address: click.echo(f"Serving at {address}", err=True))
+
+
+def _made(file: Path | None, name: str) -> str:
+    from specbranch.serve.keys import new_key
+
+    if file is None:
+        raise BadParameter("--new-key needs --keys FILE: the file to which the key's hash is added.")
+    return new_key(file, name)
+
+
+def _check_open(is_local: bool, keys: Path | None, without_keys: bool, host: str) -> None:
+    if not is_local and keys is None and not without_keys:
+        raise BadParameter(
+            f"--host {host} lets others ask, and there are no keys. Make one (--keys FILE --new-key NAME) and serve "
+            "with --keys FILE; or say --without-keys."
+        )

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over an AsyncLLM: `specbranch serve`."""

@@ -1,0 +1,282 @@
+"""A request's way through the engine: admitted, submitted, answered whole or as a stream.
+
+Owns the submissions of one request. What an answer looks like is its `Form`'s business. Invariants: a stream's text is
+the plain answer's; however a request ends, its submissions are cancelled and it is counted out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specbranch import __version__
+from specbranch.answer import Chunk, Output, Piece
+from specbranch.async_engine import Submission
+from specbranch.config import SamplingParams
+from specbranch.core.orders import TokenLogprobs
+from specbranch.errors import SpecBranchError
+from specbranch.serve.errors import of_engine
+from specbranch.serve.limits import Admitted
+from specbranch.serve.notes import RequestNote, note_of
+from specbranch.serve.protocol import Envelope, Reason, StreamOptions, Usage
+from specbranch.serve.sending import DONE, GONE, ClientGone, EventStream, event, unless_gone
+from specbranch.serve.serving import Serving, serving_of
+from specbranch.serve.usage import answer_metrics, usage, usage_so_far
+
+log = logging.getLogger("specbranch.serve")
+PromptScores = list[tuple[TokenLogprobs, ...]]  # of each prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request as the engine takes it."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    how: dict[str, Any]  # it is decoded
+    deadline: float
+    stream: StreamOptions | None = None  # nothing: it is answered whole
+    scored: int | None = None  # tokens told at each place of the prompts, if they are to be scored at all
+    generates: bool = True  # whether anything is to be written
+
+    @property
+    def choices(self) -> int:
+        """How many answers there are."""
+        return len(self.prompts) * self.params.n
+
+    @property
+    def samples(self) -> int:
+        """How many there are for the engine, the scoring of prompts included."""
+        return (self.choices if self.generates else 0) + (len(self.prompts) if self.scored is not None else 0)
+
+
+class Form(Protocol):
+    """What answers look like: each makes choices of its own kind, by their numbers."""
+
+    name: str  # of what it makes
+    prefix: str  # of their ids
+
+    def opening(self, index: int, scores: PromptScores) -> BaseModel | None:
+        """What a stream begins with, before any text."""
+        ...
+
+    def part(self, index: int, pieces: Sequence[Piece]) -> BaseModel | None:
+        """What is new."""
+        ...
+
+    def end(self, index: int, reason: Reason) -> BaseModel:
+        """What a stream ends with."""
+        ...
+
+    def whole(self, index: int, output: Output | None, scores: PromptScores) -> BaseModel:
+        """All of it at once; nothing was written where there is no output."""
+        ...
+
+    def envelope(self, **values: Any) -> Envelope:
+        """What choices are sent in."""
+        ...
+
+
+async def respond(request: Request, prepared: Prepared, form: Form) -> Response:
+    """Answer a request."""
+    serving, note = serving_of(request), note_of(request.scope)
+    answering = Answering(serving, prepared, form, note, serving.limits.admit(note.key, prepared.samples))
+    serving.metrics.asked(prepared.params.n)
+    try:
+        answering.submit()
+        if prepared.stream is None:
+            response = await unless_gone(request.receive, answering.whole())
+            answering.close()
+            return response
+        begun = await unless_gone(request.receive, answering.begin())
+        return EventStream(answering.events(*begun), answering.close)
+    except BaseException as error:
+        answering.close()
+        if isinstance(error, ClientGone):
+            return Response(status_code=GONE)
+        raise
+
+
+@dataclass(slots=True)
+class Answering:
+    """One request under way."""
+
+    serving: Serving
+    prepared: Prepared
+    form: Form
+    note: RequestNote
+    admitted: Admitted
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    created: int = field(default_factory=lambda: int(time.time()))
+    submissions: list[Submission] = field(default_factory=list)
+    outputs: dict[int, Output] = field(default_factory=dict)
+    said: int = 0  # tokens so far
+    heard: dict[int, float] = field(default_factory=dict)  # when there was last something new of each answer
+
+    def submit(self) -> None:
+        """Send everything to the engine."""
+        asked = self.prepared
+        for prompt in asked.prompts if asked.generates else ():
+            self.submissions += self.serving.engine.submit_each(
+                prompt, asked.params, deadline=asked.deadline, streams=asked.stream is not None, **asked.how
+            )
+
+    def close(self) -> None:
+        """Let go of everything, and note how it went."""
+        for submission in self.submissions:
+            submission.cancel()
+        self.admitted.leave()
+        facts = self.note.facts
+        facts["prompt_tokens"] = sum(map(len, self.prepared.prompts))
+        facts["completion_tokens"] = max(self.said, sum(len(one.token_ids) for one in self.outputs.values()))
+        facts["finish_reasons"] = sorted({str(one.finish_reason) for one in self.outputs.values()})
+        if self.prepared.stream:
+            facts["streamed"] = True
+        if self.serving.settings.log_text:
+            facts["prompts"] = [self.serving.engine.tokenizer.decode(one, False) for one in self.prepared.prompts]
+            facts["answers"] = [one.text for one in self.outputs.values()]
+
+    async def whole(self) -> Response:
+        """Answer all at once."""
+        scores = await self._scores()
+        for index, submission in enumerate(self.submissions):
+            self._note(index, await submission.output())
+        choices = [self.form.whole(index, self.outputs.get(index), scores) for index in range(self.prepared.choices)]
+        answer = self._envelope(choices, self.form.name, usage=self._usage(), metrics=answer_metrics(self.outputs))
+        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    async def begin(self) -> tuple[PromptScores, list[tuple[int, Chunk]], AsyncIterator[tuple[int, Chunk]]]:
+        """Wait for the first that is to be sent: what goes wrong before is told by a status."""
+        scores, chunks = await self._scores(), merged(self.submissions)
+        first = [await anext(chunks)] if self.submissions else []
+        for _, chunk in first:
+            if chunk.output is not None and chunk.output.error is not None and not chunk.pieces:
+                raise chunk.output.error
+        return scores, first, chunks
+
+    async def events(
+        self, scores: PromptScores, first: list[tuple[int, Chunk]], rest: AsyncIterator[tuple[int, Chunk]]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, to its last."""
+        for index in range(self.prepared.choices):
+            if (opening := self.form.opening(index, scores)) is not None:
+                yield self._event(opening)
+        try:
+            async for index, chunk in _chained(first, rest):
+                for told in self._told(index, chunk):
+                    yield self._event(told)
+            for index in range(0 if self.submissions else self.prepared.choices):
+                yield self._event(self.form.end(index, "length"))
+            if self.prepared.stream and self.prepared.stream.include_usage:
+                yield event(self._last())
+        except Exception as error:  # the status is sent already
+            if not isinstance(error, SpecBranchError):
+                log.error("A stream failed by a mistake of the program.", exc_info=error)
+            yield event(json.dumps(of_engine(error).body()))
+        yield DONE
+
+    def _told(self, index: int, chunk: Chunk) -> list[BaseModel]:
+        """What an engine's chunk makes a client hear."""
+        self.said += len(chunk.pieces)
+        now = time.monotonic()
+        if index in self.heard:
+            self.serving.metrics.chunk(now - self.heard[index])
+        self.heard[index] = now
+        part = self.form.part(index, chunk.pieces) if chunk.pieces else None
+        told = [] if part is None else [part]
+        if chunk.output is None:
+            return told
+        self._note(index, chunk.output)
+        return [*told, self.form.end(index, reason_of(chunk.output))]
+
+    def _note(self, index: int, output: Output) -> None:
+        if output.error is not None:
+            raise output.error
+        self.outputs[index] = output
+        self.serving.metrics.finished(output)
+
+    async def _scores(self) -> PromptScores:
+        """How likely the prompts are, if that is asked."""
+        asked, engine = self.prepared, self.serving.engine
+        if asked.scored is None:
+            return []
+        works = [engine.score(prompt, asked.scored, deadline=asked.deadline) for prompt in asked.prompts]
+        return list(await asyncio.gather(*works))
+
+    def _event(self, choice: BaseModel) -> bytes:
+        options = self.prepared.stream or StreamOptions()
+        told: dict[str, Any] = {}
+        if options.continuous_usage_stats:
+            told["usage"] = usage_so_far(self.prepared.prompts, self.said)
+        elif options.include_usage:
+            told["usage"] = None
+        return event(self._envelope([choice], f"{self.form.name}.chunk", **told).model_dump_json(exclude_unset=True))
+
+    def _last(self) -> str:
+        """The event that tells what it cost."""
+        told = {"usage": self._usage(), "metrics": answer_metrics(self.outputs)}
+        return self._envelope([], f"{self.form.name}.chunk", **told).model_dump_json(exclude_unset=True)
+
+    def _usage(self) -> Usage:
+        return usage(self.prepared.prompts, self.outputs, self.prepared.params.n)
+
+    def _envelope(self, choices: list[BaseModel], kind: str, **told: Any) -> Envelope:
+        return self.form.envelope(
+            id=f"{self.form.prefix}-{self.id}",
+            object=kind,
+            created=self.created,
+            model=self.serving.model,
+            system_fingerprint=f"specbranch-{__version__}",
+            choices=choices,
+            **told,
+        )
+
+
+def reason_of(output: Output) -> Reason:
+    """Return why an answer ended that ended well."""
+    return "stop" if output.finish_reason == "stop" else "length"
+
+
+async def merged(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, Chunk]]:
+    """The chunks of several submissions as they come, each with its number."""
+    if len(submissions) == 1:
+        async for chunk in submissions[0]:
+            yield 0, chunk
+        return
+    streams = [aiter(submission) for submission in submissions]
+    waited = {asyncio.ensure_future(_next(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waited:
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, new = waited.pop(task), task.result()
+                if new is not None:
+                    waited[asyncio.ensure_future(_next(streams[index]))] = index
+                    yield index, new
+    finally:
+        for task in waited:
+            task.cancel()
+
+
+async def _next(stream: AsyncIterator[Chunk]) -> Chunk | None:
+    return await anext(stream, None)
+
+
+async def _chained(
+    first: list[tuple[int, Chunk]], rest: AsyncIterator[tuple[int, Chunk]]
+) -> AsyncIterator[tuple[int, Chunk]]:
+    for one in first:
+        yield one
+    if first:
+        async for one in rest:
+            yield one

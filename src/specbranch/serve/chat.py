@@ -1,0 +1,91 @@
+"""/v1/chat/completions: a conversation goes on.
+
+Owns what the answer to a conversation looks like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specbranch.answer import Output, Piece
+from specbranch.serve.answering import PromptScores, reason_of, respond
+from specbranch.serve.notes import note_of
+from specbranch.serve.prompts import conversation, prepared
+from specbranch.serve.protocol import AssistantMessage, ChatChoice, ChatLogprobs, ChatRequest, ChatResponse, Reason
+from specbranch.serve.sending import STREAMED
+from specbranch.serve.serving import Serving, serving_of
+from specbranch.serve.spelling import Spelling
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
+async def chat(asked: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    serving = serving_of(request)
+    serving.check_model(asked.model)
+    serving.limits.check(note_of(request.scope).key)
+    ids = await asyncio.to_thread(_encoded, serving, asked)
+    given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    top = (asked.top_logprobs or 0) if asked.logprobs or asked.top_logprobs is not None else None
+    return await respond(request, prepared(serving, asked, [ids], given, top), ChatForm(serving.spelling))
+
+
+def _encoded(serving: Serving, asked: ChatRequest) -> list[int]:
+    messages = conversation(asked.messages)
+    return serving.engine.tokenizer.chat(messages, variables=asked.chat_template_kwargs)
+
+
+class ChatForm:
+    """Messages, or what is new of them."""
+
+    name = "chat.completion"
+    prefix = "chatcmpl"
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+
+    def opening(self, index: int, scores: PromptScores) -> ChatChoice:
+        """Say who speaks."""
+        return _delta(index, AssistantMessage(role="assistant", content=""))
+
+    def part(self, index: int, pieces: Sequence[Piece]) -> ChatChoice | None:
+        """Say what is new."""
+        text, logprobs = "".join(piece.text for piece in pieces), self._logprobs(pieces)
+        if not text and logprobs is None:
+            return None
+        return _delta(index, AssistantMessage(content=text), logprobs)
+
+    def end(self, index: int, reason: Reason) -> ChatChoice:
+        """Say why it ended."""
+        return ChatChoice(index=index, delta=AssistantMessage(), logprobs=None, finish_reason=reason)
+
+    def whole(self, index: int, output: Output | None, scores: PromptScores) -> ChatChoice:
+        """Say all at once."""
+        assert output is not None
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage(role="assistant", content=output.text, refusal=None),
+            logprobs=self._logprobs(output.pieces),
+            finish_reason=reason_of(output),
+        )
+
+    def envelope(self, **values: Any) -> ChatResponse:
+        """What choices are sent in."""
+        return ChatResponse(**values)
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> ChatLogprobs | None:
+        if not pieces or pieces[0].logprobs is None:
+            return None
+        told = [self._spelling.chat(piece.token, piece.logprobs) for piece in pieces if piece.logprobs is not None]
+        return ChatLogprobs(content=told, refusal=None)
+
+
+def _delta(index: int, said: AssistantMessage, logprobs: ChatLogprobs | None = None) -> ChatChoice:
+    return ChatChoice(index=index, delta=said, logprobs=logprobs, finish_reason=None)

@@ -1,0 +1,139 @@
+"""/v1/completions: a text, or token ids, go on.
+
+Owns what the answer to a prompt looks like, its echo and their log-probabilities included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specbranch.answer import Output, Piece
+from specbranch.serve.answering import PromptScores, reason_of, respond
+from specbranch.serve.errors import ApiError
+from specbranch.serve.notes import note_of
+from specbranch.serve.prompts import prepared
+from specbranch.serve.protocol import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+    Reason,
+)
+from specbranch.serve.sending import STREAMED
+from specbranch.serve.serving import Serving, serving_of
+from specbranch.text.detokenizer import Detokenizer
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
+async def completions(asked: CompletionRequest, request: Request) -> Response:
+    """Go on with a text."""
+    serving = serving_of(request)
+    serving.check_model(asked.model)
+    serving.limits.check(note_of(request.scope).key)
+    if asked.max_tokens == 0 and not asked.echo:
+        raise ApiError(400, "max_tokens is 0, so there is nothing to answer; that is for echo.", param="max_tokens")
+    prompts = await asyncio.to_thread(_prompts, serving, asked)
+    scored = asked.logprobs if asked.echo else None
+    ids = [prompt.ids for prompt in prompts]
+    work = prepared(serving, asked, ids, asked.max_tokens, asked.logprobs, scored)
+    return await respond(request, work, CompletionForm(serving, prompts if asked.echo else [], asked.n))
+
+
+@dataclass(frozen=True, slots=True)
+class Echoed:
+    """A prompt, as tokens and as text."""
+
+    ids: list[int]
+    text: str
+
+
+def _prompts(serving: Serving, asked: CompletionRequest) -> list[Echoed]:
+    given = asked.prompt
+    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    return [_prompt(serving, one, asked.add_special_tokens) for one in several]
+
+
+def _prompt(serving: Serving, given: str | list[int], add_special: bool) -> Echoed:
+    tokenizer, size = serving.engine.tokenizer, serving.engine.vocabulary
+    if isinstance(given, str):
+        return Echoed(tokenizer.encode(given, add_special), given)
+    if (largest := max(given)) >= size:
+        raise ApiError(400, f"The prompt has token {largest}, but ids go from 0 to {size - 1}.", param="prompt")
+    return Echoed(given, tokenizer.decode(given, skip_special=False))
+
+
+class CompletionForm:
+    """Texts, or what is new of them."""
+
+    name = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, serving: Serving, echoed: Sequence[Echoed], n: int) -> None:
+        """`echoed`: the prompts, if they are to be told, too; each has n answers."""
+        self._spelling, self._tokenizer = serving.spelling, serving.engine.tokenizer
+        self._echoed, self._n = echoed, n
+        self._told: dict[int, int] = {}  # characters so far
+
+    def opening(self, index: int, scores: PromptScores) -> CompletionChoice | None:
+        """Tell the prompt, if it is to be told."""
+        if not self._echoed:
+            return None
+        at = index // self._n
+        prompt = self._echoed[at]
+        self._told[index] = len(prompt.text)
+        logprobs = self._of_prompt(prompt, scores[at]) if scores else None
+        return CompletionChoice(index=index, text=prompt.text, logprobs=logprobs, finish_reason=None)
+
+    def part(self, index: int, pieces: Sequence[Piece]) -> CompletionChoice | None:
+        """Tell what is new."""
+        texts = [piece.text for piece in pieces]
+        text, start = "".join(texts), self._told.get(index, 0)
+        self._told[index] = start + len(text)
+        logprobs = None
+        if pieces and pieces[0].logprobs is not None:
+            tokens, told = [piece.token for piece in pieces], [piece.logprobs for piece in pieces]
+            logprobs = self._spelling.completion(tokens, told, texts, start)
+        if not text and logprobs is None:
+            return None
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=None)
+
+    def end(self, index: int, reason: Reason) -> CompletionChoice:
+        """Tell why it ended."""
+        return CompletionChoice(index=index, text="", logprobs=None, finish_reason=reason)
+
+    def whole(self, index: int, output: Output | None, scores: PromptScores) -> CompletionChoice:
+        """Tell all at once."""
+        parts = [self.opening(index, scores), self.part(index, output.pieces) if output else None]
+        there = [part for part in parts if part is not None]
+        told = [part.logprobs for part in there if part.logprobs is not None]
+        reason: Reason = reason_of(output) if output else "length"
+        text = "".join(part.text for part in there)
+        return CompletionChoice(index=index, text=text, logprobs=_joined(told), finish_reason=reason)
+
+    def envelope(self, **values: Any) -> CompletionResponse:
+        """What choices are sent in."""
+        return CompletionResponse(**values)
+
+    def _of_prompt(self, prompt: Echoed, score: Any) -> CompletionLogprobs:
+        """How likely the tokens of a prompt are; nothing is known of the first."""
+        reader = Detokenizer(self._tokenizer, skip_special=False)
+        texts = [reader.feed((token,)) for token in prompt.ids]
+        added = max(sum(map(len, texts)) + len(reader.finish()) - len(prompt.text), 0)  # as a BOS is
+        found = self._spelling.completion(prompt.ids, [None, *score], texts, -added)
+        return found.model_copy(update={"text_offset": [max(at, 0) for at in found.text_offset]})
+
+
+def _joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs | None:
+    if not parts:
+        return None
+    names = CompletionLogprobs.model_fields
+    return CompletionLogprobs(**{name: [one for part in parts for one in getattr(part, name)] for name in names})

@@ -1,0 +1,124 @@
+"""How much is let in: requests at a time, of all and of each key, and bytes of a body.
+
+Owns the counts of what is under way. Invariants: whatever was admitted is counted out once, however it ended; a request
+that is refused has cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specbranch.serve.errors import ApiError, too_many
+from specbranch.serve.settings import ServerSettings
+
+WEIGHT = 0.1  # of a new request in the mean of how long they take
+REFUSALS = ("closing", "size", "queue", "key")  # why a request was not let in
+LONGEST_WAIT = 60  # seconds that a client is told to wait at most
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A request that was let in, with so many samples."""
+
+    limits: Limits
+    key: str | None
+    samples: int
+    since: float = field(default_factory=time.monotonic)
+    is_over: bool = False
+
+    def leave(self) -> None:
+        """Count it out; harmless if it was."""
+        if not self.is_over:
+            self.is_over = True
+            self.limits.count_out(self)
+
+
+class Limits:
+    """Lets requests in while there is room."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._of_key: Counter[str] = Counter()
+        self._mean = 0.0  # seconds that a request took
+        self.samples = 0  # under way
+        self.requests = 0
+        self.refused: Counter[str] = Counter()  # by reason
+        self.closing = False
+
+    def admit(self, key: str | None, samples: int) -> Admitted:
+        """Let a request in, or refuse it."""
+        self.check(key, samples)
+        self.samples += samples
+        self.requests += 1
+        self._of_key[key or ""] += 1
+        return Admitted(self, key, samples)
+
+    def check(self, key: str | None, samples: int = 1) -> None:
+        """Refuse a request for which there is no room; it is worth asking before its prompt is made tokens of."""
+        if self.closing:
+            raise self._refusal("closing", self._is_closing())
+        most = self._settings.max_batch + self._settings.max_queue
+        if samples > most:
+            said = f"The request has {samples} samples (n times its prompts); this server takes {most} at a time."
+            raise self._refusal("size", ApiError(400, f"{said} Ask for fewer."))
+        if self.samples + samples > most:
+            said = f"The queue is full: {self.samples} answers are being written or wait. Try again later."
+            raise self._refusal("queue", too_many(said, self._wait(), "queue_full"))
+        if key is not None and self._of_key[key] >= self._settings.max_per_key:
+            said = f"This key has {self._of_key[key]} requests under way, which is the most. Wait for one of them."
+            raise self._refusal("key", too_many(said, self._wait(), "too_many_requests"))
+
+    def count_out(self, admitted: Admitted) -> None:
+        """Note that a request has ended."""
+        self.samples -= admitted.samples
+        self.requests -= 1
+        self._of_key[admitted.key or ""] -= 1
+        self._of_key += Counter()  # keys without requests are forgotten
+        self._mean += WEIGHT * (time.monotonic() - admitted.since - self._mean)
+
+    def _wait(self) -> int:
+        return max(1, min(round(self._mean), LONGEST_WAIT))
+
+    def _is_closing(self) -> ApiError:
+        said = "The server is being stopped. Send the request again."
+        return ApiError(503, said, "server_error", "shutting_down", headers={"retry-after": "5"})
+
+    def _refusal(self, reason: str, error: ApiError) -> ApiError:
+        self.refused[reason] += 1
+        return error
+
+
+class BodyLimit:
+    """Refuses bodies of more bytes than are allowed, as soon as that is known."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and count its body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        said = dict(scope["headers"]).get(b"content-length", b"0")
+        if said.isdigit() and int(said) > self._most:
+            await self._error().response()(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._most:
+                raise HTTPException(413, str(self._error()))  # FastAPI lets no other pass that is met in a body
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _error(self) -> ApiError:
+        return ApiError(413, f"The body is longer than {self._most} bytes. Send less text (or raise --max-body).")

@@ -1,0 +1,309 @@
+"""What the page asks of the models: a chat whose rounds can be seen, and a race of one prompt by several methods.
+
+Owns the routes under `/v1/live/`, which serve the page of the same version and are no part of the API. Answers are
+server-sent events, read by `fetch` so that a key can go with the request. Invariant: whoever goes away takes the
+request along.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from specbranch.answer import Chunk, Output
+from specbranch.config import SamplingParams
+from specbranch.errors import BadParameter, SpecBranchError
+from specbranch.serve.errors import too_many
+from specbranch.serve.limits import Admitted
+from specbranch.serve.notes import note_of
+from specbranch.serve.sending import DONE, EventStream, event
+from specbranch.serve.serving import Serving
+from specbranch.traces.frames import Film, Frame
+
+if TYPE_CHECKING:
+    from specbranch.async_engine import Submission
+    from specbranch.engine import LLM
+
+WALL = "wall"
+CLOCKS = {  # profiles that the page offers beside the machine's own clock
+    "c10": "two devices, target = 10 draft steps",
+    "h200-68m-7b": "one H200, costs of 68M and 7B",
+}
+RACERS = ("autoregressive", "speculative", "pearl", "specbranch")
+MOST_TOKENS = 512  # of an answer on the page
+MOST_RACED = 128
+RACE_SECONDS = 20  # that one takes, about
+MOST_TEXT = 16_000  # characters of a message
+NODES = 48  # of a tree: more are not seen
+TURN = 2  # messages: a question and its answer
+LiveEvent = dict[str, Any]  # one event
+Role = Literal["system", "user", "assistant"]
+
+
+class LiveMessage(BaseModel):
+    """One message of a conversation on the page."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Role
+    content: str = Field(max_length=MOST_TEXT)
+
+
+class LiveChat(BaseModel):
+    """A question to be answered with everything that happened meanwhile."""
+
+    model_config = ConfigDict(extra="forbid")
+    messages: list[LiveMessage] = Field(min_length=1, max_length=200)
+    max_tokens: int = Field(256, ge=1, le=MOST_TOKENS)
+    temperature: float = Field(0.0, ge=0.0, le=2.0)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    method: str | None = Field(None, max_length=40)  # nothing: the server's own
+    clock: str = Field(WALL, max_length=40)
+
+
+class LiveRace(BaseModel):
+    """A prompt to be answered by each of the racers."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: str = Field(min_length=1, max_length=MOST_TEXT)
+    clock: str = Field(WALL, max_length=40)
+    max_tokens: int = Field(64, ge=2, le=MOST_RACED)
+
+
+class Witness:
+    """The rounds of a request as frames: noted in the engine's thread, made and taken in the server's."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[Any] = deque()
+        self._film = Film()
+
+    def note(self, *told: Any) -> None:
+        """Note a round."""
+        self._rounds.append(told)
+
+    def take(self) -> list[Frame]:
+        """Return the frames of all rounds since the last call."""
+        noted = [self._rounds.popleft() for _ in range(len(self._rounds))]
+        return [frame for told in noted if (frame := self._film.see(*told)) is not None]
+
+
+class Live:
+    """What the page asks, answered by an engine."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._races = False  # one at a time: its lanes are to have the machine to themselves
+        self._modelled: dict[str, LLM] = {}  # by clock; a planner learns from race to race, in the engine's thread
+
+    def about(self) -> LiveEvent:
+        """What there is to be asked."""
+        return {
+            "model": self._serving.model,
+            "method": self._serving.engine.method,
+            "racers": RACERS,
+            "clocks": CLOCKS,
+        }
+
+    def chat(self, asked: LiveChat, admitted: Admitted) -> EventStream:
+        """Answer a conversation: pieces of text with their origins, and the rounds they came in."""
+        params = SamplingParams(
+            temperature=asked.temperature, seed=asked.seed, max_tokens=self._tokens(asked.max_tokens)
+        )
+        prompt, left_out = self._fitting([one.model_dump() for one in asked.messages], params.max_tokens)
+        seen = Witness()
+        chunks, cancel = self._decoding(asked.method, prompt, params, asked.clock, seen)
+
+        async def told() -> AsyncGenerator[LiveEvent, None]:
+            if left_out:
+                yield {"pieces": [], "frames": [], "done": None, "left_out": left_out}
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    self._count(chunk, asked.clock)
+                    yield self._chunk(chunk, seen.take())
+
+        def close() -> None:  # also where the first event was never asked for
+            cancel()
+            admitted.leave()
+
+        return EventStream(_written(told()), close)
+
+    def race(self, asked: LiveRace, admitted: Admitted) -> EventStream:
+        """Answer a prompt by one method after the other."""
+        prompt = self._serving.engine.tokenizer.chat([{"role": "user", "content": asked.prompt}])
+        params = SamplingParams(max_tokens=self._tokens(asked.max_tokens))
+        self._races = True
+
+        def close() -> None:
+            self._races = False
+            admitted.leave()
+
+        return EventStream(_written(self._lanes(prompt, params, asked.clock)), close)
+
+    def check_race(self, asked: LiveRace) -> None:
+        """Refuse a race by an unknown clock, and a second one."""
+        _check_clock(asked.clock)
+        if self._races:
+            raise too_many("Another race is being run. Try again when it is over.", RACE_SECONDS, "race_under_way")
+
+    async def _lanes(self, prompt: list[int], params: SamplingParams, clock: str) -> AsyncGenerator[LiveEvent, None]:
+        for name in RACERS:
+            yield {"lane": name}
+            seen = Witness()
+            try:
+                chunks, cancel = self._decoding(name, prompt, params, clock, seen)
+            except SpecBranchError as error:  # such as a method that needs a draft where there is none
+                yield {"lane": name, "error": str(error)}
+                continue
+            try:
+                async with aclosing(_lane(chunks, seen)) as events:
+                    async for told in events:
+                        yield {"lane": name, **told}
+            finally:
+                cancel()
+
+    def _decoding(
+        self, method: str | None, prompt: list[int], params: SamplingParams, clock: str, seen: Witness
+    ) -> tuple[AsyncGenerator[Chunk, None], Callable[[], None]]:
+        """Decode by a method, as any other request, or on a modelled clock between the rounds of others; returns the
+        chunks and a way to cancel them. A mistake of a request by the machine's clock is raised here."""
+        if clock != WALL:
+            _check_clock(clock)
+            made = partial(self._modelled_by, clock, method, prompt, params, seen)
+            return self._serving.engine.aside(made), lambda: None  # nothing is begun before a chunk is asked for
+        submission = self._serving.engine.submit(
+            prompt,
+            params,
+            method=method,
+            deadline=self._serving.settings.timeout,
+            streams=True,
+            on_round=seen.note,
+        )
+        return _chunks(submission), submission.cancel
+
+    def _modelled_by(
+        self, clock: str, method: str | None, prompt: list[int], params: SamplingParams, seen: Witness, llm: LLM
+    ) -> Iterator[Chunk]:
+        if clock not in self._modelled:
+            self._modelled[clock] = llm.modelled(clock)
+        timed = self._modelled[clock]
+        return (timed.using(method) if method else timed).stream(prompt, params, seen.note)
+
+    def _fitting(self, messages: list[dict[str, str]], tokens: int) -> tuple[list[int], int]:
+        """A conversation as token ids, and how many of its oldest messages were left out so that an answer has room:
+        all that it may have, but no more than a quarter of the context."""
+        engine = self._serving.engine
+        most = engine.context_length - min(tokens, engine.context_length // 4)
+        for left_out in range(0, len(messages), TURN):
+            prompt = engine.tokenizer.chat(messages[left_out:])
+            if len(prompt) <= most:
+                break
+        return prompt, left_out
+
+    def _count(self, chunk: Chunk, clock: str) -> None:
+        """Count an answer that is finished; modelled seconds are not this server's."""
+        if clock == WALL and chunk.output is not None and chunk.output.error is None:
+            self._serving.metrics.asked(1)
+            self._serving.metrics.finished(chunk.output)
+
+    def _chunk(self, chunk: Chunk, frames: list[Frame]) -> LiveEvent:
+        return {
+            "pieces": _pieces(chunk),
+            "frames": [frame.trimmed(NODES).to_dict(self._serving.spelling.text) for frame in frames],
+            "done": _done(chunk.output),
+        }
+
+    def _tokens(self, asked: int) -> int:
+        most = self._serving.settings.max_tokens
+        return asked if most is None else min(asked, most)
+
+
+def routes(serving: Serving) -> APIRouter:
+    """The routes of the page's questions."""
+    router, live = APIRouter(prefix="/v1/live", include_in_schema=False), Live(serving)
+
+    def admitted(request: Request) -> Admitted:
+        return serving.limits.admit(note_of(request.scope).key, 1)
+
+    @router.get("")
+    async def about() -> JSONResponse:
+        return JSONResponse(live.about())
+
+    @router.post("/chat")
+    async def chat(request: Request, asked: LiveChat) -> EventStream:
+        return _counted(admitted(request), partial(live.chat, asked))
+
+    @router.post("/race")
+    async def race(request: Request, asked: LiveRace) -> EventStream:
+        live.check_race(asked)
+        return _counted(admitted(request), partial(live.race, asked))
+
+    return router
+
+
+def _counted(admitted: Admitted, begin: Callable[[Admitted], EventStream]) -> EventStream:
+    """Begin what was admitted; what cannot be begun is counted out."""
+    try:
+        return begin(admitted)
+    except BaseException:
+        admitted.leave()
+        raise
+
+
+def _check_clock(name: str) -> None:
+    if name not in (WALL, *CLOCKS):
+        raise BadParameter(f"clock is {name!r:.60}; expected one of {', '.join((WALL, *CLOCKS))}.")
+
+
+async def _chunks(submission: Submission) -> AsyncGenerator[Chunk, None]:
+    async for chunk in submission:
+        yield chunk
+
+
+async def _lane(chunks: AsyncGenerator[Chunk, None], seen: Witness) -> AsyncGenerator[LiveEvent, None]:
+    """The events of one racer, times in seconds since its first token; what it cannot do is an event, too."""
+    first: float | None = None
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                frames = [frame for frame in seen.take() if frame.added]
+                first = frames[0].end if frames and first is None else first
+                steps = [[round(frame.end - (first or 0.0), 6), frame.added] for frame in frames]
+                yield {"steps": steps, "pieces": _pieces(chunk), "done": _done(chunk.output)}
+        except SpecBranchError as error:
+            yield {"error": str(error)}
+
+
+async def _written(told: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(told):
+        try:
+            async for one in told:
+                yield event(json.dumps(one, ensure_ascii=False, separators=(",", ":")))
+        except SpecBranchError as error:
+            yield event(json.dumps({"error": str(error)}))
+    yield DONE
+
+
+def _pieces(chunk: Chunk) -> list[list[str]]:
+    return [[piece.text, piece.origin] for piece in chunk.pieces]
+
+
+def _done(output: Output | None) -> LiveEvent | None:
+    """What a finished answer did."""
+    if output is None:
+        return None
+    if output.error is not None:
+        return {"error": str(output.error)}
+    names = ("tokens", "tokens_per_second", "tokens_per_forward", "target_forwards", "drafted", "accepted")
+    return {
+        "method": output.method,
+        "finish_reason": output.finish_reason,
+        "text": output.text,
+        **{name: output.stats.get(name) for name in (*names, "branch_hits", "branch_hit_rate", "ttft_seconds")},
+    }

@@ -1,0 +1,98 @@
+"""The log: one JSON object a line, one line a request.
+
+Owns its shape. Invariant: what a client wrote, or was answered, is in no line unless that was asked for; so an error
+that nobody foresaw is told by its kind and place, not by its message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import traceback
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specbranch.serve.errors import of_engine
+from specbranch.serve.notes import note_of
+
+log = logging.getLogger("specbranch.serve")
+QUIET = ("/health", "/ready", "/metrics")  # asked for every few seconds: logged only if they fail
+
+
+class JsonLines(logging.Formatter):
+    """Writes records as JSON."""
+
+    def __init__(self, with_text: bool) -> None:
+        super().__init__()
+        self._with_text = with_text
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return one line."""
+        told: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            kind, error, where = record.exc_info
+            told["error"] = f"{kind.__name__}: {error}" if self._with_text else kind.__name__
+            told["where"] = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(where)]
+        return json.dumps(told, ensure_ascii=True, default=str)
+
+
+def write_json(with_text: bool, level: int = logging.INFO) -> None:
+    """Have this process log JSON lines, to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(with_text))
+    root = logging.getLogger()
+    root.handlers, root.level = [handler], logging.WARNING
+    for name in ("specbranch", "uvicorn.error"):
+        logging.getLogger(name).setLevel(level)
+
+
+class RequestLog:
+    """Gives every request an id, logs how it ended, and answers for mistakes of the program."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and tell how it ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        note, begun, status = note_of(scope), time.monotonic(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = note.id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            log.error("A request failed by a mistake of the program.", exc_info=error, extra=_facts(note_id=note.id))
+            if status == 0:
+                await of_engine(error).response()(scope, receive, noted)
+        finally:
+            self._tell(scope, status, time.monotonic() - begun)
+
+    def _tell(self, scope: Scope, status: int, seconds: float) -> None:
+        if scope["path"] in QUIET and status < 400:
+            return
+        note = note_of(scope)
+        told = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
+        key = {} if note.key is None else {"key": note.key}
+        log.info("request", extra=_facts(note_id=note.id, **told, **key, **note.facts))
+
+
+def _facts(note_id: str, **told: Any) -> dict[str, Any]:
+    return {"facts": {"request_id": note_id, **told}}

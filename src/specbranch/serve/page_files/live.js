@@ -1,0 +1,71 @@
+// The way to the server: questions by fetch, answers as server-sent events, a key where one is wanted. Owns the key,
+// which is kept in memory alone.
+
+let key = "";
+const listeners = [];
+
+export function onReady(listener) { listeners.push(listener); }
+
+export class Refused extends Error {}
+
+function headers() {
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+// What methods are called on this page, and the clocks to choose from.
+export const NAMES = { autoregressive: "plain decoding", speculative: "serial speculation", pearl: "PEARL", specbranch: "SpecBranch" };
+export function clocks(about) {
+  return [new Option("this machine's clock", "wall"), ...Object.entries(about.clocks).map(([name, is]) => new Option(`modelled: ${is}`, name))];
+}
+
+// Ask who is there; if a key is wanted, ask for it.
+export async function connect() {
+  const status = document.getElementById("server"), form = document.getElementById("key-form");
+  form.addEventListener("submit", (event) => { event.preventDefault(); key = document.getElementById("key").value.trim(); greet(); });
+  async function greet() {
+    try {
+      const answer = await fetch("/v1/live", { headers: headers() });
+      form.hidden = answer.status !== 401 && answer.status !== 403;
+      if (!form.hidden) { status.textContent = key ? "That key is not known here." : "A key is wanted."; return; }
+      if (!answer.ok) throw new Refused(await reason(answer));
+      const about = await answer.json();
+      status.textContent = `${about.model} · ${about.method}`;
+      listeners.forEach((listener) => listener(about));
+    } catch (error) {
+      status.textContent = error instanceof Refused ? error.message : "The server does not answer.";
+    }
+  }
+  await greet();
+}
+
+// Send a question; yields events until the answer is whole. Aborting `signal` takes the request along.
+export async function* ask(path, body, signal) {
+  const answer = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  if (!answer.ok) throw new Refused(await reason(answer));
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const events = text.split("\n\n");
+    text = events.pop();
+    for (const event of events) {
+      const data = event.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const told = JSON.parse(data);
+      if (told.error && !told.lane) throw new Refused(told.error);
+      yield told;
+    }
+  }
+}
+
+async function reason(answer) {
+  try {
+    const told = await answer.json();
+    const said = told.error?.message ?? told.detail ?? told.message;
+    return typeof said === "string" ? said : `The server refused this (${answer.status}).`;
+  } catch {
+    return `The server refused this (${answer.status}).`;
+  }
+}

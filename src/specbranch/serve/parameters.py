@@ -1,0 +1,115 @@
+"""The parameters of a request: which are honoured, which change nothing, which are refused and why.
+
+Owns the three classes. Invariant: nothing that would change an answer is passed over in silence; a value that asks for
+what is done anyway (no tools, text) is let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from specbranch.config import SamplingParams
+
+if TYPE_CHECKING:
+    from specbranch.serve.protocol import GenerationRequest
+
+# Accepted without effect: notes for whoever keeps the books, and hints that change no text.
+WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "store",
+    "parallel_tool_calls",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+)
+# Refused by name, as the answer would be another one; why.
+REFUSED = {
+    "tools": "tools come later",
+    "tool_choice": "tools come later",
+    "tool_calls": "tools come later",
+    "tool_call_id": "tools come later",
+    "functions": "tools come later",
+    "function_call": "tools come later",
+    "response_format": "only text is written so far",
+    "guided_json": "only text is written so far",
+    "guided_regex": "only text is written so far",
+    "guided_choice": "only text is written so far",
+    "guided_grammar": "only text is written so far",
+    "structured_outputs": "only text is written so far",
+    "modalities": "only text is written",
+    "audio": "only text is read and written",
+    "reasoning_effort": "there is no such switch here; a template's own are set by chat_template_kwargs",
+    "verbosity": "there is no such switch here",
+    "web_search_options": "there is no search here",
+    "best_of": "samples are not ranked here; ask for n of them with logprobs",
+    "suffix": "text is only written at the end",
+    "use_beam_search": "there is no beam search here",
+    "length_penalty": "there is no beam search here",
+    "priority": "requests are served in the order in which they come",
+}
+# Values that ask for what is done anyway; as if they were not there.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "tool_calls": ([],),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "priority": (0,),
+    "annotations": ([],),
+}
+
+
+def without_neutral(values: Any) -> Any:
+    """Leave out what is null or asks for nothing."""
+    if not isinstance(values, Mapping):
+        return values
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and not (name in NEUTRAL and value in NEUTRAL[name])
+    }
+
+
+def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """Return how the engine is to sample."""
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
+    return SamplingParams(
+        temperature=asked.temperature,
+        top_k=asked.top_k if asked.top_k is not None and asked.top_k > 0 else None,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=asked.logit_bias or {},
+        seed=asked.seed,
+        n=asked.n,
+        max_tokens=max_tokens,
+        min_tokens=asked.min_tokens,
+        stop=tuple(one for one in stop if one),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=asked.ignore_eos,
+        logprobs=logprobs,
+    )
+
+
+def speculation(asked: GenerationRequest) -> dict[str, Any]:
+    """Return how the engine is to decode: the arguments of `AsyncLLM.submit`."""
+    wish = asked.speculative
+    if wish is None or wish is True:
+        return {}
+    if wish is False or wish.off:
+        return {"speculative": False}
+    chosen = {name: value for name, value in (("method", wish.method), ("policy", wish.policy)) if value is not None}
+    return {"speculative": chosen} if chosen else {}

@@ -1,0 +1,316 @@
+"""What goes over the wire: the bodies of requests and answers, as the OpenAI API has them.
+
+Owns names, types and ranges; the OpenAPI document is made of them. What a parameter means is in `parameters.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specbranch.config import PolicyName
+from specbranch.core.methods import METHODS
+from specbranch.serve.parameters import without_neutral
+from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_LOGPROBS, MOST_SAMPLES, MOST_STOPS
+
+LARGEST = 2**63 - 1
+TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
+Reason = Literal["stop", "length"]
+
+
+class Body(BaseModel):
+    """A part of a request: what it does not know is refused, what is null was not given."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        return without_neutral(values)
+
+
+class StreamOptions(Body):
+    """What a stream tells besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # there is none
+
+
+class SpeculativeChoice(Body):
+    """How this request is decoded; its text is the same whatever is chosen."""
+
+    method: str | None = Field(None, description=f"One of {', '.join(METHODS)}.")
+    policy: str | None = Field(None, description=f"One of {', '.join(get_args(PolicyName))}.")
+    off: bool = False
+
+
+class GenerationRequest(Body):
+    """What chats and completions share."""
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=LARGEST)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASES)
+    seed: int | None = Field(None, ge=-LARGEST - 1, le=LARGEST)
+    n: int = Field(1, ge=1, le=MOST_SAMPLES)
+    min_tokens: int = Field(0, ge=0, le=LARGEST)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculative: bool | SpeculativeChoice | None = None
+    deadline: float | None = Field(None, gt=0, le=86400, description="Seconds in which it has to be answered.")
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    parallel_tool_calls: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+
+
+class ContentPart(Body):
+    """A part of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    annotations: Any = None
+    cache_control: Any = None
+
+
+class ChatMessage(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    max_tokens: int = Field(16, ge=0, le=LARGEST)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Body):
+    """The body of /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class CachedTokens(BaseModel):
+    """What of a prompt was not read again."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """What a request cost."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class SpeculativeMetrics(BaseModel):
+    """What speculation did; the first seven as vLLM names them."""
+
+    num_spec_steps: int = Field(description="Forwards of the target after the first token.")
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    draft_acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    acceptance_histogram: list[int] = Field(description="Steps by how many tokens of the main line were accepted.")
+    num_spec_tokens: int = Field(description="The longest line that was accepted in part.")
+    num_accepted_tokens_per_pos: list[int]
+    num_rollback_tokens: int
+    num_branches: int
+    num_branch_hits: int
+    methods: list[str]
+
+
+class AnswerMetrics(BaseModel):
+    """How an answer came about."""
+
+    speculative_decoding: SpeculativeMetrics
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been said."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was said, and what else might have been."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """How likely the tokens of a message were."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """How likely the tokens of a text were."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class AssistantMessage(BaseModel):
+    """What the model said, or what is new of it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One sample of an answer; in a stream what is new of it, as `delta`."""
+
+    index: int
+    message: AssistantMessage | None = None
+    delta: AssistantMessage | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Reason | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One sample of a text; in a stream what is new of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Reason | None = None
+
+
+class Envelope(BaseModel):
+    """What every answer, and every event of a stream, says of itself."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage | None = None
+    metrics: AnswerMetrics | None = None
+
+
+class ChatResponse(Envelope):
+    """The answer to a conversation, or an event of its stream."""
+
+    choices: list[ChatChoice]
+
+
+class CompletionResponse(Envelope):
+    """The answer to a prompt, or an event of its stream."""
+
+    choices: list[CompletionChoice]
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "specbranch"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """An answer that is none."""
+
+    error: ErrorDetail
+
+
+NAMES = frozenset(
+    name for body in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest) for name in body.model_fields
+)
+NESTED_NAMES = frozenset(
+    name for part in (ChatMessage, ContentPart, StreamOptions, SpeculativeChoice) for name in part.model_fields
+)

@@ -1,0 +1,63 @@
+"""What whoever runs the server may set: where it listens, what it is called, what it lets through.
+
+Owns names, defaults and their check; holds nothing of a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from specbranch.errors import BadParameter
+
+MOST_SAMPLES = 128  # of one request: n times its prompts
+MOST_LOGPROBS = 20  # of the likeliest tokens told at a place
+MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is looked for at every token, while others wait
+MOST_BIASES = 1024  # tokens: each is written into every row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How a server behaves."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None  # nothing: the target's own
+    keys: Path | None = None  # a file of hashed keys; nothing: whoever reaches the server may ask
+    allowed_hosts: tuple[str, ...] = ()  # names under which it may be asked for besides its own
+    max_queue: int = 256  # samples that may wait beyond those that are decoded
+    max_batch: int = 64  # samples decoded at once
+    max_tokens: int | None = None  # most that one answer may have; nothing: what the context holds
+    max_body: int = 4 * 2**20  # bytes
+    max_per_key: int = 64  # requests of one key at a time
+    timeout: float = 600.0  # seconds in which a request has to be answered
+    grace: float = 60.0  # seconds that answers under way have once the server is told to stop
+    log_text: bool = False  # whether prompts and answers are logged
+
+    def __post_init__(self) -> None:
+        for name in ("max_queue", "max_batch", "max_body", "max_per_key"):
+            if getattr(self, name) < 1:
+                raise BadParameter(f"{name} is {getattr(self, name)!r}; expected a whole number ≥ 1.")
+        for name in ("timeout", "grace"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise BadParameter(f"{name} is {getattr(self, name)!r}; expected seconds above 0.")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise BadParameter(f"max_tokens is {self.max_tokens!r}; expected a whole number ≥ 1, or nothing.")
+        if not 0 <= self.port <= 65535:
+            raise BadParameter(f"port is {self.port}; expected one from 0 (any that is free) to 65535.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,89 @@
+"""How single tokens are written where log-probabilities are told.
+
+Owns the text and the bytes of one token. Invariant: the texts of the tokens of a whole answer, joined, are that answer
+wherever no character is split between tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from specbranch.core.orders import TokenLogprobs
+from specbranch.serve.protocol import CompletionLogprobs, TokenLogprob, TopLogprob
+from specbranch.text.detokenizer import UNFINISHED
+
+if TYPE_CHECKING:
+    from specbranch.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON does not know
+
+
+class Spelling:
+    """Writes tokens of one tokenizer, each worked out once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        """Return a token as it reads within a text; bytes that are no character become U+FFFD."""
+        if token not in self._texts:
+            # behind itself, for a decoder drops the space before the first token
+            once = self._tokenizer.decode([token], skip_special=False)
+            self._texts[token] = self._tokenizer.decode([token, token], skip_special=False)[len(once) :]
+        return self._texts[token]
+
+    def bytes(self, token: int) -> list[int] | None:
+        """Return a token's bytes; nothing where they cannot be told."""
+        text = self.text(token)
+        if UNFINISHED not in text:
+            return list(text.encode())
+        spelled = self._tokenizer.token(token)
+        if token in self._tokenizer.byte_ids:
+            return [int(spelled[3:5], 16)]
+        known = _byte_alphabet()
+        return [known[letter] for letter in spelled] if all(letter in known for letter in spelled) else None
+
+    def chat(self, token: int, told: TokenLogprobs) -> TokenLogprob:
+        """Tell of a token as chats do."""
+        top = [self._top(one, logprob) for one, logprob in told.top]
+        return TokenLogprob(**self._top(token, told.logprob).model_dump(), top_logprobs=top)
+
+    def completion(
+        self, tokens: list[int], told: list[TokenLogprobs | None], texts: list[str], start: int
+    ) -> CompletionLogprobs:
+        """Tell of tokens as completions do; `texts` is what each made final, the first at `start`."""
+        offsets = [start]
+        for text in texts[:-1]:
+            offsets.append(offsets[-1] + len(text))
+        return CompletionLogprobs(
+            tokens=[self.text(token) for token in tokens],
+            token_logprobs=[None if one is None else _finite(one.logprob) for one in told],
+            top_logprobs=[self._tops(*pair) for pair in zip(tokens, told, strict=True)],
+            text_offset=offsets,
+        )
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        return TopLogprob(token=self.text(token), logprob=_finite(logprob), bytes=self.bytes(token))
+
+    def _tops(self, token: int, told: TokenLogprobs | None) -> dict[str, float] | None:
+        if told is None:
+            return None
+        found: dict[str, float] = {}
+        for one, logprob in (*told.top, (token, told.logprob)):
+            found.setdefault(self.text(one), _finite(logprob))  # of tokens that read alike the likeliest stays
+        return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The letters in which byte-level vocabularies spell bytes: printable Latin-1 for itself, the others from U+0100
+    on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,0 +1,199 @@
+"""A request as pictures, a round each: what was drafted, what of it the target took, what lost, and when both worked.
+
+Owns the tree of drafted tokens as it is carried from round to round, for methods over chains, branches and trees alike.
+`rounds` counts the same; here every token has its place. Invariant: the tokens that the frames of a request add, one
+after the other, are its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from specbranch.core.orders import Branch, Grow, Orders, Reports, Span, Verify
+from specbranch.core.slots import ROOT
+from specbranch.core.trees import Tree
+
+FrameLine = tuple[int, ...]  # tokens behind the committed text
+SpellOne = Callable[[int], str]  # a token as text
+LOOKED_UP = 0.5  # what a token is taken to promise of which no draft said anything
+
+
+class DrawnNode(NamedTuple):
+    """A drafted token in a picture. It is known from frame to frame by its tokens from the committed text on."""
+
+    token: int
+    parent: int
+    said: float  # the draft's own probability; 0: it was looked up
+    given: int  # the frame that first showed it
+    sent: bool  # the target judges it in this frame
+
+
+class _Drafted(NamedTuple):
+    said: float
+    given: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What both models did in one round, and what came of it."""
+
+    number: int
+    draft: tuple[float, float] | None  # seconds, on the executor's clock
+    target: tuple[float, float] | None
+    nodes: tuple[DrawnNode, ...]  # parents before their children
+    drafted: int  # tokens that came to the tree in this round, also those that a trimmed frame does not show
+    path: tuple[int, ...] = ()  # the nodes that the target took
+    token: int | None = None  # its own, behind them; nothing where it judged nothing
+    hit: int | None = None  # the node that had foreseen it
+    added: int = 0  # tokens: of the path and the target's own, as the request may end among them
+
+    @property
+    def end(self) -> float:
+        """When the round was over, on the executor's clock."""
+        return max(span[1] for span in (self.draft, self.target) if span)
+
+    def trimmed(self, most: int) -> Frame:
+        """The same with at most about so many nodes: what was taken, what stood beside it, and what else promised
+        most."""
+        if len(self.nodes) <= most:
+            return self
+        taken = {*self.path, *(() if self.hit is None else (self.hit,))}
+        places = {self.nodes[node].parent for node in taken} | {self.path[-1] if self.path else ROOT}
+        reach: list[float] = []
+        for node in self.nodes:
+            reach.append((node.said or LOOKED_UP) * (1.0 if node.parent == ROOT else reach[node.parent]))
+        rivals = [at for at, node in enumerate(self.nodes) if node.parent in places]
+        rivals.sort(key=lambda at: reach[at], reverse=True)
+        kept = taken.copy()
+        for at in (*rivals[: most // 2], *sorted(range(len(reach)), key=lambda at: reach[at], reverse=True)):
+            if len(kept) >= most:
+                break
+            if self.nodes[at].parent == ROOT or self.nodes[at].parent in kept:
+                kept.add(at)
+        return self._only(sorted(kept))
+
+    def _only(self, kept: Sequence[int]) -> Frame:
+        place = {ROOT: ROOT, **{old: new for new, old in enumerate(kept)}}
+        nodes = tuple(self.nodes[at]._replace(parent=place[self.nodes[at].parent]) for at in kept)
+        hit = None if self.hit is None else place[self.hit]
+        return replace(self, nodes=nodes, path=tuple(place[node] for node in self.path), hit=hit)
+
+    def to_dict(self, spell: SpellOne) -> dict[str, Any]:
+        """Return plain values for a page; a node is a list: text, token, parent, what the draft said in
+        percent (nothing: it was looked up), frame, sent."""
+        nodes = [
+            [spell(one.token), one.token, one.parent, _percent(one.said), one.given, int(one.sent)]
+            for one in self.nodes
+        ]
+        return {
+            "number": self.number,
+            "draft": self.draft and [round(time, 6) for time in self.draft],
+            "target": self.target and [round(time, 6) for time in self.target],
+            "nodes": nodes,
+            "drafted": self.drafted,
+            "path": list(self.path),
+            "token": self.token,
+            "text": None if self.token is None else spell(self.token),
+            "hit": self.hit,
+            "added": self.added,
+        }
+
+
+class Film:
+    """The frames of one request, made as its rounds come."""
+
+    def __init__(self) -> None:
+        self._lines: dict[FrameLine, _Drafted] = {}
+        self._number = -1
+
+    def see(self, orders: Orders, reports: Reports, added: int) -> Frame | None:
+        """Return a round as a frame; nothing for one in which no model worked."""
+        spans = _times(reports.drafting), _times(reports.verifying, reports.verdict is not None)
+        if not any(spans):
+            return None
+        self._number += 1
+        self._take_in(orders, reports)
+        verify, verdict = orders.verify, reports.verdict
+        if _is_plain(orders):
+            self._lines = {}
+        if verify is None or verdict is None:
+            return Frame(self._number, *spans, self._nodes(()), self._drafted())
+        lines = _verified(verify)
+        self._add((line, 0.0) for line in lines)
+        nodes, drafted = self._nodes(lines), self._drafted()
+        places = {line: at for at, line in enumerate(self._lines)}
+        path = tuple(places[lines[node]] for node in verdict.path)
+        top = (*(verify.tokens[node] for node in verdict.path), verdict.token)
+        hit = places.get(top)
+        self._lines = {line[len(top) :]: one for line, one in self._lines.items() if _is_below(line, top)}
+        return Frame(self._number, *spans, nodes, drafted, path, verdict.token, hit, added)
+
+    def _take_in(self, orders: Orders, reports: Reports) -> None:
+        if isinstance(orders.draft, Grow):
+            tree, known = reports.tree or orders.draft.tree, self._lines
+            self._lines = {}
+            for line, said in _grown(tree):
+                self._lines[line] = _Drafted(said, known[line].given if line in known else self._number)
+        pending = orders.verify.tokens if orders.verify else ()
+        for branch in reports.branches:
+            self._add(_branch(branch, pending))
+
+    def _add(self, lines: Iterable[tuple[FrameLine, float]]) -> None:
+        """Add what was not there; a parent that is missing is one that was looked up."""
+        for line, said in lines:
+            for end in range(1, len(line)):
+                self._lines.setdefault(line[:end], _Drafted(0.0, self._number))
+            self._lines.setdefault(line, _Drafted(said, self._number))
+
+    def _drafted(self) -> int:
+        return sum(one.given == self._number for one in self._lines.values())
+
+    def _nodes(self, sent: Iterable[FrameLine]) -> tuple[DrawnNode, ...]:
+        places, judged = {line: at for at, line in enumerate(self._lines)}, set(sent)
+        return tuple(
+            DrawnNode(line[-1], places.get(line[:-1], ROOT), one.said, one.given, line in judged)
+            for line, one in self._lines.items()
+        )
+
+
+def _percent(said: float) -> int | None:
+    return round(said * 100) if said else None
+
+
+def _times(span: Span | None, counts: bool = False) -> tuple[float, float] | None:
+    """When a model worked; a span without length is none, unless something came of it."""
+    return (span.start, span.end) if span and (counts or span.end > span.start) else None
+
+
+def _is_plain(orders: Orders) -> bool:
+    """Whether the target is asked for its next token and nothing else: a tree that there was is given up."""
+    verify = orders.verify
+    return verify is not None and verify.parents is None and not verify.tokens and orders.draft is None
+
+
+def _verified(verify: Verify) -> list[FrameLine]:
+    lines: list[FrameLine] = []
+    for node, token in enumerate(verify.tokens):
+        parent = verify.parent(node)
+        lines.append((*(() if parent == ROOT else lines[parent]), token))
+    return lines
+
+
+def _grown(tree: Tree) -> list[tuple[FrameLine, float]]:
+    lines: list[FrameLine] = []
+    for node in tree.nodes:
+        lines.append((*(() if node.parent == ROOT else lines[node.parent]), node.token))
+    return [(line, node.said) for line, node in zip(lines, tree.nodes, strict=True)]
+
+
+def _branch(branch: Branch, pending: tuple[int, ...]) -> list[tuple[FrameLine, float]]:
+    before = pending[: branch.after]
+    return [
+        ((*before, *branch.tokens[: at + 1]), said) for at, said in enumerate(branch.confidence[: len(branch.tokens)])
+    ]
+
+
+def _is_below(line: FrameLine, top: FrameLine) -> bool:
+    return len(line) > len(top) and line[: len(top)] == top

@@ -1,0 +1,175 @@
+"""What the page asks live: a chat is the engine's own text with all its rounds, a race's lanes end alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import PROMPT, Running, Visitor, events, load_tiny, running, until
+
+from specbranch import LLM, SamplingParams
+from specbranch.serve.keys import new_key
+from specbranch.serve.live import CLOCKS, RACERS, WALL
+
+CHAT, RACE = "/v1/live/chat", "/v1/live/race"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40}
+RACED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
+
+
+def joined(told: list[dict[str, Any]]) -> str:
+    return "".join(text for one in told for text, _ in one.get("pieces", ()))
+
+
+@pytest.mark.parametrize("clock", [WALL, "c10"])
+@pytest.mark.parametrize("method", [None, *RACERS])
+def test_a_chat_is_the_text_of_the_engine_with_all_its_rounds(
+    served: Running, reference: LLM, method: str | None, clock: str
+) -> None:
+    told = events(served.post(CHAT, {**ASKED, "method": method, "clock": clock, "temperature": 0.8, "seed": 4}))
+    expected = reference.chat(ASKED["messages"], SamplingParams(temperature=0.8, seed=4, max_tokens=40))
+    pieces = [piece for one in told for piece in one["pieces"]]
+    assert joined(told) == expected.text == told[-1]["done"]["text"]
+    assert sum(frame["added"] for one in told for frame in one["frames"]) == len(pieces) == told[-1]["done"]["tokens"]
+    assert {origin for _, origin in pieces} <= ({"target"} if method == RACERS[0] else {"target", "draft", "branch"})
+
+
+def test_a_conversation_goes_on_and_its_oldest_turns_are_left_out_when_it_is_full(
+    served: Running, reference: LLM
+) -> None:
+    turns = [{"role": role, "content": f"{role} {PROMPT}"} for role in ("user", "assistant")]
+    last, params = {"role": "user", "content": "And?"}, SamplingParams(max_tokens=40)
+    for before in (1, 12):
+        messages = [*turns * before, last]
+        fits = [len(reference.tokenizer.chat(messages[at:])) <= 480 - 40 for at in range(0, len(messages), 2)]
+        left_out = 2 * fits.index(True)
+        told = events(served.post(CHAT, {**ASKED, "messages": messages}))
+        assert told[0].get("left_out", 0) == left_out and (left_out > 0) == (before > 1)
+        assert joined(told) == reference.chat(messages[left_out:], params).text
+
+
+def test_a_word_that_was_drafted_has_its_node_in_the_round_it_came_in(served: Running) -> None:
+    told = events(served.post(CHAT, {**ASKED, "method": "specbranch", "max_tokens": 120}))
+    origins = [origin for one in told for _, origin in one["pieces"]]
+    place = 0
+    for frame in (frame for one in told for frame in one["frames"]):
+        drafted = origins[place : place + min(frame["added"], len(frame["path"]))]
+        place += frame["added"]
+        assert set(drafted) <= {"draft"}
+        if frame["hit"] is not None:
+            assert frame["nodes"][frame["hit"]][1] == frame["token"] and origins[place - 1] != "target"
+    assert place == len(origins)
+
+
+@pytest.mark.parametrize("clock", [WALL, *CLOCKS])
+def test_a_race_ends_with_the_same_text_in_every_lane(served: Running, reference: LLM, clock: str) -> None:
+    told = events(served.post(RACE, {**RACED, "clock": clock}))
+    expected = reference.chat([{"role": "user", "content": PROMPT}], SamplingParams(max_tokens=24))
+    lanes = {name: [one for one in told if one["lane"] == name] for name in RACERS}
+    for lane in lanes.values():
+        steps = [step for one in lane for step in one.get("steps", ())]
+        assert joined(lane) == expected.text and sum(added for _, added in steps) == len(expected.token_ids)
+        assert steps[0][0] == 0.0 and [at for at, _ in steps] == sorted(at for at, _ in steps)
+    if clock == "c10":  # where a forward of the target takes 10 ms
+        plain = [step for one in lanes["autoregressive"] for step in one.get("steps", ())]
+        assert [at for at, _ in plain] == pytest.approx([n / 100 for n in range(len(plain))])
+
+
+def test_races_are_run_one_at_a_time_and_by_known_clocks(served: Running) -> None:
+    status, error = served.error(RACE, {**RACED, "clock": "c11"})
+    assert status == 400 and "expected one of wall, c10" in error["message"]
+    with served.held():
+        visitor = Visitor(served.url, RACE, RACED)
+        visitor.hear(b"autoregressive")
+        status, error = served.error(RACE, RACED)
+        assert status == 429 and "Another race" in error["message"]
+        visitor.leave()
+    until(served.is_idle)
+    assert events(served.post(RACE, RACED))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {**ASKED, "max_tokens": 400}),
+        (CHAT, {**ASKED, "max_tokens": 400, "clock": "c10"}),
+        (RACE, RACED),
+        (RACE, {**RACED, "clock": "c10", "max_tokens": 100}),
+    ],
+    ids=["chat", "modelled chat", "race", "modelled race"],
+)
+def test_whoever_leaves_takes_the_request_along(served: Running, path: str, body: dict[str, Any]) -> None:
+    visitor = Visitor(served.url, path, body)
+    visitor.hear(b"pieces")
+    visitor.leave()
+    until(served.is_idle)
+    assert events(served.post(CHAT, ASKED))[-1]["done"]["tokens"] <= 40
+    until(served.is_idle)
+
+
+def test_whoever_leaves_before_the_first_word_is_forgotten(served: Running) -> None:
+    before = served.engine.stats().cancelled
+    with served.held():
+        waiting = [Visitor(served.url, CHAT, {**ASKED, "max_tokens": 400}) for _ in range(3)]
+        until(lambda: served.server._limits.requests == 3)
+        for visitor in waiting:
+            visitor.leave()
+        until(lambda: served.server._limits.requests == 0)
+    until(lambda: served.engine.stats().cancelled == before + 3)
+    until(served.is_idle)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {**ASKED, "max_tokens": 0},
+        {**ASKED, "temperature": -1},
+        {**ASKED, "colour": "green"},
+        {**ASKED, "method": "quickest"},
+        {**ASKED, "clock": "c11"},
+        {"messages": [{"role": "user", "content": "word " * 2000}]},
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_a_sentence(served: Running, body: dict[str, Any]) -> None:
+    status, error = served.error(CHAT, body)
+    assert status == 400 and error["message"]
+    until(served.is_idle)
+
+
+def test_limits_and_keys_hold_for_the_page_too(pair: tuple[str, str], tmp_path: Path) -> None:
+    key = new_key(tmp_path / "keys", "alice")
+    with running(load_tiny(pair), keys=tmp_path / "keys", max_tokens=5, max_per_key=1) as found:
+        allowed = {"authorization": f"Bearer {key}"}
+        assert found.http.get("/").status_code == found.http.get("/page/recording.json").status_code == 200
+        assert found.http.get("/v1/live").status_code == found.post(CHAT, ASKED).status_code == 401
+        assert found.http.get("/v1/live", headers=allowed).json()["racers"] == list(RACERS)
+        assert events(found.post(CHAT, ASKED, **allowed))[-1]["done"]["tokens"] <= 5
+        until(found.is_idle)
+        with found.held():
+            admitted = found.server._limits.admit("alice", 1)
+            assert found.post(CHAT, ASKED, **allowed).status_code == 429
+            admitted.leave()
+
+
+def test_modelled_seconds_are_in_no_metric(served: Running) -> None:
+    def answered() -> float:
+        lines = served.http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2]) for line in lines if line.startswith("specbranch:request_success_total")
+        )
+
+    before = answered()
+    for clock, more in (("c10", 0), (WALL, 1)):
+        served.post(CHAT, {**ASKED, "clock": clock})
+        assert answered() == before + more
+
+
+@pytest.mark.parametrize("clock", [WALL, "c10"])
+def test_a_race_without_a_draft_says_who_cannot_run(pair: tuple[str, str], clock: str) -> None:
+    with running(LLM(pair[0], dtype="float64", device="cpu", context_length=480)) as found:
+        told = events(found.post(RACE, {**RACED, "clock": clock}))
+        errors = {one["lane"] for one in told if "error" in one}
+        assert {"speculative", "pearl"} <= errors and "autoregressive" not in errors
+        texts = {name: joined([one for one in told if one["lane"] == name]) for name in set(RACERS) - errors}
+        assert len(set(texts.values())) == 1 and all(texts.values())
