@@ -40,4 +40,5 @@ class Extra:
 
 OPTUNA = Extra("optuna", "tune", "Searching for a setting of several values")
 ACCELERATE = Extra("accelerate", "transformers", "Running a GGUF file on transformers")
-EXTRAS = (OPTUNA, ACCELERATE)
+XLLAMACPP = Extra("xllamacpp", "llamacpp", "Running llama.cpp beside our methods")
+EXTRAS = (OPTUNA, ACCELERATE, XLLAMACPP)
