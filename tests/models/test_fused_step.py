@@ -91,7 +91,7 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(
     assert torch.equal(batch[0][1].logits, alone[1])
 
 
-@pytest.mark.parametrize("prefix", [5, 40, 230, 250, 256, 300])
+@pytest.mark.parametrize("prefix", [5, 40, 100, 128, 230, 250, 256, 300])
 def test_a_node_behind_siblings_has_the_bits_of_plain_decoding(
     prefix: int, threads: int, folders: dict[str, Path]
 ) -> None:
