@@ -50,7 +50,7 @@ class LlamaCpp:
     def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Answer a record's prompt; returns the tokens of its text and what is told of the turn."""
         if method not in self._servers:
-            self._servers[method] = _server(_path(self._file), self._llm.context_length, method)
+            self._servers[method] = make_server(_path(self._file), self._llm.context_length, method)
         said = self._servers[method].handle_completions(_asked(record))
         if "timings" not in said:
             raise BadParameter(f"llama.cpp did not answer: {said.get('error', said)}. Leave {method} out of --methods.")
@@ -86,7 +86,8 @@ def _asked(record: Record) -> dict[str, Any]:
     }
 
 
-def _server(path: str, context: int, method: str) -> Any:
+def make_server(path: str, context: int, method: str) -> Any:
+    """Load a file as one of the methods wants it, with as many threads as torch has."""
     import torch
     import xllamacpp
 
