@@ -179,7 +179,12 @@ class _Attention:
 
     def _cached(self, w: Writer, place: str, vector: int, further: int = 0) -> str:
         """Write the loading of a vector of a key, or of what lies further on, as floats."""
-        return w.load(self.kind, place, (vector * self.lanes + further) * self.shape.size, 4)
+        size, lanes = self.shape.size, self.lanes
+        found = w.load(f"<{lanes} x {self.shape.kept}>", place, (vector * lanes + further) * size, size)
+        if size == 4:
+            return found
+        wide = w.op(f"zext <{lanes} x i16> {found} to <{lanes} x i32>")  # bfloat16 is the upper half of a float32
+        return w.op(f"bitcast <{lanes} x i32> {w.op(f'shl <{lanes} x i32> {wide}, splat (i32 16)')} to {self.kind}")
 
     def _score(self, w: Writer, queries: range, places: str, scores: str, turns: str, fetch: bool) -> list[str]:
         """Write the scores of some queries, and return the highest, four of each."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -236,4 +237,5 @@ def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
 
 def _shape(decoder: Decoder, memory: Memory) -> KernelShape:
     arch = decoder.arch
-    return KernelShape(arch.heads, arch.kv_heads, arch.head_dim, memory.data.element_size())
+    size: Literal[4, 2] = 2 if memory.data.dtype is torch.bfloat16 else 4
+    return KernelShape(arch.heads, arch.kv_heads, arch.head_dim, size)

@@ -8,6 +8,7 @@ operation and takes items until none is left, so a slow one holds nobody up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from specbranch.core.pages import PAGE
 from specbranch.models.files.blocks import BLOCK
@@ -27,12 +28,17 @@ class KernelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    size: int = 4  # bytes of a number in the cache
+    size: Literal[4, 2] = 4  # bytes of a number in the cache: float32, or bfloat16
 
     @property
     def row(self) -> int:
         """How many numbers the queries, keys and values of a row are."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def kept(self) -> str:
+        """A number in the cache, in LLVM's language."""
+        return "float" if self.size == 4 else "i16"
 
     @property
     def head(self) -> int:

@@ -138,8 +138,8 @@ def _turn(shape: KernelShape) -> str:
     half, turned = f"<{shape.head_dim // 2} x float>", shape.heads + shape.kv_heads
     body = f"""{entry("%item")}
   %layer.at = mul i64 %layer, {2 * shape.values}
-  %k = getelementptr float, ptr %slot, i64 %layer.at
-  %v = getelementptr float, ptr %k, i64 {shape.values}
+  %k = getelementptr {shape.kept}, ptr %slot, i64 %layer.at
+  %v = getelementptr {shape.kept}, ptr %k, i64 {shape.values}
   %row.at = mul i64 %item, {shape.row}
   %row = getelementptr float, ptr %qkv, i64 %row.at
   %angle.at = mul i64 %item, {shape.head_dim}
@@ -183,11 +183,34 @@ ready:
   %new.b = fadd contract {half} %bc, %as
   %key = sub i64 %h.i, {shape.heads}
   %key.at = mul i64 %key, {shape.head}
-  %stored = getelementptr float, ptr %k, i64 %key.at
-  %to = select i1 %is.q, ptr %from, ptr %stored
-  %to.b = getelementptr float, ptr %to, i64 {middle}
-  store {half} %new.a, ptr %to, align 4
-  store {half} %new.b, ptr %to.b, align 4"""
+  %stored = getelementptr {shape.kept}, ptr %k, i64 %key.at
+  %stored.b = getelementptr {shape.kept}, ptr %stored, i64 {middle}
+  br i1 %is.q, label %asks, label %keeps
+asks:
+  store {half} %new.a, ptr %from, align 4
+  store {half} %new.b, ptr %from.b, align 4
+  br label %turned
+keeps:
+{_keep(shape, "new.a", middle, "stored")}
+{_keep(shape, "new.b", middle, "stored.b")}
+  br label %turned
+turned:"""
+
+
+def _keep(shape: KernelShape, value: str, many: int, to: str) -> str:
+    """Write the storing of some numbers in the cache, rounded to the nearest where it holds fewer bits, of two the even
+    one."""
+    if shape.size == 4:
+        return f"  store <{many} x float> %{value}, ptr %{to}, align 4"
+    whole = f"<{many} x i32>"
+    return f"""  %{value}.bits = bitcast <{many} x float> %{value} to {whole}
+  %{value}.upper = lshr {whole} %{value}.bits, splat (i32 16)
+  %{value}.odd = and {whole} %{value}.upper, splat (i32 1)
+  %{value}.half = add {whole} %{value}.odd, splat (i32 32767)
+  %{value}.near = add {whole} %{value}.bits, %{value}.half
+  %{value}.kept = lshr {whole} %{value}.near, splat (i32 16)
+  %{value}.small = trunc {whole} %{value}.kept to <{many} x i16>
+  store <{many} x i16> %{value}.small, ptr %{to}, align 2"""
 
 
 def _norm_head(shape: KernelShape) -> str:
@@ -221,8 +244,8 @@ def _store_value(shape: KernelShape) -> str:
   %value.p = getelementptr float, ptr %row, i64 %value.at
   %value = load {kind}, ptr %value.p, align 4
   %v.at = mul i64 %g.i, {shape.head}
-  %v.p = getelementptr float, ptr %v, i64 %v.at
-  store {kind} %value, ptr %v.p, align 4"""
+  %v.p = getelementptr {shape.kept}, ptr %v, i64 %v.at
+{_keep(shape, "value", shape.head_dim, "v.p")}"""
 
 
 def _spread(name: str, value: str, width: int) -> str:
