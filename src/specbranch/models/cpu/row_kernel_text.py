@@ -13,6 +13,7 @@ from specbranch.models.cpu.operation_text import FIELDS, KernelShape, entry, fra
 from specbranch.models.cpu.rounding_text import ROUND_STRETCH
 from specbranch.models.cpu.text_writer import number
 
+STRETCH = 512  # numbers of a row that a thread takes at once: whole blocks
 SPINS = 4096  # looks at the barrier before a thread offers its core to others
 
 
@@ -35,6 +36,7 @@ _DECLARATIONS = """
 declare float @llvm.sqrt.f32(float)
 declare float @llvm.rint.f32(float)
 declare float @llvm.fabs.f32(float)
+declare i64 @llvm.smin.i64(i64, i64)
 declare i32 @sched_yield()
 """
 _LOOSE = "reassoc contract"  # sums may be split into lanes, products fused
@@ -256,7 +258,8 @@ def _spread(name: str, value: str, width: int) -> str:
 
 
 def _gate() -> str:
-    """Write silu(gate)·up, a row an item; e^-|x| keeps the exponential small on both sides."""
+    """Write silu(gate)·up, a stretch of a row an item, so that threads share a row; e^-|x| keeps the exponential small
+    on both sides."""
     each = """  %gp = getelementptr float, ptr %gr, i64 %i.i
   %g = load float, ptr %gp
   %up = getelementptr float, ptr %ur, i64 %i.i
@@ -272,15 +275,25 @@ def _gate() -> str:
   %gated = fmul float %silu, %u
   %yp = getelementptr float, ptr %yr, i64 %i.i
   store float %gated, ptr %yp"""
-    body = f"""  %y.at = mul i64 %item, %n
-  %g.at = mul i64 %y.at, 2
+    body = f"""  %row = udiv i64 %item, %stretches
+  %stretch = urem i64 %item, %stretches
+  %first = mul i64 %stretch, {STRETCH}
+  %left = sub i64 %n, %first
+  %many = call i64 @llvm.smin.i64(i64 %left, i64 {STRETCH})
+  %y.row = mul i64 %row, %n
+  %y.at = add i64 %y.row, %first
+  %g.row = mul i64 %y.row, 2
+  %g.at = add i64 %g.row, %first
   %u.at = add i64 %g.at, %n
   %gr = getelementptr float, ptr %both, i64 %g.at
   %ur = getelementptr float, ptr %both, i64 %u.at
   %yr = getelementptr float, ptr %y, i64 %y.at
-{_loop("i", "0", "%n", each)}
-{rounded("%y", "%y.at", "%n")}"""
-    return operation("gate", ("both", "y", "rounded"), ("rows", "n"), "%rows", body, _variables(i="i64"))
+{_loop("i", "0", "%many", each)}
+{rounded("%y", "%y.at", "%many")}"""
+    before = f"""  %n.more = add i64 %n, {STRETCH - 1}
+  %stretches = sdiv i64 %n.more, {STRETCH}
+  %items = mul i64 %rows, %stretches"""
+    return operation("gate", ("both", "y", "rounded"), ("rows", "n"), "%items", body, _variables(i="i64"), before)
 
 
 def _run() -> str:
