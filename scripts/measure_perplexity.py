@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 from typing import Any
@@ -42,8 +43,10 @@ def main() -> None:
         command = [given.llama, __file__, given.model, "--only", "llama", "--threads", str(given.threads)]
         child = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
         answer = next(line for line in child.stdout.splitlines() if line.startswith("@"))
-        found["llama.cpp"] = perplexity(json.loads(answer[1:]))
+        theirs = json.loads(answer[1:])
+        found["llama.cpp"] = perplexity(theirs)
         found["stored / llama.cpp"] = found["stored"] / found["llama.cpp"]
+        found["standard error of that"] = uncertainty(stored["said"], theirs)
     for name, value in found.items():
         print(f"{name:32} {value:.5g}")
     print(json.dumps(found))
@@ -121,6 +124,12 @@ def by_llama(model: str, texts: list[list[int]], threads: int) -> list[float]:
 def perplexity(said: list[float]) -> float:
     """e to the mean surprise."""
     return math.exp(-sum(said) / len(said))
+
+
+def uncertainty(said: list[float], theirs: list[float]) -> float:
+    """How far the ratio of two perplexities may be off by chance: each token's chances differ by rounding, up or
+    down."""
+    return statistics.stdev(a - b for a, b in zip(said, theirs, strict=True)) / math.sqrt(len(said))
 
 
 def divergence(exact: Any, found: Any) -> dict[str, float]:

@@ -58,6 +58,7 @@ class ModelChoice:
     shorten: bool = False
     tail: int = TAIL  # tokens that may be in the cache beyond the committed text
     cache_tokens: int | None = None  # places for all requests together; nothing: what there is room for
+    cache_dtype: str | None = None  # what keys and values are stored in; nothing: in `dtype`
     # how matrices are stored; nothing: in `dtype`, or in int8 for a draft whose file is
     weights: WeightsName | None = None
     device_map: DeviceMap | None = None  # auto: over all GPUs, by the transformers runner; nothing: on one device
@@ -189,13 +190,19 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         from specbranch.models.native import load_native
 
         try:
-            return load_native(source, cache_tokens=choice.cache_tokens, weights=choice.weights, **asked)
+            own: dict[str, Any] = {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype}
+            return load_native(source, weights=choice.weights, **own, **asked)
         except UnsupportedArchitecture as reason:
             if choice.runner == "native":
                 raise
             log.warning("%s Using the transformers runner instead, which is slower.", reason)
     from specbranch.models.storage import alike
 
+    if choice.cache_dtype is not None:
+        raise BadParameter(
+            f"cache_dtype is {choice.cache_dtype!r}, but the transformers runner stores keys and values in what it "
+            "computes in. Leave --cache-dtype out."
+        )
     asked["dtype"] = alike(dtype, choice.weights, "transformers")
     from specbranch.models.transformers_runner import load_transformers
 

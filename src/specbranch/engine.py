@@ -70,6 +70,7 @@ class LLM:
         draft_weights: WeightsName | None = None,
         context_length: int | None = None,
         cache_tokens: int | None = None,
+        cache_dtype: str | None = None,
         max_batch: int = 1,
         clock: str | None = None,
         force_profile: bool = False,
@@ -87,7 +88,9 @@ class LLM:
         `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8", "int4" or "stored" (as in a quantised
         GGUF file; the default for one on a CPU unless a dtype is given). The last three are another, coarser model, of
         which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
-        places in each model's cache for all requests together; nothing: what there is room for. `device_map`: "auto"
+        places in each model's cache for all requests together; nothing: what there is room for. `cache_dtype`:
+        "bfloat16" stores the target's keys and values in half the memory, on a CPU; that, too, is another model.
+        `device_map`: "auto"
         spreads the target over all GPUs, by the transformers runner; the draft stays on one device. What is learned of
         a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
         cache folder, unless `keep_experience` is false. `prefix_cache`: what was read of a prompt is kept, as long as
@@ -105,11 +108,14 @@ class LLM:
             dtype,
             context_length,
             cache_tokens=cache_tokens,
+            cache_dtype=cache_dtype,
             weights=weights,
             device_map=device_map,
             prefix_cache=prefix_cache,
         )
-        other = replace(choice, device=draft_device or device, shorten=True, weights=draft_weights, device_map=None)
+        self.cache_dtype = cache_dtype
+        own: dict[str, Any] = {"weights": draft_weights, "cache_dtype": None, "device_map": None}
+        other = replace(choice, device=draft_device or device, shorten=True, **own)
         drafting = replace(other, name=named) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)

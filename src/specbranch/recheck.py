@@ -21,7 +21,8 @@ from specbranch.text.line_files import json_value, numbered_lines
 
 NEAR = 1e-4  # logits
 EXPECTED = "expected what `specbranch generate --json` prints"
-NOTED = ("target", "context_length", "dtype", "weights", "runner")  # how an answer was made, saved with it
+# how an answer was made, saved with it
+NOTED = ("target", "context_length", "dtype", "weights", "cache_dtype", "runner")
 
 Sameness = Literal["identical", "near-tie", "different"]
 
@@ -39,6 +40,7 @@ class Saved:
     context_length: int | None = None
     dtype: str | None = None
     weights: str | None = None
+    cache_dtype: str | None = None
     runner: str | None = None
 
     @classmethod
@@ -190,6 +192,7 @@ _OPTIONAL: dict[str, Check] = {
     "context_length": (lambda value: _is_count(value, 2), "a whole number ≥ 2"),
     "dtype": (_is_text, "a name"),
     "weights": (_is_text, "a name"),
+    "cache_dtype": (_is_text, "a name"),
     "runner": (_is_text, "a name"),
 }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.methods import OUTSIDE
+from specbranch.bench.methods import TRANSFORMERS
 from specbranch.bench.outside import Transformers, assistant_of
 from specbranch.bench.subjects import Running
 from specbranch.cli.main import run
@@ -52,7 +52,7 @@ def records(lab: Lab, workload: Workload = GREEDY) -> list[Record]:
     return [record for prompt in PROMPTS for record in lab.records(prompt, workload)]
 
 
-@pytest.mark.parametrize("method", OUTSIDE)
+@pytest.mark.parametrize("method", TRANSFORMERS)
 def test_greedy_answers_are_those_of_our_engine(method: str, lab: Lab, outside: Transformers) -> None:
     for record in records(lab):
         tokens, _ = outside.answer(method, record)
@@ -60,7 +60,7 @@ def test_greedy_answers_are_those_of_our_engine(method: str, lab: Lab, outside: 
 
 
 def test_what_is_told_of_a_turn_adds_up(lab: Lab, outside: Transformers) -> None:
-    for method in OUTSIDE:
+    for method in TRANSFORMERS:
         for record in records(lab):
             tokens, told = outside.answer(method, record)
             assert told["tokens"] == len(tokens) and told["ttft_seconds"] > 0 and told["decode_seconds"] > 0
@@ -79,7 +79,7 @@ def test_an_answer_ends_with_the_task_not_with_the_model(lab: Lab, outside: Tran
     end = record.tokens[5]
     cut = record.tokens[: record.tokens.index(end) + 1]
     ended = replace(record, task=replace(record.task, eos_ids=(end,)))
-    for method in OUTSIDE:
+    for method in TRANSFORMERS:
         assert outside.answer(method, ended)[0] == cut
     short = replace(record, task=replace(record.task, params=replace(record.task.params, max_tokens=7)))
     assert outside.answer("hf-lookup", short)[0] == record.tokens[:7]
@@ -186,7 +186,7 @@ def test_the_default_pair_answers_alike_but_for_near_ties(default_model: Path, t
     with Lab("smollm2-default", folder=tmp_path, running=Running(weights="float32")) as lab:
         (record,) = lab.records(prompt, Workload(max_tokens=16))
         theirs = Transformers(lab)
-        for method in OUTSIDE:
+        for method in TRANSFORMERS:
             tokens, _ = theirs.answer(method, record)
             parted = next((at for at, (a, b) in enumerate(zip(tokens, record.tokens, strict=True)) if a != b), None)
             if parted is not None:

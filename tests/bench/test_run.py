@@ -88,7 +88,7 @@ class Parrot:
 def test_methods_from_outside_may_answer_fewer_prompts(lab: Lab, tmp_path: Path) -> None:
     settings, outside = tuple(map(default_setting, ("autoregressive", "hf-generate"))), Parrot()
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
-        measure(lab, replace(job(settings), outside=1), store, nothing, outside)
+        measure(lab, replace(job(settings), outside=1), store, nothing, {"hf-generate": outside})
     rows = {(row.suite, row.method): row for row in rows_of(store.runs)}
     assert {key: row.prompts for key, row in rows.items()} == {
         ("code", "autoregressive"): 2,

@@ -32,7 +32,7 @@ def test_each_extra_is_one_of_the_installation_and_needed_by_nothing_else() -> N
         assert any(line.startswith(extra.package) for line in project["optional-dependencies"][extra.name])
         assert not any(line.startswith(extra.package) for line in project["dependencies"])
         assert f"\n{extra.package}==" in "\n" + (PROJECT / "constraints.txt").read_text(encoding="utf-8")
-    assert "'.[dev,serve,tune,transformers]'" in (PROJECT / "Makefile").read_text(encoding="utf-8")
+    assert "'.[dev,serve,tune,transformers,llamacpp]'" in (PROJECT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_an_extra_that_is_there_is_required_in_silence() -> None:
@@ -87,6 +87,15 @@ def test_a_bench_of_transformers_on_a_gguf_file_tells_what_is_missing(command: C
     target = ("--target", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "out"))
     told = command("bench", "run", *target, "--methods", "hf-generate", "--no-tune")
     assert told.code == 2 and "pip install 'specbranch[transformers]'; or leave hf-generate," in told.err
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_bench_of_llamacpp_tells_what_is_missing(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    target = ("--target", str(tmp_path / "model.gguf"), "--out", str(tmp_path / "out"))
+    told = command("bench", "run", *target, "--methods", "llamacpp", "--no-tune")
+    assert told.code == 2 and "needs xllamacpp, which is not installed." in told.err
+    assert "pip install 'specbranch[llamacpp]'; or leave llamacpp, llamacpp-ngram out" in told.err
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.cli.progress import counted
+from specbranch.cli.progress import counted, narrated
+from specbranch.models.native import load_native
 
 
 def test_a_bar_is_drawn_where_somebody_looks_and_lines_stay(
@@ -28,3 +29,19 @@ def test_where_nobody_looks_lines_alone_are_told(capsys: pytest.CaptureFixture[s
         bars("Checking against the clock", 1, 3)
         bars.say("step 20: top-1 0.5")
     assert capsys.readouterr() == ("", "step 20: top-1 0.5\n")
+
+
+def test_loading_shows_how_many_layers_were_read(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with narrated("Loading the models"):
+        layers = load_native(pair[0]).architecture.layers
+    shown = capsys.readouterr()
+    assert "Loading the models: layer" in shown.err and f"{layers}/{layers}" in shown.err and shown.out == ""
+    monkeypatch.delenv("FORCE_COLOR")
+    capsys.readouterr()
+    with narrated("Loading the models"):
+        load_native(pair[0])
+    assert capsys.readouterr().err == ""

@@ -58,6 +58,7 @@ def test_what_is_written_is_what_generate_chat_and_llm_use(command: Command, ask
     assert done.code == 0 and "× plain" in done.out and "Best: " in done.out, done.err
     file = tmp_path / "tuned.json"
     written = json.loads(file.read_text())
+    assert written["tuned_for"]["weights"] == "float32" and "weights float32" in done.out
     tuned = written.pop("tuned_for")
     assert written["method"] in ("speculative", "specbranch") and tuned["speedup"] > 1 and tuned["pair"] == "tiny"
     assert tuned["prompts"] == {"few": 2} and tuned["complete"] is True
@@ -235,3 +236,12 @@ def test_a_profile_of_another_pair_is_refused_unless_forced(command: Command, as
         command(*asked, "--profile", other, "--methods", "speculative", "--max-tokens", "16", "--force-profile").code
         == 0
     )
+
+
+def test_a_search_knows_how_weights_are_stored(command: Command, asked: list[str], tmp_path: Path) -> None:
+    how = ("--profile", profile(tmp_path, 0.01), *SOME, "--weights")
+    done = command(*asked, *how, "int8")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "tuned.json").read_text())["tuned_for"]["weights"] == "int8"
+    refused = command(*asked, *how, "tiny")
+    assert refused.code == 2 and "Unknown storage of weights 'tiny'" in refused.err

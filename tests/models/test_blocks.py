@@ -363,7 +363,9 @@ def test_stored_weights_go_with_a_cpu_and_float32_alone(device: str, dtype: str 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut short": (lambda data: data[:-500], "is cut short"),
-    "an unknown type": (lambda data: data.replace(TYPE, TYPE[:-4] + b"\x99\0\0\0"), "damaged"),
+    "an unknown type": (lambda data: data.replace(TYPE, TYPE[:-4] + b"\x99\0\0\0"), "blk.0.ffn_down.weight.*153"),
+    "fewer rows": (lambda data: data.replace(TYPE, TYPE.replace(b"\x80", b"\x78")), "blk.0.ffn_down.weight.*has shape"),
+    "half a block": (lambda data: data.replace(TYPE, TYPE.replace(b"\xa0", b"\x90")), "no multiple of 32"),
 }
 # The name of a tensor, its two sizes, and the number of its type.
 TYPE = b"blk.0.ffn_down.weight" + b"".join(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from specbranch.core.pages import Pool
 from specbranch.core.runner import Feed
@@ -17,13 +18,14 @@ from specbranch.models.batch import Rows, dealt
 from specbranch.models.columns import Columns
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep
 from specbranch.models.cpu.kernels import load_kernel
+from specbranch.models.cpu.row_kernel_text import STRETCH
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.kv import Table
 from specbranch.models.native import COMPILED_PIECE, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
-from tiny_models import CONFIGS, GREEDY, planted, saved, some_tokens, tiny
+from tiny_models import CONFIGS, GREEDY, SHAPE, planted, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 
@@ -68,6 +70,19 @@ def test_fused_rows_equal_plain_ones_up_to_rounding(kind: str, threads: int, fol
     assert (results[0] - results[1]).abs().max() < 1e-5 * results[1].abs().max()
 
 
+@pytest.mark.parametrize("size", [STRETCH, STRETCH + 32, 2 * STRETCH + 5])
+def test_a_gate_of_several_stretches_equals_the_plain_one(
+    size: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONFIGS, "wide", lambda: LlamaConfig(**{**SHAPE, "intermediate_size": size}))
+    fused = load_native(saved(tiny("wide"), tmp_path), context_length=64, tail=16)
+    results = []
+    for runner in (fused, plain(fused)):
+        runner.open(0, GREEDY)
+        results.append(collate(runner.score([Feed(0, (1, 2, 3), (ROOT, 0, 0))])[0]))
+    assert fused._fused is not None and (results[0] - results[1]).abs().max() < 1e-5 * results[1].abs().max()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(
     kind: str, threads: int, folders: dict[str, Path]
@@ -91,7 +106,7 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(
     assert torch.equal(batch[0][1].logits, alone[1])
 
 
-@pytest.mark.parametrize("prefix", [5, 40, 230, 250, 256, 300])
+@pytest.mark.parametrize("prefix", [5, 40, 100, 128, 230, 250, 256, 300])
 def test_a_node_behind_siblings_has_the_bits_of_plain_decoding(
     prefix: int, threads: int, folders: dict[str, Path]
 ) -> None:

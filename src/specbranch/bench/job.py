@@ -15,14 +15,15 @@ from typing import Any
 from specbranch.bench.aggregate import rows_of
 from specbranch.bench.clocks import Clock, free_memory, given_clock, kept_machine_clock
 from specbranch.bench.lab import Lab
-from specbranch.bench.methods import Setting, default_setting
+from specbranch.bench.llamacpp import LlamaCpp, built_with, check_file
+from specbranch.bench.methods import LLAMACPP, TRANSFORMERS, Setting, default_setting
 from specbranch.bench.order import BenchOrder
 from specbranch.bench.outside import Transformers, check_target
 from specbranch.bench.picture import draw_timeline, pictures
 from specbranch.bench.prompt_runs import RunStore
 from specbranch.bench.report import save_report
 from specbranch.bench.results import Results
-from specbranch.bench.run import PairRuns, ReplayCheck, check_replay, measure, record_all, replay
+from specbranch.bench.run import Outside, PairRuns, ReplayCheck, check_replay, measure, record_all, replay
 from specbranch.bench.subjects import (
     USUAL_CONTEXT,
     BenchPair,
@@ -131,8 +132,11 @@ class _PairJob:
         """Run it all; returns what tells the pair's models from others, under its title."""
         order, subject = self.order, self.pair.subject
         self.tell.fetch(subject.source[0])
-        if order.has_outside:
+        if order.has_transformers:
             check_target(subject.target)
+        if order.has_llamacpp:
+            check_file(subject.target)
+            self.tell.say(f"{built_with()}.")
         if not order.force_profile:
             for clock in order.clocks:
                 clock.refuse_other_pair(subject.target, subject.draft)
@@ -150,7 +154,8 @@ class _PairJob:
             running=subject.running,
             context_length=self.pair.context_length,
         ) as lab:
-            outside = Transformers(lab)  # it loads nothing until it is asked
+            # These load nothing until they are asked.
+            outside = dict.fromkeys(TRANSFORMERS, Transformers(lab)) | dict.fromkeys(LLAMACPP, LlamaCpp(lab))
             done = []
             for clock, group in product(order.clocks, self.pair.groups):
                 settings = apart.get(group) or self._settings(lab, machine if clock.is_wall else clock, group)
@@ -160,7 +165,7 @@ class _PairJob:
                 self._draw(lab, done[0])
             return {lab.pair: lab.identity}
 
-    def _run(self, lab: Lab, runs: PairRuns, clock: Clock, outside: Transformers) -> None:
+    def _run(self, lab: Lab, runs: PairRuns, clock: Clock, outside: Mapping[str, Outside]) -> None:
         """Run one group of prompts by one clock; with the first profile, repeat a sample with both models."""
         record_all(lab, runs, self.tell.progress)
         if clock.is_wall:
@@ -230,7 +235,8 @@ def _results(order: BenchOrder, pairs: Sequence[BenchPair], store: RunStore, ide
     made = Provenance.here(
         pairs={**(before.pairs if before else {}), **identities},
         workload={"max_tokens": workload.max_tokens, "seed": workload.seed, "chat_template": True},
-        settings={"repeats": order.repeats, "tuned": order.tune, "threads": torch.get_num_threads()},
+        settings={"repeats": order.repeats, "tuned": order.tune, "threads": torch.get_num_threads()}
+        | ({"llamacpp": built_with()} if order.has_llamacpp else {}),
         suites={
             **(before.suites if before else {}),
             **{suite.name: Path(suite.source).name for pair in pairs for suite in pair.suites},

@@ -1,4 +1,5 @@
-"""The methods a bench can run: those of this engine, each with its settings, and transformers' own from outside.
+"""The methods a bench can run: those of this engine, each with its settings, and those of transformers and llama.cpp
+from outside.
 
 Owns their names and what settings a name stands for.
 """
@@ -15,11 +16,16 @@ from specbranch.config import SpeculativeConfig
 from specbranch.core.methods import METHODS, Method
 from specbranch.errors import BadParameter, unknown
 
-OUTSIDE = {
+TRANSFORMERS = {
     "hf-generate": "transformers' own generate, one token a forward",
     "hf-assisted": "transformers' assisted generation with the same draft",
     "hf-lookup": "transformers' prompt lookup",
 }
+LLAMACPP = {
+    "llamacpp": "llama.cpp on the same GGUF file, one token a forward",
+    "llamacpp-ngram": "llama.cpp's speculation by n-grams",
+}
+OUTSIDE = {**TRANSFORMERS, **LLAMACPP}
 Knobs = Mapping[str, Sequence[int | float]]
 TWO_STAGE_KNOBS: Knobs = {
     "num_speculative_tokens": range(1, 17),

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from specbranch import pairs as known
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Workload
-from specbranch.bench.methods import OUTSIDE, Setting, chosen_methods, given_setting
+from specbranch.bench.methods import LLAMACPP, OUTSIDE, TRANSFORMERS, Setting, chosen_methods, given_setting
 from specbranch.bench.subjects import PairOrder, Running
 from specbranch.bench.tuning import TRIALS, TUNING_PROMPTS, can_be_tuned, has_several_values
 from specbranch.config import WEIGHTS, ExecutorName
@@ -63,9 +63,14 @@ class BenchOrder:
         return self.tune and any(map(can_be_tuned, self.methods))
 
     @property
-    def has_outside(self) -> bool:
-        """Whether a method from outside is to be run."""
-        return any(name in OUTSIDE for name in self.methods)
+    def has_transformers(self) -> bool:
+        """Whether transformers is to run."""
+        return any(name in TRANSFORMERS for name in self.methods)
+
+    @property
+    def has_llamacpp(self) -> bool:
+        """Whether llama.cpp is to run."""
+        return any(name in LLAMACPP for name in self.methods)
 
 
 def chosen_pairs(

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from specbranch.assembly import ModelChoice, fetched
-from specbranch.bench.methods import OUTSIDE
+from specbranch.bench.methods import TRANSFORMERS
 from specbranch.distill.draft_name import is_draft_folder
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import ACCELERATE
@@ -52,7 +52,7 @@ def check_target(name: str) -> None:
         refuse_other_families(open_model(locate(name))[0])
         return
     if fetched(ModelChoice(name)).lower().endswith(".gguf"):
-        ACCELERATE.require(f"or leave {', '.join(OUTSIDE)} out of --methods")
+        ACCELERATE.require(f"or leave {', '.join(TRANSFORMERS)} out of --methods")
 
 
 class Transformers:
@@ -107,8 +107,8 @@ class Transformers:
         return found
 
     def _options(self, method: str) -> dict[str, Any]:
-        if method not in OUTSIDE:
-            raise unknown("method from outside", method, OUTSIDE)
+        if method not in TRANSFORMERS:
+            raise unknown("method from outside", method, TRANSFORMERS)
         if method == "hf-assisted":
             return {"assistant_model": self.assistant}
         return {"lookup": LOOKED_UP} if method == "hf-lookup" else {}

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from specbranch.bench.clocks import Clock
 from specbranch.bench.lab import Lab, Workload
-from specbranch.bench.methods import Setting
+from specbranch.bench.methods import LLAMACPP, Setting
 from specbranch.bench.prompt_runs import PromptRun, RunStore, output_digest
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
@@ -64,6 +65,9 @@ class Outside(Protocol):
         ...
 
 
+NOBODY: Mapping[str, Outside] = MappingProxyType({})
+
+
 def record_all(lab: Lab, runs: PairRuns, progress: StepsDone) -> None:
     """Have the target answer whatever it has not answered before."""
     lab.record([(asked.prompt, asked.workload) for asked in runs.asked], progress)
@@ -108,7 +112,9 @@ def _replayed(
         yield replace(blank, turns=tuple(lines), output=text)
 
 
-def measure(lab: Lab, runs: PairRuns, store: RunStore, progress: StepsDone, outside: Outside | None = None) -> None:
+def measure(
+    lab: Lab, runs: PairRuns, store: RunStore, progress: StepsDone, outside: Mapping[str, Outside] = NOBODY
+) -> None:
     """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to
     prompt."""
     rounds = [(repeat, asked) for repeat in range(runs.repeats) for asked in runs.asked]
@@ -132,11 +138,10 @@ def measure(lab: Lab, runs: PairRuns, store: RunStore, progress: StepsDone, outs
 
 
 def _answer(
-    lab: Lab, setting: Setting, record: Record, outside: Outside | None
+    lab: Lab, setting: Setting, record: Record, outside: Mapping[str, Outside]
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     if setting.config is None:
-        assert outside is not None
-        return outside.answer(setting.method, record)
+        return outside[setting.method].answer(setting.method, record)
     task = record.task
     output = lab.llm.using(speculative=setting.config).repeat(task.prompt, task.params, task.seed, 0)
     if output.error is not None:
@@ -148,7 +153,9 @@ def _blank(lab: Lab, asked: AskedPrompt, setting: Setting, clock: Clock) -> Prom
     """A run that was not made yet."""
     rule = "match" if setting.config is None else setting.config.rule
     # In half precision and with stored weights transformers rounds otherwise than we do, and near-ties fall otherwise.
+    # llama.cpp always does.
     exact = asked.workload.temperature == 0 and lab.llm.weights in ("float32", "float64")
+    exact = exact and setting.method not in LLAMACPP
     return PromptRun(
         pair=lab.pair,
         suite=asked.suite.name,
@@ -198,7 +205,7 @@ def check_replay(lab: Lab, runs: PairRuns, clock: Clock, most: int = 8) -> Repla
         record = lab.records(prompt, runs.workloads[0])[0]
         assert setting.config is not None and clock.profile is not None
         replayed = lab.replays.stats(record, setting.config, clock.profile).summary()
-        tokens, live = _answer(lab, setting, record, None)
+        tokens, live = _answer(lab, setting, record, NOBODY)
         tried += 1
         same_text += tokens == record.tokens
         if has_fixed_decisions(setting.config):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def run_tuning(order: TuneOrder, progress: StepsDone, fetch: Callable[[str], obj
     if order.clock is not None and not order.force_profile:
         order.clock.refuse_other_pair(target, draft)
     goal = Goal(order.clock or _measured(order, progress), order.workload, order.suites, order.trials)
-    with Lab(target=target, draft=draft, folder=order.records, title=order.pair.title) as lab:
+    own = replace(order.running, executor="serial")  # replays run in one process
+    with Lab(target=target, draft=draft, folder=order.records, title=order.pair.title, running=own) as lab:
         tuner, complete = Tuner(lab, goal, progress), True
         try:
             for method in order.methods:
@@ -134,6 +135,7 @@ def _circumstances(order: TuneOrder, tuner: Tuner) -> dict[str, Any]:
         "draft": draft,
         "target_identity": identity(target),
         "draft_identity": None if draft is None else identity(draft),
+        "weights": tuner.lab.llm.weights,
         "profile": goal.clock.name,
         "hardware": goal.profile.hardware,
         "overlap": goal.profile.overlap,

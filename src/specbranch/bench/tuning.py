@@ -231,7 +231,7 @@ class Tuner:
         models = [value for name, value in sorted(self.lab.identity.items()) if name.endswith("identity")]
         prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
         space = {name: list(values) for name, values in SPACES[method].items()}
-        question = [VERSION, __version__, models, goal.profile.digest, method, space]
+        question = [VERSION, __version__, models, self.lab.llm.weights, goal.profile.digest, method, space]
         question += [asdict(goal.workload), prompts, goal.trials]
         if method == "specbranch:paper" and self.lab.forecasts is not None:
             question.append(self.lab.forecasts.predictor.digest)

@@ -37,6 +37,15 @@ PROMPTS = {
     "metavar": "FILE",
     "help": "A file of prompts in Spec-Bench's format; may be repeated.",
 }
+WEIGHTS_OPTION: dict[str, Any] = {
+    "metavar": "TYPE",
+    "help": "How the target's matrices are stored: float32, bfloat16, int8, int4 or stored [stored if its file is a "
+    "quantised GGUF and it runs on a CPU].",
+}
+DRAFT_WEIGHTS_OPTION: dict[str, Any] = {
+    "metavar": "TYPE",
+    "help": "How the draft's matrices are stored, likewise [as in its file if that is int8].",
+}
 _what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
 
@@ -95,17 +104,8 @@ def bench() -> None:
 @_models("--draft-shape", metavar="SHAPE", help="The same for the draft.")
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
 @_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
-@_models(
-    "--weights",
-    metavar="TYPE",
-    help="How the target's matrices are stored: float32, bfloat16, int8, int4 or stored [stored if its file is a "
-    "quantised GGUF and it runs on a CPU].",
-)
-@_models(
-    "--draft-weights",
-    metavar="TYPE",
-    help="How the draft's matrices are stored, likewise [as in its file if that is int8].",
-)
+@_models("--weights", **WEIGHTS_OPTION)
+@_models("--draft-weights", **DRAFT_WEIGHTS_OPTION)
 @_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
 @_how(
     "--clock",

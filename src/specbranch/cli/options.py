@@ -86,6 +86,12 @@ TARGET = (
         metavar="N",
         help="Places in a model's cache for all requests together [what there is room for].",
     ),
+    _model(
+        "--cache-dtype",
+        metavar="TYPE",
+        help="What the target's keys and values are stored in: bfloat16 takes half the memory, on a CPU, and has a "
+        "text of its own [as --dtype].",
+    ),
 )
 DRAFT = (
     _draft(
@@ -282,6 +288,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
         "runner",
         "context_length",
         "cache_tokens",
+        "cache_dtype",
         "executor",
         "clock",
         "force_profile",

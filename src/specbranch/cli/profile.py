@@ -90,7 +90,8 @@ def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
         )
     both = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
     own = {"device": given["draft_device"] or given["device"], "weights": given["draft_weights"]}
-    big = ModelChoice(target, device=given["device"], weights=given["weights"], **both)
+    kept = {"weights": given["weights"], "cache_dtype": given["cache_dtype"]}
+    big = ModelChoice(target, device=given["device"], **kept, **both)
     return big, ModelChoice(draft, shorten=True, **own, **both)
 
 

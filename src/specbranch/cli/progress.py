@@ -98,33 +98,36 @@ def pulled(name: str) -> str:
 
 @contextmanager
 def narrated(what: str) -> Iterator[None]:
-    """Say on one line what is done, and what the program tells of it meanwhile; only where somebody looks."""
-    console, log = Console(stderr=True), logging.getLogger("specbranch")
-    if not console.is_terminal:
+    """Say on one line what is done, and what the program tells of it meanwhile, with a bar where it tells how far it
+    has come; only where somebody looks."""
+    bars, log = Bars(TextColumn("{task.fields[note]}"), TimeElapsedColumn()), logging.getLogger("specbranch")
+    if not bars.console.is_terminal:
         yield
         return
-    with console.status(what) as status:
-        level, narrator = log.level, _Narrator(lambda text: status.update(f"{what}: {text}"))
-        log.addHandler(narrator)
-        log.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            log.setLevel(level)
-            log.removeHandler(narrator)
+    level, narrator = log.level, _Narrator(lambda text, done, of: bars(f"{what}: {text}", done, of))
+    bars(what, 0, None)
+    log.addHandler(narrator)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(narrator)
+        bars.close()
 
 
 class _Narrator(logging.Handler):
-    """Passes on what is told by the way; warnings have their own place."""
+    """Passes on what is told by the way, and how far the work has come where that is told, too; warnings have their own
+    place."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str, float, float | None], None]) -> None:
         super().__init__(logging.INFO)
         self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass a message on."""
         if record.levelno < logging.WARNING:
-            self._tell(record.getMessage())
+            self._tell(record.getMessage(), getattr(record, "done", 0), getattr(record, "of", None))
 
 
 def tracked(items: Sequence[T], what: str) -> Iterable[T]:

@@ -10,7 +10,7 @@ import click
 
 from specbranch.bench.methods import listed
 from specbranch.bench.results import BASELINE, rate_text, setting_text
-from specbranch.cli.bench import DATA, PROFILES, PROMPTS
+from specbranch.cli.bench import DATA, DRAFT_WEIGHTS_OPTION, PROFILES, PROMPTS, WEIGHTS_OPTION
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName
@@ -35,6 +35,8 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
 @with_options(PAIR)
 @_what("--target", metavar="MODEL", help="Target model, instead of a pair's.")
 @_what("--draft", metavar="MODEL", help="Draft model, beside --target.")
+@_what("--weights", **WEIGHTS_OPTION)
+@_what("--draft-weights", **DRAFT_WEIGHTS_OPTION)
 @_what(
     "--methods",
     metavar="A,B,…",
@@ -115,8 +117,7 @@ def _order(given: dict[str, Any]) -> TuneOrder:
     """Translate options into an order."""
     from specbranch.bench.clocks import Clock
     from specbranch.bench.lab import Workload
-    from specbranch.bench.order import chosen_pairs
-    from specbranch.bench.subjects import Running
+    from specbranch.bench.order import checked_running, chosen_pairs
     from specbranch.bench.tune_job import TuneOrder, tuned_methods
     from specbranch.bench.tuning import TRIALS
     from specbranch.sim.shipped import load_profile
@@ -137,7 +138,9 @@ def _order(given: dict[str, Any]) -> TuneOrder:
         force_profile=given["force_profile"],
         workload=Workload(temperature=given["temperature"], max_tokens=given["max_tokens"]),
         trials=given["trials"] or TRIALS,
-        running=Running(executor=given["executor"]),
+        running=checked_running(
+            given["executor"], None, None, given["weights"], given["draft_weights"], by_the_wall=True
+        ),
         records=given["records"],
     )
 
@@ -156,7 +159,7 @@ def _table(report: dict[str, Any], out: Path) -> list[str]:
     prompts = ", ".join(f"{count} of {name}" for name, count in about["prompts"].items())
     lines = [
         f"{report['pair']} by profile {about['profile']} (modelled time), temperature {about['temperature']:g}",
-        f"on {prompts}: {about['tokens']} tokens",
+        f"on {prompts}: {about['tokens']} tokens, weights {about['weights']}",
         f"{'method':23}{'tok/s':>8}{'× plain':>9}{'tried':>7}  best setting",
     ]
     for row in report["methods"]:

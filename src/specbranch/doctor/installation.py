@@ -19,7 +19,7 @@ PYTHON, TORCH, TRANSFORMERS = (3, 11), (2, 11), (5, 17)
 GIB = 2**30
 ROOM = 0.5 * GIB  # that a cache folder should have
 FEATURES = {  # what the kernels and BLAS make use of, by LLVM's names
-    "x86_64": ("avx2", "fma", "avx512f", "avx512bf16", "amx-bf16"),
+    "x86_64": ("avx2", "fma", "avxvnni", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16"),
     "aarch64": ("neon", "dotprod", "fullfp16", "bf16", "i8mm", "sve"),
 }
 

@@ -83,7 +83,7 @@ def kernels(name: str, runner: Any) -> Finding:
         advice = "The native decoder does not know its architecture, or --runner asked for this."
         return note(about, "it runs on transformers, which is slower.", advice)
     dtype = precision(runner)
-    kind = "as they are stored" if runner.weights == "stored" else f"in {runner.weights}"
+    kind = f"as they are stored{_multiplied(runner)}" if runner.weights == "stored" else f"in {runner.weights}"
     stored = "" if runner.weights == dtype else f", with weights {kind}"
     if runner.device.type != "cpu":
         return well(about, f"it runs on {runner.device}, in {dtype}{stored}.")
@@ -96,6 +96,13 @@ def kernels(name: str, runner: Any) -> Finding:
         return note(about, "there is no compiled step for int4.", advice)
     advice = "Install llvmlite if it is missing; if it is there, this processor or these shapes have no kernel."
     return note(about, "the compiled step is not used here, so that small forwards are slower.", advice)
+
+
+def _multiplied(runner: Any) -> str:
+    from specbranch.models.cpu.block_kernels import integer_products
+
+    by = integer_products() if runner.device.type == "cpu" else ""
+    return f" (multiplied by {by})" if by else ""
 
 
 def agreement(found: Agreement) -> Finding:

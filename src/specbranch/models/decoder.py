@@ -159,7 +159,7 @@ class Decoder:
     def _attend_part(self, sees: Lines | PieceView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         if isinstance(sees, Lines):
             return attend_lines(queries, *held, sees)
-        return self.attend_piece(queries, *(gathered(side, sees.pages, sees.end) for side in held))
+        return self.attend_piece(queries, *(gathered(side, sees.pages, sees.end).to(queries.dtype) for side in held))
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
         gate, up = layer.gate_up(h).chunk(2, -1)
@@ -178,11 +178,11 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) ->
     flat = grouped.reshape(kv_heads, -1, head_dim)
     at = lines.own // PAGE, lines.own % PAGE
     # [kv_heads, rows, own, head_dim]
-    own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3) for whole in (keys, values))
+    own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3).to(queries.dtype) for whole in (keys, values))
     # what lies beyond may be anything
     ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]
     pages = [(page, end) for page, end in zip(lines.pages, ends, strict=False)]
-    common = [(flat @ keys[page, :, :end].mT).view(kv_heads, rows, -1, end) for page, end in pages]
+    common = [(flat @ keys[page, :, :end].mT.to(queries.dtype)).view(kv_heads, rows, -1, end) for page, end in pages]
     hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
     hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
     scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(
@@ -191,7 +191,8 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) ->
     *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, lines.own.shape[1]], dim=-1)
     out = own @ own_values
     for (page, end), share in zip(pages, shares, strict=True):
-        out = out + (share.reshape(kv_heads, -1, end) @ values[page, :, :end]).view_as(out)
+        seen = values[page, :, :end].to(queries.dtype)
+        out = out + (share.reshape(kv_heads, -1, end) @ seen).view_as(out)
     return out.permute(1, 0, 2, 3).reshape(rows, heads * head_dim)
 
 

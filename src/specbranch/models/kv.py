@@ -54,7 +54,7 @@ class Memory:
 def put(side: Tensor, places: Tensor, new: Tensor) -> None:
     """Write rows [rows, kv_heads, head_dim] to the keys or the values of one layer; `places` [2, rows]: pages, and
     places within them."""
-    _in_words(side)[places[0], :, places[1]] = _in_words(new)
+    _in_words(side)[places[0], :, places[1]] = _in_words(new.to(side.dtype))
 
 
 def gathered(side: Tensor, pages: Tensor, end: int) -> Tensor:

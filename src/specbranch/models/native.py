@@ -41,7 +41,7 @@ from specbranch.models.model import TorchRunner
 from specbranch.models.room import pool_pages
 from specbranch.models.rows import TensorRow
 from specbranch.models.sheet import Arrays
-from specbranch.models.storage import agreed, refuse_floats, tell, usual_storage
+from specbranch.models.storage import agreed, kept_in, refuse_floats, tell, usual_storage
 
 log = logging.getLogger("specbranch")
 
@@ -67,8 +67,16 @@ class Held:
 class NativeRunner(TorchRunner):
     """A Runner over the native decoder. Rows are `TensorRow`s, in float32 or better."""
 
-    def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
-        """`pages`: of the pool; nothing: what there is room for (see `room`)."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        context_length: int,
+        tail: int = TAIL,
+        pages: int | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`pages`: of the pool; nothing: what there is room for (see `room`). `cache_dtype`: what keys and values are
+        stored in; nothing: what is computed in."""
         super().__init__(decoder.arch.vocabulary, decoder.norm.device)
         self.decoder = decoder
         self.architecture = decoder.arch
@@ -76,7 +84,8 @@ class NativeRunner(TorchRunner):
         self.tail = tail
         self._context_length = context_length
         self.pool = Pool(pages or pool_pages(decoder.arch, self.dtype, self.device, context_length, tail, weights=0))
-        self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, self.dtype)  # the last one is for padding
+        # The last page is for padding.
+        self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, cache_dtype or self.dtype)
         self._fused = self._trusted(fuse(decoder, self.memory))
         self.piece = self.piece if self._fused is None else COMPILED_PIECE
         self._held: dict[int, Held] = {}
@@ -373,12 +382,13 @@ def load_native(
     tail: int = TAIL,
     shorten: bool = False,
     cache_tokens: int | None = None,
+    cache_dtype: str | None = None,
 ) -> NativeRunner:
     """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU,
     bfloat16 elsewhere.
 
     `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing:
-    what there is room for.
+    what there is room for. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
     """
     located = model if isinstance(model, Located) else locate(str(model))
     place = torch.device(device or "cpu")
@@ -389,16 +399,23 @@ def load_native(
     if stored == "stored":
         refuse_floats(source)
     size = sum(stored_kinds(source).values()) if isinstance(source, GgufFile) and stored == "stored" else None
-    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, size, stored)
+    kept = kept_in(cache_dtype, precision, place)
+    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, size, stored, kept)
     held = read_weights(arch, source, place, precision, stored)
     tell(held, stored, place)
-    return native_runner(Decoder(arch, held, context + tail), context, tail, pages)
+    return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
 
-def native_runner(decoder: Decoder, context_length: int, tail: int, pages: int | None = None) -> NativeRunner:
+def native_runner(
+    decoder: Decoder,
+    context_length: int,
+    tail: int,
+    pages: int | None = None,
+    cache_dtype: torch.dtype | None = None,
+) -> NativeRunner:
     """Make the runner that suits the decoder's device."""
     if decoder.norm.device.type == "cpu":
-        return NativeRunner(decoder, context_length, tail, pages)
+        return NativeRunner(decoder, context_length, tail, pages, cache_dtype)
     from specbranch.models.gpu.runner import GpuRunner
 
     return GpuRunner(decoder, context_length, tail, pages)

@@ -74,14 +74,15 @@ def pool_pages(
     cache_tokens: int | None = None,
     weights: int | None = None,
     stored: WeightsName | None = None,
+    kept: torch.dtype | None = None,
 ) -> int:
     """Return how many pages the pool of a model gets, or say why it does not fit.
 
-    `weights`: bytes that are still to be loaded; nothing: all of the model's, its matrices `stored` so. On a CPU pages
-    that were never written take no memory.
+    `weights`: bytes that are still to be loaded; nothing: all of the model's, its matrices `stored` so. `kept`: what
+    keys and values are stored in; nothing: in `dtype`. On a CPU pages that were never written take no memory.
     """
     weights = weight_bytes(arch, dtype, stored, device) if weights is None else weights
-    free, page = free_bytes(device), page_bytes(arch, dtype)
+    free, page = free_bytes(device), page_bytes(arch, kept or dtype)
     one = -(-(context + tail) // PAGE)
     least = one if cache_tokens is None else max(-(-cache_tokens // PAGE), 1)
     cache = 0 if device.type == "cpu" else least * page

@@ -61,6 +61,20 @@ def usual_storage(source: TensorSource, device: torch.device) -> WeightsName | N
     return "stored" if kinds and runs_blocks(device, [FORMS[kind][0] for kind in kinds]) else None
 
 
+def kept_in(asked: str | None, dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return what keys and values are stored in, if that is not what is computed in, or say what cannot be."""
+    if asked is None or asked == name_of(dtype):
+        return None
+    if asked != "bfloat16":
+        raise BadParameter(f"cache_dtype is {asked!r}; expected bfloat16, or {name_of(dtype)} as it is computed in.")
+    if device.type != "cpu":
+        raise BadParameter(
+            f"cache_dtype is {asked!r}, but on {device} keys and values are stored in {name_of(dtype)}, as it computes."
+            " Leave --cache-dtype out."
+        )
+    return torch.bfloat16
+
+
 def refuse_floats(source: TensorSource) -> None:
     """Raise unless a file stores matrices in blocks that can be multiplied as they are."""
     if not isinstance(source, GgufFile) or not stored_kinds(source):

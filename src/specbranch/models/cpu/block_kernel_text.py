@@ -9,12 +9,13 @@ sums within a block are of whole numbers, and exact.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from specbranch.models.cpu.machine_code import loaded
-from specbranch.models.cpu.rounding_text import ROUNDED, number
+from specbranch.models.cpu.rounding_text import ROUNDED
+from specbranch.models.cpu.text_writer import Writer, number
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm
 
 SUMS = 8  # vectors of sums that fit in the registers, beside as many of whole numbers
@@ -42,59 +43,6 @@ class Target:
     def rows(self) -> int:
         """How many are taken at once; more take the tile's weights again, from the first cache level."""
         return SUMS // self.vectors
-
-
-@dataclass(slots=True)
-class Writer:
-    """Text under construction: each operation gets a name of its own."""
-
-    lines: list[str] = field(default_factory=list)
-    label: str = "begin"
-    _names: int = 0
-
-    def op(self, text: str) -> str:
-        """Write an operation; returns the name of its result."""
-        self._names += 1
-        self.lines.append(f"  %v{self._names} = {text}")
-        return f"%v{self._names}"
-
-    def do(self, text: str) -> None:
-        """Write an operation without a result."""
-        self.lines.append(f"  {text}")
-
-    def at(self, pointer: str, offset: int | str) -> str:
-        """An address so many bytes behind another."""
-        return pointer if offset == 0 else self.op(f"getelementptr i8, ptr {pointer}, i64 {offset}")
-
-    def load(self, kind: str, pointer: str, offset: int | str = 0, align: int = 2) -> str:
-        """Load from an address."""
-        return self.op(f"load {kind}, ptr {self.at(pointer, offset)}, align {align}")
-
-    def begin(self, label: str) -> None:
-        """Begin a part that is jumped to."""
-        self.lines.append(f"{label}:")
-        self.label = label
-
-    def loop(self, count: str, carried: list[tuple[str, str]], body: Callable[[list[str]], list[str]]) -> list[str]:
-        """Write a loop of at least one turn; `carried` are kinds and first values of what goes from turn to turn."""
-        self._names += 1
-        name, before = f"loop{self._names}", self.label
-        self.do(f"br label %{name}")
-        self.begin(name)
-        first = len(self.lines)
-        olds = [f"%{name}.{at}" for at in range(len(carried))]
-        news = body(olds)
-        self.do(f"%{name}.next = add i64 %{name}.i, 1")
-        more = self.op(f"icmp slt i64 %{name}.next, {count}")
-        self.do(f"br i1 {more}, label %{name}, label %{name}.end")
-        counted = f"  %{name}.i = phi i64 [0, %{before}], [%{name}.next, %{self.label}]"
-        phis = [
-            f"  {old} = phi {kind} [{start}, %{before}], [{new}, %{self.label}]"
-            for old, new, (kind, start) in zip(olds, news, carried, strict=True)
-        ]
-        self.lines[first:first] = [counted, *phis]
-        self.begin(f"{name}.end")
-        return news
 
 
 def source(form: BlockForm, target: Target) -> str:

@@ -205,6 +205,14 @@ def _dots() -> tuple[Dot, ...]:
     return ("vnni", "avx2") if new else ("avx2",)
 
 
+def integer_products() -> str:
+    """Which instruction multiplies whole numbers here; nothing where there is none."""
+    try:
+        return next(iter(_dots()), "")
+    except CannotCompile:
+        return ""
+
+
 def _has_dotprod() -> bool:
     """Whether this ARM processor sums products of bytes; LLVM does not say."""
     if platform.system() == "Darwin":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,16 +18,18 @@ from torch import Tensor
 
 from specbranch.core.pages import PAGE
 from specbranch.models.batch import Rows, positions_of, tokens_of
+from specbranch.models.cpu.attention_text import SPLIT, part_floats
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
+from specbranch.models.cpu.operation_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.rounding_text import ROUNDED
-from specbranch.models.cpu.row_kernel_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer
 from specbranch.models.files.blocks import BLOCK
 from specbranch.models.kv import Memory
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
+CUTS = 9  # the column of an attention that tells into how many cuts what rows see falls, at most
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
 
 
@@ -37,6 +40,7 @@ class Operations:
     rows: list[list[int]] = field(default_factory=list)
     # by layer, operations after which the buffer x holds what it is given
     entered: list[int] = field(default_factory=list)
+    attending: list[int] = field(default_factory=list)  # operations that cut what rows see
     written: int = 0  # operations after which all keys and values are stored
     table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -69,6 +73,11 @@ class FusedStep:
         )  # counted in floats
         self.buffers = {name: torch.zeros(STEP_ROWS, size) for name, size in sizes.items()}
         self.table = np.zeros((STEP_ROWS, len(ENTRY)), dtype=np.int64)
+        self._most = -(-len(decoder.cos) // SPLIT)  # cuts of the longest text
+        shape = _shape(decoder, memory)
+        # Nothing of it is resident before it is written.
+        self._parts = torch.empty(STEP_ROWS * self._most * arch.heads * part_floats(shape))
+        self._arrived = torch.zeros(STEP_ROWS * arch.kv_heads, dtype=torch.int64)
         self._lists: dict[int, Operations] = {}  # by rows
         self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(4, dtype=np.int64)
@@ -121,6 +130,7 @@ class FusedStep:
             self._lists[rows] = self._listed(rows)
         operations = self._lists[rows]
         operations.table[:, COUNTER] = 0
+        operations.table[operations.attending, CUTS] = int(positions.max()) // SPLIT + 1
         return operations
 
     def _look_up(self, tokens: Tensor, into: Tensor) -> None:
@@ -188,7 +198,9 @@ class FusedStep:
         scale = float_bits(1.0 / math.sqrt(arch.head_dim))
         whole = arch.heads // arch.kv_heads * arch.head_dim % BLOCK == 0  # what one item computes
         places = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
-        operations.add(attend, *places, rows, rows * arch.kv_heads, index, scale)
+        operations.attending.append(len(operations.rows))
+        tables = self._parts.data_ptr(), self._arrived.data_ptr()
+        operations.add(attend, *places, *tables, rows, 1, self._most, index, scale)
         if isinstance(layer.out, BlockLinear) and not whole:
             code, *arguments = layer.out.rounding(self._at("seen"), self._at("rounded"), rows)
             operations.add(code.address, *arguments)
@@ -219,6 +231,11 @@ def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
     ]
     if not all(isinstance(matrix, KernelLinear | BlockLinear) for matrix in matrices):
         return None
-    arch = decoder.arch
-    kernels = load_row_kernels(KernelShape(arch.heads, arch.kv_heads, arch.head_dim))
+    kernels = load_row_kernels(_shape(decoder, memory))
     return FusedStep(decoder, kernels, memory) if kernels else None
+
+
+def _shape(decoder: Decoder, memory: Memory) -> KernelShape:
+    arch = decoder.arch
+    size: Literal[4, 2] = 2 if memory.data.dtype is torch.bfloat16 else 4
+    return KernelShape(arch.heads, arch.kv_heads, arch.head_dim, size)

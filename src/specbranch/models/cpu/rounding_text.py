@@ -7,18 +7,12 @@ Invariant: the greatest number of a block is 127, and a block's sums are exact.
 
 from __future__ import annotations
 
-import struct
-
 from specbranch.models.cpu.machine_code import loaded
+from specbranch.models.cpu.text_writer import number
 from specbranch.models.files.blocks import BLOCK
 
 ROUNDED = 48  # bytes of a block of a rounded row
 AT_ONCE = 64  # blocks of a row that a thread rounds before it looks for more
-
-
-def number(value: float) -> str:
-    """A float as LLVM writes it: the bits of the same double."""
-    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
 
 
 _ROUNDING_DECLARATIONS = """

@@ -20,11 +20,14 @@ from typing import Any, Literal
 
 import torch
 
+from specbranch.models.cpu.attention_text import Registers, attention
+from specbranch.models.cpu.kernels import is_arm
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, team_size_address, torch_team
-from specbranch.models.cpu.row_kernel_text import KernelShape, source
+from specbranch.models.cpu.operation_text import KernelShape
+from specbranch.models.cpu.row_kernel_text import source
 
 Operation = Literal["norm", "turn", "attend", "gate"]
-OPERATIONS: tuple[Operation, ...] = ("norm", "turn", "attend", "gate")
+OF_ROWS: tuple[Operation, ...] = ("norm", "turn", "gate")
 _Run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -32,7 +35,7 @@ _Run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 class RowKernels:
     """Compiled code for one shape of heads."""
 
-    engine: Any  # owns the code
+    engines: tuple[Any, ...]  # own the code
     addresses: dict[Operation, int]
     run_address: int
     alone: Callable[[Any], None]
@@ -54,11 +57,20 @@ def load_row_kernels(shape: KernelShape) -> RowKernels | None:
     """Compile for this machine, once a process and shape; None where that cannot be done."""
     try:
         engine = compile_text(source(shape), optimise=True)
+        attending = compile_text(attention(shape, _registers()), optimise=False)
     except CannotCompile:
         return None
     address, size = engine.get_function_address, team_size_address()
-    addresses = {name: address(name) for name in OPERATIONS}
-    return RowKernels(engine, addresses, address("run"), _Run(address("run")), torch_team() if size else None, size)
+    addresses: dict[Operation, int] = {name: address(name) for name in OF_ROWS}
+    addresses["attend"] = attending.get_function_address("attend")
+    return RowKernels(
+        (engine, attending), addresses, address("run"), _Run(address("run")), torch_team() if size else None, size
+    )
+
+
+def _registers() -> Registers:
+    """What this machine's vectors are like."""
+    return Registers(lanes=4, queries=4, sums=24) if is_arm() else Registers(lanes=8, queries=3, sums=12)
 
 
 def float_bits(value: float) -> int:

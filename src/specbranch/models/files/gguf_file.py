@@ -38,7 +38,10 @@ class GgufFile(TensorFile):
 
 
 def _stored(tensor: GgufTensor) -> StoredTensor:
-    encoding = gguf_encoding(tensor.kind)
+    try:
+        encoding = gguf_encoding(tensor.kind)
+    except ValueError:
+        raise ValueError(f"{tensor.name} is stored as type {tensor.kind}, which is not known here") from None
     if tensor.sizes[0] % encoding.block:
         raise ValueError(f"rows of {tensor.name} have {tensor.sizes[0]} numbers, no multiple of {encoding.block}")
     return StoredTensor(tuple(reversed(tensor.sizes)), tensor.offset, encoding)

@@ -19,7 +19,6 @@ What keeps the function (h, d: hidden size and head dimension of the small model
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -32,8 +31,6 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import HUGGING_FACE, part_shape, read_part
 from specbranch.models.shapes import Shape
-
-log = logging.getLogger("specbranch")
 
 WRITING = ("embedding", "out", "down")  # what puts numbers into the stream: zero but for the small model's own
 # The vocabulary's head may be smaller in a shape.
@@ -138,8 +135,6 @@ class InflatedSource:
             raise ModelError(
                 f"{self.name}: tensor {tensor!r} has shape {list(expected)}; {list(into.shape)} was asked for."
             )
-        if part == "attention_norm":
-            log.info("Making layer %d of %d.", layer + 1, self.large.layers)
         self._fill(tensor, part, into)
         if layer < self.small.layers:  # the others add nothing
             self._place(part, layer, suffix, into)

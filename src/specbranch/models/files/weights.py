@@ -7,6 +7,7 @@ tied head is the embedding itself, or a smaller copy of it.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import Embedding, StoredRows
 from specbranch.models.files.tensor_file import TensorSource
+
+log = logging.getLogger("specbranch")
 
 HUGGING_FACE = {
     "embedding": "model.embed_tokens",
@@ -215,7 +218,8 @@ class _Reader:
         return None if found is None else BlockMatrix(found)
 
     def layer(self, index: int) -> LayerWeights:
-        a = self.arch
+        a, done = self.arch, index + 1
+        log.info("layer %d of %d of %s", done, a.layers, a.name, extra={"done": done, "of": a.layers})
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         return LayerWeights(
             attention_norm=self.vector("attention_norm", a.hidden, index),
