@@ -30,7 +30,7 @@ class Reading:
         return self._arrived()
 
 
-class Mark:
+class StreamMark:
     """A place in a stream's work that another stream may wait for; on a CPU there is nothing to wait for."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
@@ -95,13 +95,13 @@ class Transfer:
         done = self._passed(stream)
         return Reading(lambda: self._read(held, done), done.query)
 
-    def mark(self, stream: torch.cuda.Stream | None) -> Mark:
-        """Mark what a stream was given so far."""
+    def mark(self, stream: torch.cuda.Stream | None) -> StreamMark:
+        """StreamMark what a stream was given so far."""
         if stream is None:
-            return Mark(None)
+            return StreamMark(None)
         event = _event()
         event.record(stream)
-        return Mark(event)
+        return StreamMark(event)
 
     def passed(self) -> Callable[[], bool]:
         """Return what tells, without waiting, whether the device has done all that it was given so far."""

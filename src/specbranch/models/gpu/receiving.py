@@ -33,12 +33,11 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
+from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.trees import LANES, MOVES, SHEET, DeviceTree
 from specbranch.models.kv import Table
 from specbranch.models.sheet import is_noisy, temperature_of
 from specbranch.models.transfer import Reading
-
-Moment = Callable[[], float]  # when something was, in the seconds of time.perf_counter
 
 SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most")
 PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * MOVES}
@@ -48,7 +47,7 @@ AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), stric
 class Received:
     """A step that verifies a tree, begun before it was asked for."""
 
-    def __init__(self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: Moment) -> None:
+    def __init__(self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: DeviceMoment) -> None:
         """`read`: the token and the parent of each of its rows, behind how many these are; `begun`: when it was."""
         self.seq, self.lines, self.begun = seq, lines, begun
         self._start, self._read = start, read
