@@ -1,11 +1,11 @@
 """Write the tables of docs/benchmarks.md from results of the bench: whatever stands between a pair of markers is made
 anew.
 
-    python scripts/write_benchmarks.py --modelled DIR --wall DIR --ablation DIR --sampled DIR --predictors
+    python scripts/write_benchmarks.py --modelled DIR --wall DIR --gpu DIR --ablation DIR --sampled DIR --predictors
 
-The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`,
-those of the parts from `--preset ablation`, sampled ones from a modelled run with `--temperature 1`; the predictors'
-figures are in the package.
+The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`
+and `--preset gpu-core`, those of the parts from `--preset ablation`, sampled ones from a modelled run with
+`--temperature 1`; the predictors' figures are in the package.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--modelled", type=Path, help="folder of modelled results")
     options.add_argument("--wall", type=Path, help="folder of measured results")
+    options.add_argument("--gpu", type=Path, nargs="+", default=[], help="folders of results measured on a GPU")
     options.add_argument("--ablation", type=Path, help="folder of the ablation's results")
     options.add_argument("--sampled", type=Path, help="folder of modelled results at temperature 1")
     options.add_argument("--predictors", action="store_true", help="the figures of the shipped predictors")
@@ -55,6 +56,10 @@ def main() -> None:
         results = Results.load(given.wall / "results.json")
         text = _filled(text, "wall", _wall(results.rows))
         text = _filled(text, "wall-origin", _origin(results))
+    if given.gpu:
+        found = [Results.load(folder / "results.json") for folder in given.gpu]
+        text = _filled(text, "gpu", _gpu([row for results in found for row in results.rows]))
+        text = _filled(text, "gpu-origin", [line for results in found for line in _origin(results)])
     if given.ablation:
         results = Results.load(given.ablation / "results.json")
         text = _filled(text, "ablation", _ablation(results.rows))
@@ -211,6 +216,28 @@ def _ablation(rows: Sequence[ResultRow]) -> list[str]:
 
 def _share(part: float, whole: float, differs: bool) -> str:
     return f" ({100 * (part / whole - 1):+.1f} %)" if differs else ""
+
+
+def _gpu(rows: Sequence[ResultRow]) -> list[str]:
+    """Every method on a GPU: the mean speedup over the suites, each suite's, and the share of time in which neither
+    model works."""
+    pairs = _names(rows, lambda row: row.pair)
+    cells: dict[str, list[str]] = {f"`{method}`": [] for method in _names(rows, lambda row: row.method)}
+    for pair in pairs:
+        found = {(row.method, row.suite.partition("@")[0]): row for row in rows if row.pair == pair}
+        whole = [m for m in _names(rows, lambda row: row.method) if all((m, suite) in found for suite in SUITES)]
+        speedups = {m: [found[m, suite].speedup or 0.0 for suite in SUITES] for m in whole}
+        best = max(map(fmean, speedups.values()))
+        for name, told in cells.items():
+            if (m := name.strip("`")) not in speedups:
+                told += ["–", "–", "–"]
+                continue
+            mean, host = fmean(speedups[m]), fmean(found[m, suite].host_share or 0.0 for suite in SUITES)
+            shown = f"**{mean:.2f}**" if mean == best else f"{mean:.2f}"
+            told += [shown, " / ".join(f"{one:.2f}" for one in speedups[m]), f"{host:.0%}"]
+    shapes = [pair.partition("+")[0].removeprefix("smollm2-") for pair in pairs]
+    head = ["method", *(title for shape in shapes for title in (shape, "by suite", "host"))]
+    return _table(head, [[name, *told] for name, told in cells.items()])
 
 
 def _sampled(rows: Sequence[ResultRow]) -> list[str]:
