@@ -53,6 +53,26 @@ def test_every_method_runs_at_every_number_of_requests(command: Command, tiny: P
     assert "over plain" in again.out and "specbranch" in again.out
 
 
+def test_by_the_wall_clock_methods_take_turns_and_every_text_is_compared(
+    command: Command, tiny: Pair, prompts: Path
+) -> None:
+    options = ("--methods", "specbranch,lookup", "--at-once", "1,3", "--repeats", "2", "--out", str(prompts / "out"))
+    done = loaded(command, prompts, *options, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["rows"]
+    assert [(row["at_once"], row["method"]) for row in rows] == [
+        (count, method) for count in (1, 3) for method in ("autoregressive", "specbranch", "lookup")
+    ]
+    for row in rows:
+        assert row["clock"] == "wall" and row["differing"] == 0 and row["repeats"] == 2
+        assert row["requests"] >= 2 * row["at_once"] and row["tokens"] > 0 and row["tokens_per_second"] > 0
+        assert len(row["ms_to_first"]) == len(row["ms_per_token"]) == 3 and min(row["ms_to_first"]) > 0
+        assert row["over_plain"] == 1.0 or row["method"] != "autoregressive"
+    assert (prompts / "out" / "load-wall.svg").read_text().startswith("<svg")
+    again = loaded(command, prompts, "--at-once", "2", "--repeats", "1")
+    assert "ms to the first" in again.out and "measured, median of 1 turns" in again.out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -62,8 +82,8 @@ def test_every_method_runs_at_every_number_of_requests(command: Command, tiny: P
         ),
         (("--clock", "c10", "--at-once", "0"), "--at-once is '0'"),
         (("--clock", "c11"), "c10"),
-        (("--clock", "c10", "--methods", "hf-generate"), "runs by the wall clock only"),
-        ((), "--clock"),
+        (("--clock", "c10", "--methods", "hf-generate"), "is no method of this engine"),
+        (("--repeats", "0"), "--repeats"),
     ],
 )
 def test_mistakes_are_sentences(

@@ -55,7 +55,10 @@ def bench(command: Command, prompts: Path, *more: str, suites: tuple[str, ...] =
     where = ("--records", str(prompts / "records"), "--out", str(prompts / "out"))
     named = () if "--pair" in more or "--target" in more else ("--pair", "tiny")
     length = () if "--context" in more else ("--context", "160")
-    return command("bench", "run", *named, *given, "--device", "cpu", "--max-tokens", "8", *length, *where, *more)
+    # streams want a GPU; a preset that has an executor of its own keeps it
+    streams = any(one.startswith("gpu-") and one != "gpu-cpu-draft" for one in more)
+    place = ("--device", "cpu", *(("--executor", "serial") if streams and "--executor" not in more else ()))
+    return command("bench", "run", *named, *given, *place, "--max-tokens", "8", *length, *where, *more)
 
 
 def rows_of(done: Done) -> list[dict[str, Any]]:

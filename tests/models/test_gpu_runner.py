@@ -243,8 +243,12 @@ class Counting(GpuRunner):
         return answers
 
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
-        begun = self.transfer.copies, self.transfer.reads
+        begun, right = (self.transfer.copies, self.transfer.reads), self.received_right
         verdicts = super().verify(work, trials)
+        begun = (
+            begun[0],
+            begun[1] + self.received_right - right,
+        )  # what was begun with a tree is compared, long since told
         assert self.transfer.reads == begun[1], "a verification waited before its verdicts were called for"
 
         def counted() -> list[Judged]:

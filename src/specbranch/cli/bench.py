@@ -218,7 +218,18 @@ def run(**given: Any) -> None:
 @_what("--prompts", **PROMPTS)
 @_what("--limit", type=click.IntRange(min=1), default=4, metavar="N", help="Prompts of each suite [4].")
 @_what("--max-tokens", type=click.IntRange(min=2), default=96, metavar="N", help="Longest answer [96].")
-@_how("--clock", multiple=True, required=True, metavar="PROFILE", help="Charge time by this profile; may be repeated.")
+@_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
+@_models("--weights", **WEIGHTS_OPTION)
+@_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
+@_how(
+    "--clock",
+    multiple=True,
+    metavar="PROFILE",
+    help="Charge time by this profile instead of measuring it; may be repeated.",
+)
+@_how(
+    "--repeats", type=click.IntRange(min=1), default=3, metavar="N", help="By the wall clock: turns of each method [3]."
+)
 @_where("--data", **DATA)
 @_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records are kept [the cache folder].")
 @_where(
@@ -229,11 +240,13 @@ def load(**given: Any) -> None:
     """Decode many requests at once and report tokens a second of all together, over plain decoding's.
 
     \b
+    specbranch bench load --at-once 1,4,16
     specbranch bench load --clock c10 --at-once 1,4,16
     specbranch bench load --pair smollm2-weak --clock h200-68m-7b --methods specbranch,tree,speculative --out load
 
-    Decisions are real and time is modelled, as in `bench run --clock`: the target's answers are recorded once; then so
-    many at a time are decoded again, and where one ends the next begins. Reading prompts takes no time here.
+    So many requests are answered at a time, and where one ends the next begins. By the wall clock methods take turns,
+    after one that is not counted, and prompts are read. With --clock decisions are real and time is modelled, as in
+    `bench run --clock`: the target's answers are recorded once and decoded again; reading prompts takes no time then.
     """
     rows = _loaded(given)
     if given["out"] is not None:
@@ -245,8 +258,9 @@ def load(**given: Any) -> None:
 def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     from specbranch.bench.clocks import named_clocks
     from specbranch.bench.lab import Lab, Workload
-    from specbranch.bench.load import run_load
+    from specbranch.bench.load import run_by_wall, run_load
     from specbranch.bench.methods import chosen_methods
+    from specbranch.bench.subjects import Running
     from specbranch.cli.progress import counted, pulled
     from specbranch.pairs import chosen_models
     from specbranch.suites.suite import load_suites
@@ -254,14 +268,17 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     clocks, counts = named_clocks(given["clock"]), _counts(given["at_once"])
     methods = [name for name in chosen_methods(listed(given["methods"]), True) if name != BASELINE]
     if outside := [name for name in methods if name in OUTSIDE]:
-        raise BadParameter(f"{outside[0]} runs by the wall clock only. Leave it out.")
+        raise BadParameter(f"{outside[0]} is no method of this engine, which `bench load` compares. Leave it out.")
     names = [name for one in given["suites"] for name in listed(one)]
     names = names or ([] if given["prompts"] else [ALL_SHIPPED])
     suites = load_suites(names, files=given["prompts"], data=given["data"], limit=given["limit"])
     pulled(chosen_models(given["pair"], None, None)[0])
-    with counted() as progress, Lab(pair=given["pair"], folder=given["records"]) as lab:
+    running = Running(executor=given["executor"] or "serial", device=given["device"], weights=given["weights"])
+    with counted() as progress, Lab(pair=given["pair"], folder=given["records"], running=running) as lab:
         workload = Workload(max_tokens=given["max_tokens"])
-        return run_load(lab, suites, workload, methods, clocks, counts, progress)
+        if given["clock"]:
+            return run_load(lab, suites, workload, methods, clocks, counts, progress)
+        return run_by_wall(lab, suites, workload, methods, counts, given["repeats"], progress)
 
 
 def _counts(text: str) -> list[int]:
