@@ -30,6 +30,10 @@ def learned(file: ExperienceFile, *, first: int = 3, seconds: float = 0.02) -> E
         made.of(CONFIG).insight.learn("first", 2, True)
     made.of(CONFIG).insight.learn("shift", 1, 0.5)
     made.of(CONFIG).insight.learn("pace", 3, 0.1)
+    stance = made.of(CONFIG).stance
+    assert stance is not None
+    for _ in range(200):  # plain decoding is twice as fast, if nobody is beside
+        stance.note(1, way := stance.plainly(1), 2, 1.0 if way else 2.0)
     return made
 
 
@@ -44,6 +48,8 @@ def test_the_next_process_knows_what_the_last_one_learned(tmp_path: Path) -> Non
         and insight.shifts[1] != usual.shifts[1]
         and insight.tokens == 3
     )
+    stances = [later.of(SpeculativeConfig(method=name)).stance for name in ("specbranch", "tree")]
+    assert [stance and [stance.plainly(1), stance.plainly(2)] for stance in stances] == [[True, False], [False, False]]
     other = later.of(SpeculativeConfig(method="tree")).insight
     assert other.first.seen == usual.first.seen, "another way to decode has its own"
 
@@ -82,13 +88,15 @@ DAMAGE = {
     "empty": lambda text: "",
     "no object": lambda text: "[1, 2]",
     "another pair": lambda text: text.replace('"target": "a"', '"target": "b"'),
-    "another format": lambda text: text.replace('"format": 2', '"format": 99'),
+    "another format": lambda text: text.replace('"format": 3', '"format": 99'),
     "no number": lambda text: text.replace("0.02", '"soon"', 1),
     "no time at all": lambda text: text.replace("0.02", "0.0"),
     "far too large": lambda text: text.replace("0.02", "1" + "0" * 400, 1),
     "nested without end": lambda text: "[" * 100_000,
     "not finite": lambda text: text.replace("0.02", "NaN", 1),
     "a share above 1": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[20.0], [26.0]]'),
+    "no load": lambda text: text.replace('"1": [true', '"0": [true'),
+    "no way to decode": lambda text: text.replace('"1": [true', '"1": ["plainly"'),
     "too few": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[], []]'),
 }
 

@@ -23,12 +23,13 @@ from filelock import FileLock, Timeout
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import KEPT, Costs, LearnedCosts, Timed
 from specbranch.core.experience import Experience, Insight, News, Tally
+from specbranch.core.stance import Findings
 from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
 
 VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
-FORMAT = 2
+FORMAT = 3
 PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 TALLIES = ("first", "other", "cover", "looked")
@@ -67,6 +68,8 @@ class Experiences:
             if self._file:
                 made.insight = self._kept.insights.pop(name, made.insight)
                 made.insight.news = []
+                if made.stance is not None:
+                    made.stance.believe(self._kept.stances.pop(name, {}))
         return self._made[name]
 
     def write(self, last: bool = False) -> None:
@@ -75,18 +78,24 @@ class Experiences:
             return
         self._written = time.monotonic()
         insights = {name: one.insight.news for name, one in self._made.items() if one.insight.news}
-        if (self.learned.news or insights) and not self._added(self._file, self.learned.news or [], insights):
+        stances = {name: one.stance.found() for name, one in self._made.items() if one.stance is not None}
+        news = self.learned.news or []
+        if (news or insights) and not self._added(self._file, news, insights, stances):
             return
         self.learned.news = []
         for one in self._made.values():
             one.insight.news = []
 
     def _added(
-        self, file: ExperienceFile, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]
+        self,
+        file: ExperienceFile,
+        costs: list[tuple[Timed, int, float]],
+        insights: Mapping[str, list[News]],
+        stances: Mapping[str, Findings],
     ) -> bool:
         """Whether the news are in the file; where it can never be written that is said once, and nothing is kept."""
         try:
-            file.add(costs, insights)
+            file.add(costs, insights, stances)
         except Timeout:
             return False  # another process is at it: next time
         except Exception as error:  # an answer is not to be lost for this
@@ -101,6 +110,7 @@ class Kept:
 
     costs: LearnedCosts = field(default_factory=LearnedCosts)
     insights: dict[str, Insight] = field(default_factory=dict)
+    stances: dict[str, Findings] = field(default_factory=dict)
 
     def give(self, costs: LearnedCosts) -> None:
         """Hand the times over."""
@@ -115,12 +125,15 @@ class Kept:
             kind: {str(rows): list(times) for rows, times in by_rows.items()}
             for kind, by_rows in self.costs.times.items()
         }
-        return {"costs": times, "insights": {name: _told(insight) for name, insight in self.insights.items()}}
+        insights = {name: _told(insight) for name, insight in self.insights.items()}
+        return {"costs": times, "insights": insights, "stances": self.stances}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Kept:
         """From JSON; raises where something does not fit."""
-        known = cls(insights={str(name): _insight(told) for name, told in values["insights"].items()})
+        insights = {str(name): _insight(told) for name, told in values["insights"].items()}
+        stances = {str(name): _findings(told) for name, told in values["stances"].items()}
+        known = cls(insights=insights, stances=stances)
         for kind in known.costs.times:
             for rows, times in values["costs"][kind].items():
                 for seconds in times[-KEPT:]:
@@ -151,8 +164,13 @@ class ExperienceFile:
                 log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
             return Kept()
 
-    def add(self, costs: list[tuple[Timed, int, float]], insights: Mapping[str, list[News]]) -> None:
-        """Add news to what the file holds, or raise."""
+    def add(
+        self,
+        costs: list[tuple[Timed, int, float]],
+        insights: Mapping[str, list[News]],
+        stances: Mapping[str, Findings] | None = None,
+    ) -> None:
+        """Add news to what the file holds, or raise; of what was found at a load the latest stands."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
             kept = self.read(aloud=False)  # it was said when it was first read
@@ -162,6 +180,8 @@ class ExperienceFile:
                 insight = kept.insights.setdefault(name, Insight())
                 for one in news:
                     insight.take(*one)
+            for name, found in (stances or {}).items():
+                kept.stances[name] = {**kept.stances.get(name, {}), **found}
             values = {"format": FORMAT, "circumstances": self.circumstances, **kept.to_dict()}
             with replacing(self.path) as part:
                 part.write_text(json.dumps(values), encoding="utf-8")
@@ -186,6 +206,15 @@ def _name(config: SpeculativeConfig) -> str:
 def _told(insight: Insight) -> dict[str, Any]:
     tallies = {name: [getattr(insight, name).seen, getattr(insight, name).true] for name in TALLIES}
     return {**tallies, "shifts": insight.shifts, "tokens": insight.tokens, "seconds": insight.seconds}
+
+
+def _findings(told: Mapping[str, Any]) -> Findings:
+    found: Findings = {}
+    for load, (best, span) in told.items():
+        if not isinstance(best, bool) or not 1 <= int(load) <= 32:
+            raise ValueError(f"{load!r} is no load, or {best!r} no way to decode")
+        found[int(load)] = best, int(_number(span, 1.0))
+    return found
 
 
 def _insight(told: Mapping[str, Any]) -> Insight:

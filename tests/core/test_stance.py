@@ -13,7 +13,7 @@ from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.planner import Planner
 from specbranch.core.session import Session
-from specbranch.core.stance import BEGINNING, LEFT_OUT, MOST_SPAN, SPAN, TRIAL, Stance
+from specbranch.core.stance import BEGINNING, BELIEVED, LEFT_OUT, MOST_SPAN, SPAN, TRIAL, Stance
 from toybench import PROFILE, Case, Ending, answer, law, next_number, plainly, run_out, virtual_clock
 
 
@@ -48,6 +48,16 @@ def test_each_load_has_its_own() -> None:
     shares(stance, 2000, 2.0, company=1)
     shares(stance, 20_000, 0.5, company=16)
     assert (stance.plainly(1), stance.plainly(16), stance.plainly(20), stance.plainly(64)) == (False, True, True, False)
+
+
+def test_what_was_found_is_believed_for_a_while_and_looked_at_again() -> None:
+    before, after = Stance(), Stance()
+    shares(before, 20_000, 0.5, company=4)
+    shares(before, BEGINNING, 0.5, company=1)  # nothing was compared yet
+    after.believe(before.found())
+    ways = shares(after, 4 * BELIEVED + 4 * TRIAL[False] + 100, 3.0, company=4)
+    assert all(ways[: 4 * BELIEVED]) and not ways[-1], "planning has become faster since"
+    assert not after.plainly(1)
 
 
 def decoded(sessions: int, planning: float, monkeypatch: pytest.MonkeyPatch) -> list[Session]:

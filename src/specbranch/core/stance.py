@@ -13,8 +13,10 @@ PLANNED, PLAINLY = False, True
 TRIAL = {PLANNED: 24, PLAINLY: 8}  # rounds of a session in which the other way is tried
 BEGINNING = 48  # planned rounds before plain decoding is tried
 SPAN, MOST_SPAN = 64, 4096  # rounds before the other way is tried again: twice as many whenever it was worse again
+BELIEVED = 1024  # rounds that are decoded in the way that an earlier process found better, before it is looked at again
 LEFT_OUT = 2  # rounds after a change: what was begun ends, and a draft reads what it has missed
 LATELY = 300.0  # tokens over which a rate is measured
+Findings = dict[int, tuple[bool, int]]  # by load: whether plain decoding was faster, and how long that is believed
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class _Load:
     best: bool = PLANNED
     span: int = SPAN
     settling: float = 0.0
+    compared: bool = False  # both ways were
     rates: dict[bool, _Rate] = field(default_factory=lambda: {PLANNED: _Rate(), PLAINLY: _Rate()})
 
     def turn(self, company: int) -> None:
@@ -53,6 +56,7 @@ class _Load:
             best = max((PLANNED, PLAINLY), key=lambda way: self.rates[way].per_second)
             self.span = min(2 * self.span, MOST_SPAN) if best is self.best else SPAN
             self.plainly = self.best = best
+            self.compared = True
             self.left = self.span * company
         self.settling = LEFT_OUT * company
 
@@ -79,6 +83,16 @@ class Stance:
         load.left -= 1
         if load.left <= 0:
             load.turn(company)
+
+    def found(self) -> Findings:
+        """Return what was found at each load at which both ways were compared."""
+        return {key: (load.best, load.span) for key, load in self._loads.items() if load.compared}
+
+    def believe(self, found: Findings) -> None:
+        """Begin with what was found before."""
+        for key, (best, span) in found.items():
+            believed = min(span, BELIEVED)
+            self._loads[key] = _Load(believed * 2 ** (key - 1), best, best, believed, compared=True)
 
     def _at(self, company: int) -> _Load:
         key = company.bit_length()
