@@ -337,6 +337,23 @@ def test_a_short_prompt_does_not_wait_for_long_ones_to_be_read() -> None:
     check(desk.done)
 
 
+@pytest.mark.parametrize(("others", "pieces"), [(1, 4), (PIECE, 4), (2 * PIECE, 2), (4 * PIECE, 1)])
+def test_beside_many_rows_as_many_tokens_of_a_prompt_are_read(others: int, pieces: int) -> None:
+    """A round that is long anyway takes more of a prompt: else prompts would be read more slowly than they come."""
+    scheduler = Scheduler(Loop(executors(None)["serial"](), limits=LIMITS))
+    desk, plain = Desk(scheduler, random.Random(3)), config_of("autoregressive", "match")
+    for at in range(others):
+        desk.submit(Case((at % 6,), 0.7, at, Ending("long", max_tokens=300)), plain)
+    for _ in range(3):
+        scheduler.step()
+    new = desk.submit(Case((5,) * (4 * PIECE + 1), 0.7, 99, ENDINGS[0]), plain)
+    rounds = 0
+    while not new.session.output:
+        scheduler.step()
+        rounds += 1
+    assert rounds == pieces
+
+
 def test_one_that_rests_takes_no_part_and_no_place_and_goes_on_later() -> None:
     executor = executors(130)["serial"]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=1)

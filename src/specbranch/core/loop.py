@@ -41,8 +41,8 @@ class Places:
 class RoundLimits:
     """What one round may hold.
 
-    Texts are read in pieces of `piece` tokens: at most `prompt_tokens` of them beside rows of others, and at most
-    `prompt_tokens_alone` while nobody decodes; nothing: whole.
+    Texts are read in pieces of `piece` tokens: at most `prompt_tokens` of them beside rows of others, or as many as
+    there are others, and at most `prompt_tokens_alone` while nobody decodes; nothing: whole.
     """
 
     rows: int = MOST_ROWS
@@ -293,7 +293,7 @@ class Loop:
         self._grant_rows()
         limits, now = self.limits, {number: seat.orders for number, seat in self._ready().items() if seat.orders}
         most = limits.prompt_tokens if now else limits.prompt_tokens_alone
-        left = sys.maxsize if most is None else max(most, limits.piece)
+        left = sys.maxsize if most is None else max(most, limits.piece, len(now))
         target, draft = _Budget(left, limits.piece), _Budget(left, limits.piece)
         awake = sorted((seat for seat in self._live.values() if not seat.resting), key=lambda seat: seat.turn)
         ready = set(now)
