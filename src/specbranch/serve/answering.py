@@ -26,10 +26,10 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import TokenLogprobs
 from specbranch.errors import SpecBranchError
 from specbranch.serve.errors import of_engine
+from specbranch.serve.events import DONE, GONE, ClientGone, EventStream, event, unless_gone
 from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import RequestNote, note_of
 from specbranch.serve.protocol import Envelope, Reason, StreamOptions, Usage
-from specbranch.serve.sending import DONE, GONE, ClientGone, EventStream, event, unless_gone
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.usage import answer_metrics, usage, usage_so_far
 

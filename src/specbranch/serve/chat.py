@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 from specbranch.answer import Output, Piece
 from specbranch.serve.answering import PromptScores, reason_of, respond
+from specbranch.serve.events import STREAMED
 from specbranch.serve.notes import note_of
 from specbranch.serve.prompts import conversation, prepared
 from specbranch.serve.protocol import AssistantMessage, ChatChoice, ChatLogprobs, ChatRequest, ChatResponse, Reason
-from specbranch.serve.sending import STREAMED
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.spelling import Spelling
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from specbranch.answer import Output, Piece
 from specbranch.serve.answering import PromptScores, reason_of, respond
 from specbranch.serve.errors import ApiError
+from specbranch.serve.events import STREAMED
 from specbranch.serve.notes import note_of
 from specbranch.serve.prompts import prepared
 from specbranch.serve.protocol import (
@@ -26,7 +27,6 @@ from specbranch.serve.protocol import (
     CompletionResponse,
     Reason,
 )
-from specbranch.serve.sending import STREAMED
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.text.detokenizer import Detokenizer
 

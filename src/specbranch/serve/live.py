@@ -22,9 +22,9 @@ from specbranch.answer import Chunk, Output
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter, SpecBranchError
 from specbranch.serve.errors import too_many
+from specbranch.serve.events import DONE, EventStream, event
 from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import note_of
-from specbranch.serve.sending import DONE, EventStream, event
 from specbranch.serve.serving import Serving
 from specbranch.traces.frames import Film, Frame
 
