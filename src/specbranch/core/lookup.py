@@ -22,18 +22,26 @@ class Ngrams:
         """Return up to `length` tokens that followed the longest known suffix; empty if none is known."""
         return self.find(length)[1]
 
-    def find(self, length: int) -> tuple[int, tuple[int, ...]]:
-        """Return how long the longest known suffix is, and up to `length` tokens that followed it."""
-        self._index()
+    def find(self, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
+        """Return how long the longest known suffix is, and up to `length` tokens that followed it.
+
+        `behind`: tokens that are about to be added to the list.
+        """
+        first = max(min(self._seen + 1, len(self._tokens)) - self._sizes.start, 0)
+        lately = (*self._tokens[first:], *behind)
+        self._index(lately, first)
         for size in self._sizes:
-            start = self._next.get(tuple(self._tokens[-size:]))
+            start = self._next.get(lately[-size:])
             if start is not None:
-                return size, tuple(self._tokens[start : start + length])
+                beyond = behind[max(start - len(self._tokens), 0) :]
+                return size, (*self._tokens[start : start + length], *beyond)[:length]
         return 0, ()
 
-    def _index(self) -> None:
-        for end in range(self._seen + 1, len(self._tokens)):
+    def _index(self, lately: tuple[int, ...], first: int) -> None:
+        """Take in what is new in the list, and about to be: all of it from token `first` on is given."""
+        length = first + len(lately)
+        for end in range(self._seen + 1, length):
             for size in self._sizes:
                 if size <= end:
-                    self._next[tuple(self._tokens[end - size : end])] = end
-        self._seen = max(self._seen, len(self._tokens) - 1)
+                    self._next[lately[end - size - first : end - first]] = end
+        self._seen = max(self._seen, length - 1)

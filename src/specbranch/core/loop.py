@@ -430,4 +430,6 @@ class Loop:
 def _unhurried(orders: Orders) -> Orders:
     """The same orders, without a hint at what comes next."""
     verify = orders.verify
-    return replace(orders, verify=replace(verify, goes_on=False)) if verify and verify.goes_on else orders
+    if verify is None or not (verify.goes_on or verify.follows):
+        return orders
+    return replace(orders, verify=replace(verify, goes_on=False, follows=None))

@@ -18,6 +18,8 @@ from specbranch.core.trees import Growth, Tree
 
 Measure = Literal["top", "entropy"]
 Until = Literal["length", "target"]
+# By the tokens that a verdict adds: the chain that will most likely be judged behind them; None: who knows.
+Follows = Callable[[tuple[int, ...]], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +175,9 @@ class Verify:
     chain.
 
     `q[i]` is the law node i was drawn from; None: the proposal was deterministic. `goes_on`: unless the text ends here,
-    the same will be asked behind the verdict's token, so that a model may begin with that. `aside` is read in the same
-    forward. `allowed`: the tokens that may be said after the root, then after each of `tokens`; None: any.
+    the same will be asked behind the verdict's token, so that a model may begin with that; `follows`: likewise, but
+    what is asked there hangs on the verdict. `aside` is read in the same forward. `allowed`: the tokens that may be
+    said after the root, then after each of `tokens`; None: any.
     """
 
     on: Context
@@ -184,6 +187,12 @@ class Verify:
     goes_on: bool = False
     aside: Aside | None = None
     allowed: tuple[frozenset[int] | None, ...] | None = None
+    follows: Follows | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every token has the one before it as its parent."""
+        return self.parents is None or self.parents == tuple(range(-1, len(self.tokens) - 1))
 
     def parent(self, node: int) -> int:
         """Return the index of the node's parent, -1 for the root."""

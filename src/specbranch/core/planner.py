@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, step_prices
-from specbranch.core.orders import Orders, Reports
+from specbranch.core.orders import Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, look_class, standing
@@ -126,6 +126,18 @@ class Planner:
         growing = GrowingTree(tree)
         growing.graft(tokens, words, self._growth.chances)
         return growing.tree()
+
+    def follows(self, tree: Tree, sent: list[int]) -> Follows | None:
+        """What comes after a round that only verifies looked-up text; None: not known. Where as many words match then,
+        the choice will be the same."""
+        words = tree.nodes[sent[0]].look if sent else 0
+        line = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
+        return partial(self._looked_on, words) if words and line and self._company == 1 else None
+
+    def _looked_on(self, words: int, behind: tuple[int, ...]) -> tuple[int, ...] | None:
+        assert self._ngrams is not None
+        matched, tokens = self._ngrams.find(LOOKED, behind)
+        return tokens if matched >= words else None
 
     def lane_offer(self, tree: Tree, unread: int) -> LaneOffer | None:
         """What the draft might read while the target waits; None: nothing. `unread`: tokens it has to read first."""

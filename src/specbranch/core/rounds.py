@@ -43,11 +43,15 @@ def speculative(session: Session, config: SpeculativeConfig, policy: Policy) -> 
 def lookup(session: Session, config: SpeculativeConfig, policy: Policy) -> MethodRounds:
     """Verify what followed the same words earlier in the text; nothing is drafted by a model."""
     ngrams = Ngrams(session.tokens, config.ngram_max, config.ngram_min)
+
+    def found(behind: tuple[int, ...] = ()) -> tuple[int, ...]:
+        return ngrams.find(min(policy.chain().length, session.room - len(behind) - 1), behind)[1]
+
     while not session.finished:
-        tokens = ngrams.propose(min(policy.chain().length, session.room - 1))
+        tokens = found()
         pending = Branch(0, tokens, (1.0,) * len(tokens))
         session.stats.drafted += len(tokens)
-        reports = yield Orders(verify=session.verify(pending))
+        reports = yield Orders(verify=session.verify(pending, found))
         absorb(session, policy, pending, reports)
 
 

@@ -16,6 +16,7 @@ from specbranch.core.orders import (
     Branch,
     Context,
     Draft,
+    Follows,
     Grow,
     Orders,
     Plan,
@@ -93,18 +94,18 @@ class Session:
         within = growth if growth.deepest < self.room else replace(growth, deepest=self.room - 1)
         return Grow(self._context("draft"), tree, within, self._drafts, sending)
 
-    def verify(self, pending: Branch = NOTHING) -> Verify:
-        """Order the pending chain to be judged."""
-        return Verify(self._context("target"), pending.tokens, None, pending.q)
+    def verify(self, pending: Branch = NOTHING, follows: Follows | None = None) -> Verify:
+        """Order the pending chain to be judged; `follows` as for the order."""
+        return Verify(self._context("target"), pending.tokens, None, pending.q, follows=self._unless_ended(follows))
 
     def verify_plainly(self) -> Verify:
         """Order the next token, and say whether one more will be wanted."""
         return Verify(self._context("target"), goes_on=self.room > 1)
 
-    def verify_tree(self, tree: Tree, aside: Aside | None = None) -> Verify:
-        """Order a tree to be judged, and what else is to be read with it."""
+    def verify_tree(self, tree: Tree, aside: Aside | None = None, follows: Follows | None = None) -> Verify:
+        """Order a tree to be judged, and what else is to be read with it; `follows` as for the order."""
         tokens, parents = tuple(n.token for n in tree.nodes), tuple(n.parent for n in tree.nodes)
-        return Verify(self._context("target"), tokens, parents, aside=aside)
+        return Verify(self._context("target"), tokens, parents, aside=aside, follows=self._unless_ended(follows))
 
     def verify_given(self, tokens: Sequence[int]) -> Verify:
         """Order tokens to be taken whatever the target would say, so that it tells how likely they are: nothing else is
@@ -143,6 +144,13 @@ class Session:
         base = self._told[role]
         self._told[role] = len(self.tokens)
         return Context(base, (*self.tokens[base:], *pending), self.tokens)
+
+    def _unless_ended(self, follows: Follows | None) -> Follows | None:
+        """Nothing follows on tokens that end the text."""
+        if follows is None:
+            return None
+        told = follows
+        return lambda taken: None if len(taken) >= self.room or not self._ending.isdisjoint(taken) else told(taken)
 
     def _append(self, token: int, origin: Origin) -> None:
         self.tokens.append(token)

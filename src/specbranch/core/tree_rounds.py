@@ -64,8 +64,11 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Me
     grant: RowGrant = yield planner.row_offer(tree, candidates)
     sent = sorted(candidates[: grant.count])
     tree = marked(tree, sent)
+    drafted = growth is not None
     growth = _within(session, planner.while_verifying(tree, grant))
-    orders = Orders(session.grow(tree, growth) if growth else None, session.verify_tree(chosen(tree, sent)), meanwhile)
+    follows = None if drafted or growth else planner.follows(tree, sent)
+    verify = session.verify_tree(chosen(tree, sent), follows=follows)
+    orders = Orders(session.grow(tree, growth) if growth else None, verify, meanwhile)
     meanwhile.add(_count_kind, session, tree, sent, growth)
     reports = yield orders
     meanwhile()

@@ -8,7 +8,7 @@ was begun is taken for an order only if it reads just what is ordered; otherwise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Feed
 from specbranch.core.sending import Sending, sent
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Tree
@@ -24,7 +23,6 @@ from specbranch.errors import CacheFull
 from specbranch.models.batch import Rows
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import (
-    GROUP_ROWS,
     ROOT_ROW,
     Bucket,
     pack,
@@ -33,33 +31,13 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
-from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.trees import LANES, MOVES, SHEET, DeviceTree
 from specbranch.models.kv import Table
 from specbranch.models.sheet import is_noisy, temperature_of
-from specbranch.models.transfer import Reading
 
 SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most")
 PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * MOVES}
 AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))  # where each part begins
-
-
-class Received:
-    """A step that verifies a tree, begun before it was asked for."""
-
-    def __init__(self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: DeviceMoment) -> None:
-        """`read`: the token and the parent of each of its rows, behind how many these are; `begun`: when it was."""
-        self.seq, self.lines, self.begun = seq, lines, begun
-        self._start, self._read = start, read
-        self._pages = table.pages[: -(-(start + GROUP_ROWS) // PAGE)]
-
-    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
-        """Whether it reads just this."""
-        if len(work) != 1 or work[0].seq != self.seq or rows[0].start != self._start:
-            return False
-        (count, _), *read = self._read().tolist()
-        asked = [list(one) for one in zip(work[0].tokens, work[0].parents, strict=True)]
-        return asked == read[:count] and rows[0].table.pages[: len(self._pages)] == self._pages
 
 
 class DeviceReceiver:

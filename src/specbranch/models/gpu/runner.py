@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,12 +35,13 @@ from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.attention import blocks_of
+from specbranch.models.gpu.begun import Ahead, Followed, Received, chain_choosing, chain_rows
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
-from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, Received, TreeReceiver
+from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.trees import ENTRIES, MOVES, DeviceTree
@@ -54,27 +54,6 @@ from specbranch.models.sheet import Arrays
 from specbranch.models.transfer import Reading
 
 PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
-
-
-@dataclass(slots=True)
-class Ahead:
-    """A step that was started before it was asked for: each sequence's next token, as the device chose it, read at
-    the next place."""
-
-    rows: dict[int, int]  # by sequence
-    places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
-    lines: Reading
-    tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
-
-    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
-        """Whether it reads just this."""
-        return all(
-            feed.seq in self.rows
-            and list(feed.tokens) == [self.tokens.get(feed.seq)]
-            and part.start == part.prefix
-            and self.places[feed.seq] == (part.start, int(part.places()[0]))
-            for feed, part in zip(work, rows, strict=True)
-        )
 
 
 class GpuRunner(NativeRunner):
@@ -93,10 +72,11 @@ class GpuRunner(NativeRunner):
             self._grower = TreeGrower(self._graphs, most, self.pool.pages * PAGE, self.transfer)
         # still to be made: sequence, places, and the lowest that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
-        self._ahead: Ahead | Received | None = None
+        self._ahead: Ahead | Received | Followed | None = None
         self._receiver = DeviceReceiver(self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least)
         self.begun_ahead: DeviceMoment | None = None
-        self.received = self.received_right = 0  # steps that were begun for a tree, and those that were asked for then
+        # Steps that were begun for a tree, and those of them that were asked for then; likewise for what follows.
+        self.received = self.received_right = self.followed = self.followed_right = 0
 
     @property
     def note(self) -> Callable[[], DeviceMoment] | None:
@@ -254,7 +234,14 @@ class GpuRunner(NativeRunner):
                 return self._verify_shaped(work, rows, trials, spots)
             lines, at = self._lines(work, rows, trials, spots, places)
             said = self._go_on(rows, trials, spots, at)
-        return Verdicts(lambda: _judged(trials, at, lines(), said), lines.ready)
+
+        def judged() -> list[Judged]:
+            found = _judged(trials, at, lines(), said)
+            if len(trials) == 1 and trials[0].order.follows is not None:
+                self._follow(trials[0], rows[0], at[0][0], found[0])
+            return found
+
+        return Verdicts(judged, lines.ready)
 
     def receiver(self, seq: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree that grows behind a text, of which all but the last token is committed."""
@@ -337,7 +324,11 @@ class GpuRunner(NativeRunner):
         if ahead is not None and not self._moves and ahead.reads(work, rows):
             if isinstance(ahead, Ahead):
                 return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
-            self.received_right, self.begun_ahead = self.received_right + 1, ahead.begun
+            self.begun_ahead = ahead.begun
+            if isinstance(ahead, Received):
+                self.received_right += 1
+            else:
+                self.followed_right += 1
             return ahead.lines, places
         choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(chain(*places), spots, strict=True))
         asking.lead(choosing, trials, places)
@@ -362,6 +353,25 @@ class GpuRunner(NativeRunner):
         places = {trial.seq: (part.start, int(part.places()[0])) for trial, part in zip(trials, there, strict=True)}
         self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
         return self._ahead.tokens
+
+    @torch.inference_mode()
+    def _follow(self, trial: Trial, part: Rows, root: int, found: Judged) -> None:
+        """Start the step that most likely follows on a verdict, at the places behind it, where they lie on a page that
+        it keeps: what was verified is a chain, so nothing has to move."""
+        order, seq = trial.order, trial.seq
+        if order.follows is None or not order.is_chain or part.start != part.prefix or self._moves:
+            return
+        chain = order.follows((*order.tokens[: len(found.path)], found.token))
+        start = part.start + root + 1 + len(found.path)
+        room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
+        if chain is None or room < 1:
+            return
+        rows = chain_rows(part.table, [found.token, *chain][:room], start)
+        with self._here():
+            begun = _now() if self._clock is None else self._clock.note()
+            _, lines = self._chosen([rows], chain_choosing(self._requests[seq], rows), 1)
+        self.followed += 1
+        self._ahead = Followed(seq, rows, part.table.pages[: start // PAGE + 1], lines, begun)
 
     def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
         """Run rows as one step that chooses, and start to read what it says of each."""

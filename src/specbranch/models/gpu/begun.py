@@ -1,0 +1,98 @@
+"""Steps that a runner begins before they are asked for: of plain decoding that goes on, of a tree that has just grown,
+of a chain that most likely follows on a verdict.
+
+Owns what is known of such a step, and the answer to one question: is it what is asked for now? Invariant: a step that
+is not is as if it had not been; what it wrote is written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from specbranch.core.pages import PAGE
+from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Feed
+from specbranch.models.batch import Rows
+from specbranch.models.gpu import asking
+from specbranch.models.gpu.layout import GROUP_ROWS, Choosing
+from specbranch.models.gpu.stream_clock import DeviceMoment
+from specbranch.models.kv import Table
+from specbranch.models.transfer import Reading
+
+
+@dataclass(slots=True)
+class Ahead:
+    """A step of plain decoding: each sequence's next token, as the device chose it, read at the next place."""
+
+    rows: dict[int, int]  # by sequence
+    places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
+    lines: Reading
+    tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
+
+    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
+        """Whether it reads just this."""
+        return all(
+            feed.seq in self.rows
+            and list(feed.tokens) == [self.tokens.get(feed.seq)]
+            and part.start == part.prefix
+            and self.places[feed.seq] == (part.start, int(part.places()[0]))
+            for feed, part in zip(work, rows, strict=True)
+        )
+
+
+class Received:
+    """A step that verifies a tree."""
+
+    def __init__(self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: DeviceMoment) -> None:
+        """`read`: the token and the parent of each of its rows, behind how many these are; `begun`: when it was."""
+        self.seq, self.lines, self.begun = seq, lines, begun
+        self._start, self._read = start, read
+        self._pages = table.pages[: -(-(start + GROUP_ROWS) // PAGE)]
+
+    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
+        """Whether it reads just this."""
+        if len(work) != 1 or work[0].seq != self.seq or rows[0].start != self._start:
+            return False
+        (count, _), *read = self._read().tolist()
+        asked = [list(one) for one in zip(work[0].tokens, work[0].parents, strict=True)]
+        return asked == read[:count] and rows[0].table.pages[: len(self._pages)] == self._pages
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A step that verifies a chain, which begins with the token that the verdict before it said."""
+
+    seq: int
+    rows: Rows
+    pages: list[int]
+    lines: Reading
+    begun: DeviceMoment
+
+    def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
+        """Whether it reads just this, or this and more behind it: a row does not hang on those behind it."""
+        if len(work) != 1 or work[0].seq != self.seq:
+            return False
+        feed, part = work[0], rows[0]
+        return (
+            part.start == part.prefix == self.rows.start
+            and list(feed.tokens) == self.rows.tokens[: len(feed.tokens)]
+            and list(part.seen) == self.rows.seen[: len(feed.tokens)]
+            and part.table.pages[: len(self.pages)] == self.pages
+        )
+
+
+def chain_rows(table: Table, tokens: Sequence[int], start: int) -> Rows:
+    """The rows of a chain behind a committed text."""
+    return Rows(table, list(tokens), start, start, list(accumulate(1 << row for row in range(len(tokens)))))
+
+
+def chain_choosing(request: Request, rows: Rows) -> Choosing:
+    """What is asked of the rows of a chain: each leads to the next by its token."""
+    count = len(rows.tokens)
+    choosing = asking.choosing_of(
+        count, enumerate(Spot(request, rows.start + row, list) for row in range(1, count + 1))
+    )
+    choosing.parent[1:], choosing.said[1:] = range(count - 1), rows.tokens[1:]  # type: ignore[assignment]
+    return choosing
