@@ -91,3 +91,21 @@ def test_mistakes_are_sentences(
 ) -> None:
     done = loaded(command, prompts, *options)
     assert done.code == 2 and words in done.err and "Traceback" not in done.err
+
+
+def test_models_may_have_the_shape_of_larger_ones(command: Command, tiny: Pair, prompts: Path) -> None:
+    shapes = ("--target-shape", "hidden=96", "--draft-shape", "layers=3")
+    done = loaded(command, prompts, *shapes, "--at-once", "2", "--repeats", "1", "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["rows"]
+    assert {row["differing"] for row in rows} == {0} and all("tiny-" in row["pair"] for row in rows)
+
+
+def test_a_target_alone_can_be_loaded(command: Command, tiny: Pair, prompts: Path) -> None:
+    given = ("--prompts", str(prompts / "birds.jsonl"), "--records", str(prompts / "records"), "--max-tokens", "12")
+    asked = ("bench", "load", "--target", tiny.target, *given, "--at-once", "2", "--repeats", "1", "--json")
+    done = command(*asked, "--methods", "lookup")
+    assert done.code == 0, done.err
+    assert [row["method"] for row in json.loads(done.out)["rows"]] == ["autoregressive", "lookup"]
+    refused = command(*asked, "--methods", "specbranch")
+    assert refused.code == 2 and "needs a draft model" in refused.err

@@ -8,6 +8,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -46,6 +47,14 @@ DRAFT_WEIGHTS_OPTION: dict[str, Any] = {
     "metavar": "TYPE",
     "help": "How the draft's matrices are stored, likewise [as in its file if that is int8].",
 }
+TARGET_OPTION: dict[str, Any] = {"metavar": "MODEL", "help": "Target, instead of a pair."}
+DRAFT_OPTION: dict[str, Any] = {"metavar": "MODEL", "help": "Draft, beside --target."}
+TARGET_SHAPE_OPTION: dict[str, Any] = {
+    "metavar": "SHAPE",
+    "help": "Run the target in a larger model's shape, see `inflate`: 7b, hidden=64,layers=3, 7b,layers=40; own: as "
+    "it is [own].",
+}
+DRAFT_SHAPE_OPTION: dict[str, Any] = {"metavar": "SHAPE", "help": "The same for the draft."}
 _what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
 
@@ -66,8 +75,8 @@ def bench() -> None:
 )
 @_what("--preset", type=click.Choice(sorted(PRESETS)), help="A set of the options below; what is given besides wins.")
 @_what("--pair", multiple=True, metavar="NAME", help=f"Pair to run; may be repeated [{DEFAULT_PAIR}].")
-@_what("--target", metavar="MODEL", help="Target, instead of a pair.")
-@_what("--draft", metavar="MODEL", help="Draft, beside --target.")
+@_what("--target", **TARGET_OPTION)
+@_what("--draft", **DRAFT_OPTION)
 @_what(
     "--methods",
     metavar="A,B,…",
@@ -95,13 +104,8 @@ def bench() -> None:
 @_what(
     "--temperature", "temperatures", type=float, multiple=True, metavar="T", help="Temperature; may be repeated [0]."
 )
-@_models(
-    "--target-shape",
-    metavar="SHAPE",
-    help="Run the target in a larger model's shape, see `inflate`: 7b, hidden=64,layers=3, 7b,layers=40; own: as "
-    "it is [own].",
-)
-@_models("--draft-shape", metavar="SHAPE", help="The same for the draft.")
+@_models("--target-shape", **TARGET_SHAPE_OPTION)
+@_models("--draft-shape", **DRAFT_SHAPE_OPTION)
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
 @_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
 @_models("--weights", **WEIGHTS_OPTION)
@@ -211,13 +215,17 @@ def run(**given: Any) -> None:
 @bench.command(
     "load", cls=SectionedCommand, tables={"Suites": list(SUITES.items()), "Profiles (--clock)": PROFILES, **TABLES}
 )
-@_what("--pair", metavar="NAME", default=DEFAULT_PAIR, help=f"Pair to run [{DEFAULT_PAIR}].")
+@_what("--pair", metavar="NAME", help=f"Pair to run [{DEFAULT_PAIR}].")
+@_what("--target", **TARGET_OPTION)
+@_what("--draft", **DRAFT_OPTION)
 @_what("--methods", metavar="A,B,…", default="specbranch", help="Methods; plain decoding always runs too [specbranch].")
 @_what("--at-once", metavar="N,N,…", default="1,2,4,8,16,32", help="Requests at once [1,2,4,8,16,32].")
 @_what("--suites", multiple=True, metavar="NAME", help=f"Suite, see below; may be repeated [{ALL_SHIPPED}].")
 @_what("--prompts", **PROMPTS)
 @_what("--limit", type=click.IntRange(min=1), default=4, metavar="N", help="Prompts of each suite [4].")
 @_what("--max-tokens", type=click.IntRange(min=2), default=96, metavar="N", help="Longest answer [96].")
+@_models("--target-shape", **TARGET_SHAPE_OPTION)
+@_models("--draft-shape", **DRAFT_SHAPE_OPTION)
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
 @_models("--weights", **WEIGHTS_OPTION)
 @_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
@@ -243,6 +251,7 @@ def load(**given: Any) -> None:
     specbranch bench load --at-once 1,4,16
     specbranch bench load --clock c10 --at-once 1,4,16
     specbranch bench load --pair smollm2-weak --clock h200-68m-7b --methods specbranch,tree,speculative --out load
+    specbranch bench load --target-shape 8b --draft-shape 1b --device cuda --at-once 1,4,16,64
 
     So many requests are answered at a time, and where one ends the next begins. By the wall clock methods take turns,
     after one that is not counted, and prompts are read. With --clock decisions are real and time is modelled, as in
@@ -260,25 +269,31 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     from specbranch.bench.lab import Lab, Workload
     from specbranch.bench.load import run_by_wall, run_load
     from specbranch.bench.methods import chosen_methods
-    from specbranch.bench.subjects import Running
+    from specbranch.bench.subjects import PairOrder, Running, make_subject
     from specbranch.cli.progress import counted, pulled
-    from specbranch.pairs import chosen_models
     from specbranch.suites.suite import load_suites
 
     clocks, counts = named_clocks(given["clock"]), _counts(given["at_once"])
-    methods = [name for name in chosen_methods(listed(given["methods"]), True) if name != BASELINE]
+    named = {name: given[name] for name in ("pair", "target", "draft", "target_shape", "draft_shape")}
+    if not named["target"]:
+        named["pair"] = named["pair"] or DEFAULT_PAIR
+    order = PairOrder(**named)
+    methods = [name for name in chosen_methods(listed(given["methods"]), order.has_draft) if name != BASELINE]
     if outside := [name for name in methods if name in OUTSIDE]:
         raise BadParameter(f"{outside[0]} is no method of this engine, which `bench load` compares. Leave it out.")
     names = [name for one in given["suites"] for name in listed(one)]
     names = names or ([] if given["prompts"] else [ALL_SHIPPED])
     suites = load_suites(names, files=given["prompts"], data=given["data"], limit=given["limit"])
-    pulled(chosen_models(given["pair"], None, None)[0])
+    pulled(order.models[0])
     running = Running(executor=given["executor"] or "serial", device=given["device"], weights=given["weights"])
-    with counted() as progress, Lab(pair=given["pair"], folder=given["records"], running=running) as lab:
-        workload = Workload(max_tokens=given["max_tokens"])
-        if given["clock"]:
-            return run_load(lab, suites, workload, methods, clocks, counts, progress)
-        return run_by_wall(lab, suites, workload, methods, counts, given["repeats"], progress)
+    workload = Workload(max_tokens=given["max_tokens"])
+    with TemporaryDirectory() as recipes, counted() as progress:
+        subject = make_subject(order, running, Path(recipes))
+        target, draft, title = subject.target, subject.draft, subject.title
+        with Lab(target=target, draft=draft, title=title, folder=given["records"], running=running) as lab:
+            if given["clock"]:
+                return run_load(lab, suites, workload, methods, clocks, counts, progress)
+            return run_by_wall(lab, suites, workload, methods, counts, given["repeats"], progress)
 
 
 def _counts(text: str) -> list[int]:
