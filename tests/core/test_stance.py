@@ -13,7 +13,7 @@ from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.planner import Planner
 from specbranch.core.session import Session
-from specbranch.core.stance import BEGINNING, BELIEVED, LEFT_OUT, MOST_SPAN, SPAN, TRIAL, Stance
+from specbranch.core.stance import BEGINNING, BELIEVED, ENOUGH, LEFT_OUT, MOST_SPAN, SPAN, TRIAL, Stance
 from toybench import PROFILE, Case, Ending, answer, law, next_number, plainly, run_out, virtual_clock
 
 
@@ -34,6 +34,14 @@ def test_the_faster_way_is_taken_and_the_other_one_tried_ever_more_rarely() -> N
         others = [at for at, way in enumerate(ways) if way is not best and at > BEGINNING + 2 * SPAN]
         assert 0 < len(others) < 0.05 * len(ways)
         assert len(others) <= 9 * (max(TRIAL.values()) + LEFT_OUT), "it is tried again after twice as long"
+
+
+def test_a_trial_that_is_far_behind_ends_early_and_a_close_one_does_not() -> None:
+    for rate, rounds in ((0.6, ENOUGH), (0.95, TRIAL[False])):
+        ways = shares(Stance(), 3000, rate)
+        begun = BEGINNING + TRIAL[True] + SPAN  # planned, then plain on trial, then plain as it was better
+        again = begun + ways[begun:].index(False)
+        assert ways[again:].index(True) == rounds + LEFT_OUT
 
 
 def test_what_has_become_faster_is_found_out() -> None:

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 PLANNED, PLAINLY = False, True
 TRIAL = {PLANNED: 24, PLAINLY: 8}  # rounds of a session in which the other way is tried
 BEGINNING = 48  # planned rounds before plain decoding is tried
-SPAN, MOST_SPAN = 64, 4096  # rounds before the other way is tried again: twice as many whenever it was worse again
+ENOUGH, HOPELESS = (
+    8,
+    0.8,
+)  # rounds after which a trial ends early, and the part of the better rate that it is below then
+SPAN, MOST_SPAN = 64, 4096  # rounds before the other way is tried again
+LONGER = {True: 4, False: 2}  # times as many whenever it was worse again: by whether it was hopeless
 BELIEVED = 1024  # rounds that are decoded in the way that an earlier process found better, before it is looked at again
 LEFT_OUT = 2  # rounds after a change: what was begun ends, and a draft reads what it has missed
 LATELY = 300.0  # tokens over which a rate is measured
@@ -54,11 +59,22 @@ class _Load:
             self.left, self.rates[self.plainly] = TRIAL[self.plainly] * company, _Rate()
         else:
             best = max((PLANNED, PLAINLY), key=lambda way: self.rates[way].per_second)
-            self.span = min(2 * self.span, MOST_SPAN) if best is self.best else SPAN
+            self.span = min(LONGER[self.is_hopeless] * self.span, MOST_SPAN) if best is self.best else SPAN
             self.plainly = self.best = best
             self.compared = True
             self.left = self.span * company
         self.settling = LEFT_OUT * company
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the other way, on trial, is far behind the better one."""
+        return self.rates[not self.best].per_second < HOPELESS * self.rates[self.best].per_second
+
+    def is_over(self, company: int) -> bool:
+        """Whether the way is to be looked at again: its rounds were made, or a trial has shown enough."""
+        if self.left <= 0 or self.plainly is self.best:
+            return self.left <= 0
+        return TRIAL[self.plainly] * company - self.left >= ENOUGH * company and self.is_hopeless
 
 
 class Stance:
@@ -81,7 +97,7 @@ class Stance:
             return
         load.rates[plainly].add(tokens, seconds)
         load.left -= 1
-        if load.left <= 0:
+        if load.is_over(company):
             load.turn(company)
 
     def found(self) -> Findings:
