@@ -104,6 +104,34 @@ def test_requests_beside_each_other_say_what_each_says_alone(method: str, execut
     ]
 
 
+def test_methods_mixed_and_joining_one_after_the_other_say_what_each_says_alone(executor: Streams) -> None:
+    mixed = (*METHODS_TRIED, "autoregressive", "lookup", "lookahead", "speculative", "adaptive")
+    loop, sessions = Loop(executor), list[Session]()
+    for number in range(2 * len(mixed)):
+        temperature = (0.0, 0.7, 1.2)[number % 3]
+        sessions.append(start(loop, mixed[number % len(mixed)], number, temperature=temperature))
+        loop.step()
+    run_out(loop)
+    for number, session in enumerate(sessions):
+        alone = decode(executor, "autoregressive", number, temperature=(0.0, 0.7, 1.2)[number % 3])
+        assert session.tokens == alone.tokens, mixed[number % len(mixed)]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_draft_that_says_no_number_changes_no_text(device: str, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its weights are none: whatever it proposes of that is the target's to refuse."""
+    model = AutoModelForCausalLM.from_pretrained(folders[1])
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "draft")
+    target = load_native(folders[0], context_length=600, device="cuda", dtype="bfloat16")
+    broken = Streams(Verifier(target), Drafter(load_native(tmp_path / "draft", context_length=600, device=device)))
+    for method in (*METHODS_TRIED, "speculative", "adaptive"):
+        for number in range(2):
+            plain, session = decode(broken, "autoregressive", number), decode(broken, method, number)
+            assert session.tokens == plain.tokens, method
+
+
 def test_under_ratio_requests_are_served_too(executor: Streams) -> None:
     for number, method in enumerate(("pearl", "specbranch:confidence", "specbranch")):
         session = decode(executor, method, number, "ratio", temperature=1.0)

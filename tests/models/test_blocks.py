@@ -29,6 +29,7 @@ from specbranch.models.cpu.block_kernels import (
     tiles_at_a_time,
 )
 from specbranch.models.cpu.rounding_text import ROUNDED
+from specbranch.models.files import stored_rows
 from specbranch.models.files.blocks import BLOCK, FORMS, ROWS, BlockForm, BlockMatrix, BlockPart, Fields, in_blocks
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.matrix import Matrix
@@ -306,6 +307,21 @@ def test_a_quantised_file_runs_as_stored_on_a_cpu_and_says_nearly_what_it_says_i
     assert (rows_of(twin, feed) - found).abs().max() < 0.1 * expected.abs().max()
     tokens = torch.tensor([0, 7, 130])
     torch.testing.assert_close(runner.decoder.embedding[tokens], wide.decoder.embedding[tokens], rtol=0, atol=0)
+
+
+def test_rows_that_are_kept_unpacked_are_those_of_the_file(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_rows, "KEPT", 70)
+    table = load_native(files["llama Q4_1"], context_length=200).decoder.embedding
+    wide = load_native(files["llama Q4_1"], context_length=200, dtype="float32").decoder.embedding
+    assert isinstance(table, StoredRows)
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(60):
+        count = int(torch.randint(1, 90, (), generator=rng))
+        ids = torch.randint(0, table.shape[0], (count,), generator=rng)
+        assert torch.equal(table[ids], wide[ids])
+    assert 0 < len(table._places) <= 70
 
 
 @pytest.mark.parametrize("name", ["llama Q4_1", "qwen2 Q8_0"])

@@ -1,7 +1,7 @@
 """An embedding that stays in its file: rows are unpacked when they are looked up.
 
-Owns the mapping of the file, of which only the pages that are looked at are ever in memory. Invariant: a row is what
-reading the whole tensor would give for it.
+Owns the mapping of the file, of which only the pages that are looked at are ever in memory, and the rows that were
+looked up lately, unpacked. Invariant: a row is what reading the whole tensor would give for it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from specbranch.models.files.tensor_file import TensorFile
+
+KEPT = 1024  # unpacked rows: a text says the same words again
+FEW = 64  # rows of a step; a prompt is read once, and pushes nothing out
 
 
 class StoredRows:
@@ -26,11 +29,30 @@ class StoredRows:
         self.encoding = entry.encoding
         size = math.prod(entry.shape[1:]) // entry.encoding.block * entry.encoding.size
         self._bytes = np.memmap(file.path, np.uint8, "r", entry.offset, (rows, size))
+        self._places: dict[int, int] = {}  # where the kept row of a token is
+        self._kept = torch.empty(KEPT, *self.shape[1:], dtype=self.dtype)
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         """Look up rows: [ids, …]."""
-        raw = torch.from_numpy(self._bytes[ids.numpy()])  # a copy of those alone
-        return self.encoding.decode(raw.view(-1)).to(self.dtype).view(*ids.shape, *self.shape[1:])
+        if ids.dim() == 1 and len(ids) <= FEW:
+            return self._kept.index_select(0, self._found(ids))
+        return self._unpacked(ids.numpy()).view(*ids.shape, *self.shape[1:])
+
+    def _found(self, ids: Tensor) -> Tensor:
+        """Where rows are kept, after those that were not have been unpacked."""
+        tokens, places = ids.tolist(), self._places
+        if new := [token for token in dict.fromkeys(tokens) if token not in places]:
+            if len(places) + len(new) > KEPT:
+                places.clear()
+                new = list(dict.fromkeys(tokens))
+            first = len(places)
+            self._kept[first : first + len(new)] = self._unpacked(np.array(new))
+            places.update((token, first + at) for at, token in enumerate(new))
+        return torch.tensor([places[token] for token in tokens])
+
+    def _unpacked(self, ids: np.ndarray) -> Tensor:
+        raw = torch.from_numpy(self._bytes[ids])  # a copy of those alone
+        return self.encoding.decode(raw.view(-1)).to(self.dtype).view(-1, *self.shape[1:])
 
 
 Embedding = Tensor | StoredRows
