@@ -49,6 +49,18 @@ def test_together_they_take_less_time_than_one_after_another(draft: ReplayedMode
     assert together < 0.4 * alone
 
 
+@pytest.mark.parametrize("at_once", [4, 16])
+def test_where_no_row_pays_asking_the_draft_costs_next_to_nothing(at_once: int, draft: ReplayedModel) -> None:
+    costs = CostProfile(target=((1, 0.010), (64, 0.640)), draft=((1, 0.002),), host=0.001, overlap=False)
+    several = SeveralRecords([record_of(case) for case in CASES[:4]] * 4, draft)
+    experience = Experience(costs)
+    plain, _, ours = (
+        several.decode(SpeculativeConfig(method=method), costs, at_once, experience).tokens_per_second
+        for method in ("autoregressive", "specbranch", "specbranch")
+    )
+    assert ours >= 0.99 * plain
+
+
 def test_places_are_busy_until_the_last_request_is_done(draft: ReplayedModel) -> None:
     records = [record_of(CASES[0]), *[replace(record_of(CASES[0]), tokens=record_of(CASES[0]).tokens[:8])] * 3]
     short = [replace(one, task=replace(one.task, params=replace(one.task.params, max_tokens=8))) for one in records[1:]]
