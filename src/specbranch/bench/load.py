@@ -22,6 +22,7 @@ from specbranch.bench.results import BASELINE, WALL
 from specbranch.charts import ChartLine, line_chart
 from specbranch.core.experience import Experience
 from specbranch.progress import StepsDone
+from specbranch.replay.bound import bound, named_tokens
 from specbranch.replay.record import Record
 from specbranch.replay.several import Load, SeveralRecords
 from specbranch.suites.suite import Suite, conversation
@@ -46,6 +47,7 @@ class LoadRow:
     ms_to_first: tuple[float, ...] = ()  # token, from its beginning, likewise; by a profile prompts take no time
     repeats: int = 1
     differing: int = 0  # texts that are not plain decoding's
+    bound: float | None = None  # by a profile: what no choice of rows could exceed, over plain decoding
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -64,13 +66,14 @@ def run_load(
     """Decode the prompts' records by each method, on each clock, at each number of requests at once."""
     prompts = [(prompt, workload) for suite in suites for prompt in suite.prompts]
     records = lab.record(prompts, progress)
-    rows, plain = list[LoadRow](), 0.0
+    rows, plain, named = list[LoadRow](), 0.0, named_tokens(records, lab.draft)
     runs = [(clock, count, method) for clock in clocks for count in at_once for method in (BASELINE, *methods)]
     for done, (clock, count, method) in enumerate(runs):
         progress(f"{method}, {count} at once", done, len(runs))
         found = _decoded(lab, records, clock, method, count)
         plain = found.tokens_per_second if method == BASELINE else plain
-        rows.append(_row(lab, clock, method, count, found, plain))
+        assert clock.profile is not None
+        rows.append(_row(lab, clock, method, count, found, plain, bound(clock.profile, count, named)))
     progress("Done", len(runs), len(runs))
     return rows
 
@@ -178,10 +181,10 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(1000.0 * ordered[min(len(ordered) * part // 100, len(ordered) - 1)] for part in PERCENTILES)
 
 
-def _row(lab: Lab, clock: Clock, method: str, count: int, load: Load, plain: float) -> LoadRow:
+def _row(lab: Lab, clock: Clock, method: str, count: int, load: Load, plain: float, most: float) -> LoadRow:
     rate, per_token = load.tokens_per_second, _percentiles(load.seconds_per_token)
-    requests = len(load.requests)
-    return LoadRow(lab.pair, clock.name, method, count, requests, load.tokens, rate, rate / plain, per_token)
+    told = (lab.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
+    return LoadRow(*told, bound=most)
 
 
 def table(rows: Sequence[LoadRow]) -> list[str]:
@@ -197,11 +200,14 @@ def table(rows: Sequence[LoadRow]) -> list[str]:
         )
         lines += ["", f"{rows[0].pair}, {said}"]
         first = "   ms to the first, p50 / p95 / p99" if by_wall else ""
-        head = f"{'method':23}{'at once':>8}{'tokens/s':>10}{'over plain':>12}   {'ms a token, p50 / p95 / p99':27}"
+        most = "" if by_wall else f"{'at most':>10}"
+        head = f"{'method':23}{'at once':>8}{'tokens/s':>10}{'over plain':>12}{most}"
+        head += f"   {'ms a token, p50 / p95 / p99':27}"
         lines.append((head + first).rstrip())
         for row in here:
             times, before = (" / ".join(f"{ms:.1f}" for ms in one) for one in (row.ms_per_token, row.ms_to_first))
             figures = f"{row.at_once:8}{row.tokens_per_second:10.0f}{row.over_plain:11.2f}×"
+            figures += f"{row.bound:9.2f}×" if row.bound is not None else ""
             lines.append(f"{row.method:23}{figures}   {times:27}   {before}".rstrip())
         if differing := sum(row.differing for row in here):
             lines.append(f"{differing} texts differ from plain decoding's.")

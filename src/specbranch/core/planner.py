@@ -166,7 +166,8 @@ class Planner:
             return replace(growth, step=(0.0,), most=2)  # to be timed
         if grant.may:
             return replace(growth, step=grant.steps) if grant.steps else growth
-        if not tree.read and self.experience.affords(costs.draft_seconds(max(unread, 1), self._context)):
+        asking = costs.draft_setup + costs.draft_seconds(max(unread, 1), self._context) + costs.host
+        if not tree.read and self.experience.affords(asking):
             return replace(growth, step=(0.0,), most=0)
         return None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.experience import Experience
@@ -118,11 +118,7 @@ class Load:
 
     seconds: float  # from the first one's beginning to the last one's end
     requests: tuple[Stats, ...]
-
-    @property
-    def tokens(self) -> int:
-        """All tokens that were emitted."""
-        return sum(stats.emitted for stats in self.requests)
+    tokens: int  # emitted in that time, those of requests among them that only kept places busy
 
     @property
     def tokens_per_second(self) -> float:
@@ -143,20 +139,20 @@ class SeveralRecords:
         self._readers = {record.task: Reader(draft.runner, record) for record in records} if draft else {}
 
     def decode(self, config: SpeculativeConfig, profile: CostProfile, at_once: int, experience: Experience) -> Load:
-        """Decode all records by a method, so many at once; where one ends the next begins."""
+        """Decode all records by a method, so many at once. Where one ends the next begins, after the last the first
+        ones again, so that all places are busy until the last is done."""
         clock, sessions = self._clock(profile), list[Session]()
-        loop, waiting = Loop(clock), iter(enumerate(self._records))
+        loop, waiting = Loop(clock), enumerate(cycle(self._records))
         method = find_method(config.method or PLAIN, self._draft is not None)
-        while True:
+        while len(counted := sessions[: len(self._records)]) < len(self._records) or not _all_finished(counted):
             free = at_once - sum(not session.finished for session in sessions)
             for number, record in islice(waiting, free):
                 sessions.append(self._session(number, record, clock))
                 loop.join(sessions[-1], method.start(sessions[-1], config, experience))
-            if not loop.live:
-                break
             loop.step()
         self._check(sessions)
-        return Load(clock.now(), tuple(session.stats for session in sessions))
+        emitted = sum(session.stats.emitted for session in sessions)
+        return Load(clock.now(), tuple(session.stats for session in counted), emitted)
 
     def read_ahead(self) -> None:
         """Have the draft read what methods will ask of it: quicker than to be asked for it token by token."""
@@ -188,8 +184,13 @@ class SeveralRecords:
         for session in sessions:
             if session.error is not None:
                 raise session.error
-            if tuple(session.output) != self._records[session.number].tokens:
+            said, expected = tuple(session.output), self._records[session.number % len(self._records)].tokens
+            if said != (expected if session.finished else expected[: len(said)]):
                 raise Diverged(f"request {session.number} emitted {session.output}, which is not its record")
+
+
+def _all_finished(sessions: Sequence[Session]) -> bool:
+    return all(session.finished for session in sessions)
 
 
 def _runners(worker: Worker) -> dict[int, Runner]:
