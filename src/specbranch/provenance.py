@@ -20,7 +20,7 @@ from typing import Any, Self
 from specbranch import __version__
 from specbranch.errors import BadParameter, unknown
 
-PACKAGES = ("specbranch", "torch", "transformers", "tokenizers", "numpy", "llvmlite")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "llvmlite")
 _SOURCE = Path(__file__).parents[2]  # of a checkout: where .git lies
 
 
@@ -83,7 +83,7 @@ class Provenance:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"specbranch": __version__}  # a tree that was not installed has no metadata
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

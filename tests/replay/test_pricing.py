@@ -22,6 +22,9 @@ from toybench import PROFILE, Case, Ending, law, plainly
 CASES = [Case((seed, 3, 1), temperature, seed, Ending("length", 40)) for seed, temperature in ((1, 0.0), (2, 0.9))]
 TURNS = CostProfile(target=((1, 10.0), (8, 12.0)), draft=((1, 3.0), (8, 5.0)), host=0.2, overlap=False)
 FAR = CostProfile(
+    asking=0.7,
+    host=0.1,
+    draft_setup=0.3,
     target=((1, 10.0), (8, 12.0)),
     draft=((1, 3.0), (8, 5.0)),
     slow_down=0.4,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,24 @@ def test_what_a_draft_takes_once_comes_before_its_first_step() -> None:
     charge.stepped(1)
     charge.stepped(1)
     assert charge.draft == 3.0 + 2 * 2.0
+
+
+@pytest.mark.parametrize(
+    ("method", "waits"),
+    [  # before a round of the target alone behind one of it, then behind a draft; and before a draft
+        ("autoregressive", {"target target": 0.25}),
+        ("speculative", {"draft target": 1.25, "target draft": 1.25}),
+        ("tree", {"draft target": 0.25, "target draft": 1.25}),  # the target verifies a tree where it has grown
+    ],
+)
+def test_a_round_that_the_host_asks_for_takes_longer(method: str, waits: dict[str, float]) -> None:
+    case, config = Case((1, 2), 0.0, 0, LONG), SpeculativeConfig(method=method)
+    free = CostProfile(target=((1, 10.0),), draft=((1, 2.0),), host=0.25)
+    session, events = traced(config, replace(free, asking=1.0), case)
+    late = events[-7:-1]  # by then plain decoding goes on by itself, and a draft has been asked
+    found = {f"{one.who} {other.who}": round(other.start - one.end, 6) for one, other in pairwise(late)}
+    assert found == waits
+    assert session.output == traced(config, free, case)[0].output
 
 
 def test_a_longer_context_is_charged_by_its_slope_and_a_shorter_one_never_below_half() -> None:

@@ -25,7 +25,8 @@ from specbranch.sim.profile import CostProfile
 
 OPEN = 24  # decoders kept open: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
-PricedRound = tuple[Forward, tuple[Forward, ...]]  # the target's (no rows if it had nothing to do), the draft's steps
+# the target's (no rows if it had nothing to do), the draft's steps, and whether the host asked for it
+PricedRound = tuple[Forward, tuple[Forward, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,19 @@ class PricedRounds:
     """The rounds of one replay."""
 
     counts: Stats  # its times mean nothing
-    # For each round: how many draft steps there were, the target's rows and context, and those of each step.
+    # For each round: how many draft steps there were, whether it was asked for, the target's rows and context, and
+    # those of each step.
     entries: array[float]
 
     def priced(self, profile: CostProfile) -> Stats:
         """Return what the replay's statistics would be under a profile; the first round reads the prompt."""
-        first, *rest = (_charge(one, profile) for one in self._rounds())
-        opening = first.seconds + profile.host
+        (first, host), *later = ((_charge(one, profile), profile.host_seconds(one[2])) for one in self._rounds())
+        opening, rest = first.seconds + host, [charge for charge, _ in later]
         return replace(
             self.counts,
             started=0.0,
             first_token=opening,
-            finished=opening + sum(charge.seconds + profile.host for charge in rest),
+            finished=opening + sum(charge.seconds + host for charge, host in later),
             draft_busy=sum(charge.draft for charge in rest),
             target_busy=sum(charge.target for charge in rest),
             both_busy=sum(charge.together for charge in rest),
@@ -53,14 +55,14 @@ class PricedRounds:
     def _rounds(self) -> Iterator[PricedRound]:
         entries, at = self.entries, 0
         while at < len(entries):
-            end = at + 3 + 2 * int(entries[at])
-            steps = tuple((entries[n], entries[n + 1]) for n in range(at + 3, end, 2))
-            yield (entries[at + 1], entries[at + 2]), steps
+            end = at + 4 + 2 * int(entries[at])
+            steps = tuple((entries[n], entries[n + 1]) for n in range(at + 4, end, 2))
+            yield (entries[at + 2], entries[at + 3]), steps, bool(entries[at + 1])
             at = end
 
 
 def _charge(one: PricedRound, profile: CostProfile) -> Charge:
-    charge, (target, steps) = Charge(profile), one
+    charge, (target, steps, _) = Charge(profile), one
     charge.verified(int(target[0]), target[1])
     for rows, context in steps:
         charge.stepped(int(rows), context)
@@ -147,8 +149,8 @@ class NotingDecoder(RecordDecoder):
         stats = self.decode(config, meter)
         numbers = (
             number
-            for target, steps in meter.rounds
-            for number in (len(steps), *target, *(x for step in steps for x in step))
+            for asked, target, steps in meter.rounds
+            for number in (len(steps), *asked, *target, *(x for step in steps for x in step))
         )
         return PricedRounds(stats, array("f", numbers))
 
@@ -161,7 +163,7 @@ class _Meter(CostProfile):
     """A profile that writes down what it is asked the price of."""
 
     __slots__ = ("rounds",)
-    rounds: list[tuple[list[float], list[Forward]]]
+    rounds: list[tuple[list[bool], list[float], list[Forward]]]
 
     def __init__(self) -> None:
         super().__init__(target=((1, 1.0),), draft=((1, 1.0),))
@@ -170,14 +172,19 @@ class _Meter(CostProfile):
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Note a target forward; what is asked before the first round is no forward."""
         if self.rounds:
-            self.rounds[-1][0][:] = (tokens, context or 0.0)
+            self.rounds[-1][1][:] = (tokens, context or 0.0)
         return 1.0
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Note a draft step, likewise."""
         if self.rounds:
-            self.rounds[-1][1].append((width, context or 0.0))
+            self.rounds[-1][2].append((width, context or 0.0))
         return 1.0
+
+    def host_seconds(self, asked: bool) -> float:
+        """Note whether a round was asked for."""
+        self.rounds[-1][0].append(asked)
+        return 0.0
 
 
 class _Rounds(VirtualClock):
@@ -186,5 +193,5 @@ class _Rounds(VirtualClock):
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round."""
         assert isinstance(self.profile, _Meter)
-        self.profile.rounds.append(([0.0, 0.0], []))
+        self.profile.rounds.append(([], [0.0, 0.0], []))
         return super().run(orders)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from specbranch.core.orders import Branch, Orders, Reports, Span
+from specbranch.core.orders import Branch, DraftOrder, Grow, Orders, Read, Reports, Span, Verify
 from specbranch.core.runner import Feed
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.halves import parted, reads_of, reports_of
@@ -86,6 +86,7 @@ class VirtualClock(Serial):
         self.profile = profile
         self.metered = draft
         self._now = 0.0
+        self._begun = frozenset[int]()  # sessions for which the target goes on by itself after the last round
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round and charge it."""
@@ -104,12 +105,25 @@ class VirtualClock(Serial):
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
         verdicts = self.target.judge(scored, heads)
-        start, self._now = self._now, self._now + charge.seconds + self.profile.host
+        host = self.profile.host_seconds(self._is_asked(drafts, verifies, reads))
+        start = self._now + host - self.profile.host  # it is asked for first
+        self._now += charge.seconds + host
         begun = start + charge.target_start
         drafted = timed.span() if timed else Span(0.0, 0.0)
         drafting = Span(start, start + charge.draft, drafted.tokens, drafted.prompts)
         verifying = Span(begun, begun + charge.target, verified + pieces, self.target.prompts_read())
         return reports_of(orders, made, verdicts, failed | short, drafting, verifying, self._without, reached)
+
+    def _is_asked(
+        self, drafts: Mapping[int, DraftOrder], verifies: Mapping[int, Verify], reads: Mapping[int, Read]
+    ) -> bool:
+        """Whether the host has to ask for this round: plain decoding goes on by itself, and a tree that grew while the
+        target waited is verified where it has grown (`Serial` begins it by the same rule)."""
+        begun, grown = self._begun, next(iter(drafts.values()), None)
+        received = len(drafts) == 1 and not verifies and isinstance(grown, Grow) and grown.sending is not None
+        going_on = (session for session, order in verifies.items() if order.goes_on)
+        self._begun = frozenset(drafts if received else going_on)
+        return bool(drafts or reads) or not verifies.keys() <= begun
 
     def _mean_held(self, sessions: Iterable[int]) -> float:
         """How many tokens the target holds of a sequence, on average."""

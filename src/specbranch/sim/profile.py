@@ -21,7 +21,7 @@ from specbranch.errors import BadParameter, unknown
 Points = tuple[tuple[float, float], ...]  # (rows, seconds), by rows
 CURVES = ("target", "draft")
 SLOPES = ("target_per_context", "draft_per_context")
-SECONDS = ("slow_down", "draft_slow_down", "draft_setup", "host")
+SECONDS = ("slow_down", "draft_slow_down", "draft_setup", "host", "asking")
 TEXTS = ("pair", "hardware", "note", "target_identity", "draft_identity")
 
 ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charge
@@ -42,6 +42,7 @@ class CostProfile:
     overlap: bool = True  # whether both models work at once; if not, a round takes the draft's time and the target's
     draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
     draft_setup: float = 0.0  # seconds a draft takes once for all the steps of a round
+    asking: float = 0.0  # seconds more of a round that a device does not begin by itself
     context: int = 0  # tokens before the rows where `target` and `draft` were measured
     target_per_context: Points = ()  # (rows, seconds) added for each token of context beyond that
     draft_per_context: Points = ()
@@ -78,6 +79,10 @@ class CostProfile:
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Seconds of one draft forward over `width` rows, likewise."""
         return self._at(self.draft, self.draft_per_context, width, context)
+
+    def host_seconds(self, asked: bool) -> float:
+        """Seconds of a round outside both models; `asked`: the host had to ask for it."""
+        return self.host + self.asking if asked else self.host
 
     def check_pair(self, target: str, draft: str | None) -> None:
         """Refuse models other than those it was measured with, if it names any; where there is no draft, none is
