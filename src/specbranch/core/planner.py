@@ -166,8 +166,9 @@ class Planner:
             return replace(growth, step=(0.0,), most=2)  # to be timed
         if grant.may:
             return replace(growth, step=grant.steps) if grant.steps else growth
-        asking = costs.draft_setup + costs.draft_seconds(max(unread, 1), self._context) + costs.host
-        if not tree.read and self.experience.affords(asking):
+        step = costs.draft_seconds(max(unread, 1), self._context)
+        # a setup that was measured too long once must not keep a draft from ever being asked again
+        if not tree.read and self.experience.affords(min(costs.draft_setup + step + costs.host, 2.0 * step)):
             return replace(growth, step=(0.0,), most=0)
         return None
 

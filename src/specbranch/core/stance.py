@@ -7,7 +7,9 @@ times and numbers of tokens alone.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 PLANNED, PLAINLY = False, True
 TRIAL = {PLANNED: 24, PLAINLY: 8}  # rounds of a session in which the other way is tried
@@ -20,24 +22,29 @@ SPAN, MOST_SPAN = 64, 4096  # rounds before the other way is tried again
 LONGER = {True: 4, False: 2}  # times as many whenever it was worse again: by whether it was hopeless
 BELIEVED = 1024  # rounds that are decoded in the way that an earlier process found better, before it is looked at again
 LEFT_OUT = 2  # rounds after a change: what was begun ends, and a draft reads what it has missed
-LATELY = 300.0  # tokens over which a rate is measured
+LATELY = 256  # rounds over which a rate is measured
+SLOW = 4.0  # a round counts at most so many times the middle one: something may be set up in it
 Findings = dict[int, tuple[bool, int]]  # by load: whether plain decoding was faster, and how long that is believed
 
 
-@dataclass(slots=True)
 class _Rate:
-    tokens: float = 0.0
-    seconds: float = 0.0
+    """Tokens a second over the latest rounds of one session each."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[int, float]] = deque(maxlen=LATELY)
+        self._found: float | None = None  # until another round comes in
 
     def add(self, tokens: int, seconds: float) -> None:
-        if self.tokens > LATELY:
-            self.tokens, self.seconds = 0.5 * self.tokens, 0.5 * self.seconds
-        self.tokens += tokens
-        self.seconds += seconds
+        self._rounds.append((tokens, seconds))
+        self._found = None
 
     @property
     def per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0.0 else 0.0
+        if self._found is None:
+            most = SLOW * median([seconds for _, seconds in self._rounds]) if self._rounds else 0.0
+            seconds = sum(min(seconds, most) for _, seconds in self._rounds)
+            self._found = sum(tokens for tokens, _ in self._rounds) / seconds if seconds > 0.0 else 0.0
+        return self._found
 
 
 @dataclass(slots=True)
