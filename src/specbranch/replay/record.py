@@ -68,17 +68,17 @@ class Record:
 
 
 class Records:
-    """A folder of records of one target, known by its identity."""
+    """A folder of records of one target, known by its identity; perhaps with others' texts, which count as its own."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, texts: Path | None = None) -> None:
+        """`texts`: a folder of records of any target."""
         self.folder, self.model = folder / model[:16], model
+        self._others = sorted(one for one in texts.iterdir() if one.is_dir()) if texts is not None else []
 
     def find(self, task: Task) -> Record | None:
         """Return the record of a task, if there is one; one that cannot be read counts as none."""
-        try:
-            return _read(task, json.loads(self._path(task).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        paths = [*(other / f"{task.key(other.name)}.json" for other in self._others), self._path(task)]
+        return next((found for path in paths if (found := _found(task, path)) is not None), None)
 
     def make(self, task: Task, llm: LLM) -> Record:
         """Let the target answer, by whatever lossless method the LLM has, and keep it."""
@@ -92,6 +92,13 @@ class Records:
 
     def _path(self, task: Task) -> Path:
         return self.folder / f"{task.key(self.model)}.json"
+
+
+def _found(task: Task, path: Path) -> Record | None:
+    try:
+        return _read(task, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _read(task: Task, held: dict[str, Any]) -> Record:
