@@ -308,9 +308,10 @@ def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: ReplayedMod
     assert seconds["oracle"] < seconds["confidence"]
 
 
-def test_another_targets_texts_count_as_ones_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["", "-stored"])
+def test_another_targets_texts_count_as_ones_own(how: str, tmp_path: Path) -> None:
     task = Task((1, 2), CASES[0].params, 0, ())
-    theirs = Records(tmp_path / "theirs", "0123456789abcdef")
+    theirs = Records(tmp_path / "theirs", f"0123456789abcdef{how}")
     write_whole(theirs._path(task), json.dumps({"format": FORMAT, "tokens": [3, 1], "rows": []}))
     ours = Records(tmp_path / "ours", "fedcba9876543210-stored", tmp_path / "theirs")
     assert ours.find(task) == theirs.find(task) == Record(task, (3, 1), ())

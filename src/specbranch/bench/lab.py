@@ -29,7 +29,7 @@ from specbranch.pairs import chosen_models, predictor_folder
 from specbranch.progress import StepsDone
 from specbranch.replay.decode import ReplayedModel
 from specbranch.replay.pricing import ReplayedMethods
-from specbranch.replay.record import Record, Records, Task
+from specbranch.replay.record import STORED, Record, Records, Task
 from specbranch.replay.runners import ProposalStore
 from specbranch.replay.signals import RecordedSignals
 from specbranch.suites.suite import Prompt, conversation
@@ -166,7 +166,7 @@ class Lab:
     def _known(self, name: str, runner: Runner) -> str:
         """By what a model's words are kept: stored weights have a text of their own."""
         stored = getattr(runner, "weights", None) == "stored"
-        return f"{self.identity[name]}-stored" if stored else str(self.identity[name])
+        return f"{self.identity[name]}{STORED}" if stored else str(self.identity[name])
 
     def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
         """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as

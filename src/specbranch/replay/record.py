@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 TOP = 8  # so many of the most likely tokens are kept at each place
 
+STORED = "-stored"  # behind the identity of a target whose weights are as its file has them
+
 TopRow = tuple[tuple[int, float], ...]
 
 
@@ -77,7 +79,8 @@ class Records:
 
     def find(self, task: Task) -> Record | None:
         """Return the record of a task, if there is one; one that cannot be read counts as none."""
-        paths = [*(other / f"{task.key(other.name)}.json" for other in self._others), self._path(task)]
+        named = [(one, one.name + how) for one in self._others for how in ("", STORED)]
+        paths = [*(folder / f"{task.key(model)}.json" for folder, model in named), self._path(task)]
         return next((found for path in paths if (found := _found(task, path)) is not None), None)
 
     def make(self, task: Task, llm: LLM) -> Record:
