@@ -104,11 +104,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _origin(found: Sequence[Results]) -> list[str]:
     rows = [row for results in found for row in results.rows]
     versions = dict.fromkeys(str(results.provenance.versions.get("specbranch")) for results in found)
+    prompts = " or ".join(map(str, sorted({row.prompts for row in rows})))
     days = dict.fromkeys(sorted(results.provenance.made[:10] for results in found))
     return [
-        f"specbranch {', '.join(versions)}, {', '.join(days)}; {len(rows)} rows, {sum(row.tokens for row in rows):,} "
-        f"emitted tokens, {sum(bool(row.lossless) for row in rows)} of {len(rows)} rows lossless (every run identical "
-        "to plain decoding)."
+        f"specbranch {', '.join(versions)}, {', '.join(days)}; {prompts} prompts a suite, {len(rows)} rows, "
+        f"{sum(row.tokens for row in rows):,} emitted tokens, {sum(bool(row.lossless) for row in rows)} of {len(rows)} "
+        "rows lossless (every run identical to plain decoding)."
     ]
 
 
@@ -134,7 +135,8 @@ def _means(cells: Sequence[float]) -> list[str]:
 
 
 def _modelled(rows: Sequence[ResultRow]) -> list[str]:
-    lines = []
+    lines, run = [], {row.method for row in rows}
+    columns = [m for m in METHODS if m in run]
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
             there = [m for m in METHODS if _has(rows, pair, clock, m)]
@@ -142,10 +144,10 @@ def _modelled(rows: Sequence[ResultRow]) -> list[str]:
             best = max(means.values())
             told = [
                 "–" if m not in means else f"**{means[m]:.2f}**" if means[m] == best else f"{means[m]:.2f}"
-                for m in METHODS
+                for m in columns
             ]
             lines.append([clock, pair.removeprefix("smollm2-"), *told])
-    return _table(["costs", "pair", *METHODS], lines)
+    return _table(["costs", "pair", *columns], lines)
 
 
 def _ours(rows: Sequence[ResultRow]) -> list[str]:
