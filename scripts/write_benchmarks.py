@@ -2,10 +2,13 @@
 anew.
 
     python scripts/write_benchmarks.py --modelled DIR --wall DIR --gpu DIR --ablation DIR --sampled DIR --predictors
+    python scripts/write_benchmarks.py --gpu DIR --predicted DIR --two-devices DIR
 
 The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`
 and `--preset gpu-core`, those of the parts from `--preset ablation`, sampled ones from a modelled run with
-`--temperature 1`; the predictors' figures are in the package.
+`--temperature 1`; the predictors' figures are in the package. Predicted ones are modelled runs of what was measured on
+a GPU, those of two devices modelled runs by a profile `h200-…` and its `h200x2-…`. Results may lie in several folders.
+Where a method was run with several settings, the one that is best in the mean over the suites counts.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from specbranch.bench.results import ResultRow, Results
+from specbranch.bench.results import ResultRow, Results, setting_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "cnn_dm": "CNN/DM", "mt_bench": "MT-bench"}
@@ -27,6 +31,18 @@ BARE = "specbranch:confidence"  # the same without its predictor
 OURS = "specbranch"
 METHODS = ("speculative", "adaptive", "pearl", BARE, PAPERS, "lookup", "lookahead", "tree", OURS)
 BASELINES = ("speculative", "adaptive", "pearl")
+MAY_LACK = (PAPERS, "lookahead")  # of a pair by a clock: too slow to be run everywhere
+ONE, TWO = "h200-", "h200x2-"  # profiles of one device for both models, and of two
+NEAR = 0.08  # how far a predicted speedup may be from the measured one
+FOLDERS = {
+    "modelled": "modelled",
+    "wall": "measured",
+    "gpu": "measured on a GPU",
+    "predicted": "modelled, of what was measured on a GPU; needs --gpu",
+    "two-devices": "modelled, for one device and for two",
+    "ablation": "of the ablation",
+    "sampled": "modelled at temperature 1",
+}
 PREDICTORS = Path(__file__).parents[1] / "src" / "specbranch" / "predictors"
 PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval, GSM8K, CNN/DM
     "h200-68m-7b": ("LLaMA 68M & 7B", (1.69, 1.86, 1.66), (2.04, 2.12, 1.87)),
@@ -38,39 +54,39 @@ PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval
 def main() -> None:
     """Read results and write the page."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--modelled", type=Path, help="folder of modelled results")
-    options.add_argument("--wall", type=Path, help="folder of measured results")
-    options.add_argument("--gpu", type=Path, nargs="+", default=[], help="folders of results measured on a GPU")
-    options.add_argument("--ablation", type=Path, help="folder of the ablation's results")
-    options.add_argument("--sampled", type=Path, help="folder of modelled results at temperature 1")
+    for name, told in FOLDERS.items():
+        options.add_argument(f"--{name}", type=Path, nargs="+", default=[], help=f"folders of results: {told}")
     options.add_argument("--predictors", action="store_true", help="the figures of the shipped predictors")
     given = options.parse_args()
     text = PAGE.read_text(encoding="utf-8")
-    if given.modelled:
-        results = Results.load(given.modelled / "results.json")
-        text = _filled(text, "paper", _beside_the_paper(results.rows))
-        text = _filled(text, "modelled", _modelled(results.rows))
-        text = _filled(text, "ours", _ours(results.rows))
-        text = _filled(text, "modelled-origin", _origin(results))
-    if given.wall:
-        results = Results.load(given.wall / "results.json")
-        text = _filled(text, "wall", _wall(results.rows))
-        text = _filled(text, "wall-origin", _origin(results))
-    if given.gpu:
-        found = [Results.load(folder / "results.json") for folder in given.gpu]
-        text = _filled(text, "gpu", _gpu([row for results in found for row in results.rows]))
-        text = _filled(text, "gpu-origin", [line for results in found for line in _origin(results)])
-    if given.ablation:
-        results = Results.load(given.ablation / "results.json")
-        text = _filled(text, "ablation", _ablation(results.rows))
-        text = _filled(text, "ablation-origin", _origin(results))
-    if given.sampled:
-        results = Results.load(given.sampled / "results.json")
-        text = _filled(text, "sampled", _sampled(results.rows))
-        text = _filled(text, "sampled-origin", _origin(results))
+    found = {name: _read(getattr(given, name.replace("-", "_"))) for name in FOLDERS}
+    rows = {name: [row for one in results for row in one.rows] for name, results in found.items()}
+    for name, tables in TABLES.items():
+        if found[name]:
+            for marker, table in tables.items():
+                text = _filled(text, marker, table(_best(rows[name])))
+            text = _filled(text, f"{name}-origin", _origin(found[name]))
+    if rows["predicted"] and rows["gpu"]:
+        text = _filled(text, "predicted", _beside_the_measured(rows["predicted"], rows["gpu"]))
     if given.predictors:
         text = _filled(text, "predictors", _predictors())
     PAGE.write_text(text, encoding="utf-8")
+
+
+def _read(folders: Sequence[Path]) -> list[Results]:
+    return [Results.load(folder / "results.json") for folder in folders]
+
+
+def _best(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """The rows under the names of pairs and suites alone, however the pair was run and in what context; of several
+    settings the best one's."""
+    plain = [replace(row, pair=row.pair.partition("+")[0], suite=row.suite.partition("@")[0]) for row in rows]
+    settings: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for row in plain:
+        of_method = settings.setdefault((row.pair, row.clock, row.method), {})
+        of_method.setdefault(setting_text(row.setting), []).append(row.speedup or 0.0)
+    best = {key: max(some, key=lambda text: (len(some[text]), fmean(some[text]))) for key, some in settings.items()}
+    return [row for row in plain if setting_text(row.setting) == best[row.pair, row.clock, row.method]]
 
 
 def _filled(text: str, name: str, lines: Iterable[str]) -> str:
@@ -85,14 +101,15 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 
-def _origin(results: Results) -> list[str]:
-    made = results.provenance
-    lossless = sum(bool(row.lossless) for row in results.rows)
-    tokens = sum(row.tokens for row in results.rows)
+def _origin(found: Sequence[Results]) -> list[str]:
+    rows = [row for results in found for row in results.rows]
+    versions = dict.fromkeys(str(results.provenance.versions.get("specbranch")) for results in found)
+    prompts = " or ".join(map(str, sorted({row.prompts for row in rows})))
+    days = dict.fromkeys(sorted(results.provenance.made[:10] for results in found))
     return [
-        f"specbranch {made.versions.get('specbranch')}, {made.made[:10]}; {len(results.rows)} rows, {tokens:,} "
-        "emitted tokens, "
-        f"{lossless} of {len(results.rows)} rows lossless (every run identical to plain decoding)."
+        f"specbranch {', '.join(versions)}, {', '.join(days)}; {prompts} prompts a suite, {len(rows)} rows, "
+        f"{sum(row.tokens for row in rows):,} emitted tokens, {sum(bool(row.lossless) for row in rows)} of {len(rows)} "
+        "rows lossless (every run identical to plain decoding)."
     ]
 
 
@@ -118,7 +135,8 @@ def _means(cells: Sequence[float]) -> list[str]:
 
 
 def _modelled(rows: Sequence[ResultRow]) -> list[str]:
-    lines = []
+    lines, run = [], {row.method for row in rows}
+    columns = [m for m in METHODS if m in run]
     for clock in _names(rows, lambda row: row.clock):
         for pair in _pairs_by(rows, clock):
             there = [m for m in METHODS if _has(rows, pair, clock, m)]
@@ -126,10 +144,10 @@ def _modelled(rows: Sequence[ResultRow]) -> list[str]:
             best = max(means.values())
             told = [
                 "–" if m not in means else f"**{means[m]:.2f}**" if means[m] == best else f"{means[m]:.2f}"
-                for m in METHODS
+                for m in columns
             ]
             lines.append([clock, pair.removeprefix("smollm2-"), *told])
-    return _table(["costs", "pair", *METHODS], lines)
+    return _table(["costs", "pair", *columns], lines)
 
 
 def _ours(rows: Sequence[ResultRow]) -> list[str]:
@@ -224,7 +242,7 @@ def _gpu(rows: Sequence[ResultRow]) -> list[str]:
     pairs = _names(rows, lambda row: row.pair)
     cells: dict[str, list[str]] = {f"`{method}`": [] for method in _names(rows, lambda row: row.method)}
     for pair in pairs:
-        found = {(row.method, row.suite.partition("@")[0]): row for row in rows if row.pair == pair}
+        found = {(row.method, row.suite): row for row in rows if row.pair == pair}
         whole = [m for m in _names(rows, lambda row: row.method) if all((m, suite) in found for suite in SUITES)]
         speedups = {m: [found[m, suite].speedup or 0.0 for suite in SUITES] for m in whole}
         best = max(map(fmean, speedups.values()))
@@ -235,9 +253,73 @@ def _gpu(rows: Sequence[ResultRow]) -> list[str]:
             mean, host = fmean(speedups[m]), fmean(found[m, suite].host_share or 0.0 for suite in SUITES)
             shown = f"**{mean:.2f}**" if mean == best else f"{mean:.2f}"
             told += [shown, " / ".join(f"{one:.2f}" for one in speedups[m]), f"{host:.0%}"]
-    shapes = [pair.partition("+")[0].removeprefix("smollm2-") for pair in pairs]
+    shapes = [pair.removeprefix("smollm2-") for pair in pairs]
     head = ["method", *(title for shape in shapes for title in (shape, "by suite", "host"))]
     return _table(head, [[name, *told] for name, told in cells.items()])
+
+
+def _beside_the_measured(predicted: Sequence[ResultRow], measured: Sequence[ResultRow]) -> list[str]:
+    """What the simulator gives for the same methods, settings and prompts beside what a GPU gave: speedups, and the
+    time of a round, mean of the suites; last, how far apart they are at worst."""
+    modelled = [replace(row, pair=f"{row.pair}-{row.clock.removeprefix(ONE)}") for row in _best(predicted)]
+    means = [{}, {}]  # of speedup and of a round's milliseconds, by pair and method
+    for held, rows in zip(means, (modelled, _best(measured)), strict=True):
+        for pair in _names(rows, lambda row: row.pair):
+            for method in _names(rows, lambda row: row.method):
+                found = [row for row in rows if (row.pair, row.method) == (pair, method)]
+                if len(found) == len(SUITES):
+                    held[pair, method] = fmean(row.speedup or 0.0 for row in found), fmean(map(_round, found))
+    both = [key for key in means[1] if key in means[0]]
+    pairs = list(dict.fromkeys(pair for pair, _ in both))
+    cells: dict[str, list[str]] = {}
+    for method in dict.fromkeys(method for _, method in both):
+        told = cells[f"`{method}`"] = []
+        for pair in pairs:
+            if (pair, method) not in both:
+                told += ["–", "–"]
+                continue
+            (speed, spent), (seen, took) = means[0][pair, method], means[1][pair, method]
+            told += [
+                f"{speed:.2f} ÷ {seen:.2f} = {speed / seen:.2f}",
+                f"{spent:.2f} ÷ {took:.2f} = {spent / took:.2f}",
+            ]
+    head = ["method", *(title for pair in pairs for title in (pair.removeprefix("smollm2-"), "ms a round"))]
+    off = sorted((abs(means[0][key][0] / means[1][key][0] - 1.0), key) for key in both)
+    near = sum(one <= NEAR for one, _ in off)
+    worst = [f"`{method}` with {pair.removeprefix('smollm2-')} ({one:.0%})" for one, (pair, method) in off[:-4:-1]]
+    return [
+        *_table(head, [[name, *told] for name, told in cells.items()]),
+        "",
+        f"{near} of {len(off)} speedups are within {NEAR:.0%} of what was measured, the middle one within "
+        f"{off[len(off) // 2][0]:.1%}; farthest off: {', '.join(worst)}.",
+    ]
+
+
+def _round(row: ResultRow) -> float:
+    """Milliseconds from one verdict to the next."""
+    return 1e3 * (row.tokens_per_forward or 0.0) / (row.tokens_per_second or 1.0)
+
+
+def _two_devices(rows: Sequence[ResultRow]) -> list[str]:
+    """What overlap brings on one device and on two."""
+    lines = []
+    for clock in _names(rows, lambda row: row.clock):
+        for pair in _names([row for row in rows if row.clock == clock], lambda row: row.pair):
+            with_it, without = (
+                fmean(_speedup(rows, pair, suite, clock, method) for suite in SUITES)
+                for method in (OURS, f"{OURS}-overlap")
+            )
+            shares = [
+                fmean(getattr(_row(rows, pair, suite, clock, OURS), name) or 0.0 for suite in SUITES)
+                for name in ("begun_with_tree", "target_idle", "draft_overlapped")
+            ]
+            where = "two" if clock.startswith(TWO) else "one"
+            costs = clock.removeprefix(TWO).removeprefix(ONE)
+            gain = f"{100 * (with_it / without - 1):+.1f} %"
+            shown = [f"{with_it:.2f}", f"{without:.2f}", gain, *(f"{share:.0%}" for share in shares)]
+            lines.append([costs, pair.removeprefix("smollm2-"), where, *shown])
+    head = ["costs", "pair", "H200", "ours", "without overlap", "overlap brings", "rounds begun with a tree"]
+    return _table([*head, "target waits", "draft's work inside the target's"], sorted(lines, key=lambda line: line[:3]))
 
 
 def _sampled(rows: Sequence[ResultRow]) -> list[str]:
@@ -304,9 +386,9 @@ def _wall(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def _pairs_by(rows: Sequence[ResultRow], clock: str) -> list[str]:
-    """The pairs whose rows by a clock are all there, but for the paper's: a run may have been broken off."""
-    rows = [row for row in rows if row.method != PAPERS]
-    whole = len(METHODS), len(SUITES)
+    """The pairs whose rows by a clock are all there, but for those that may lack: a run may have been broken off."""
+    rows = [row for row in rows if row.method not in MAY_LACK]
+    whole = len(METHODS) - len(MAY_LACK) + 1, len(SUITES)  # and plain decoding
     found = {
         pair: [row for row in rows if (row.pair, row.clock) == (pair, clock)]
         for pair in _names(rows, lambda row: row.pair)
@@ -336,6 +418,16 @@ def _row(rows: Sequence[ResultRow], pair: str, suite: str, clock: str, method: s
             return row
     raise SystemExit(f"The results lack {method} on {suite} with {pair} by {clock}.")
 
+
+TABLES: dict[str, dict[str, Callable[[Sequence[ResultRow]], list[str]]]] = {
+    "modelled": {"paper": _beside_the_paper, "modelled": _modelled, "ours": _ours},
+    "wall": {"wall": _wall},
+    "gpu": {"gpu": _gpu},
+    "predicted": {},
+    "two-devices": {"two-devices": _two_devices},
+    "ablation": {"ablation": _ablation},
+    "sampled": {"sampled": _sampled},
+}
 
 if __name__ == "__main__":
     main()

@@ -145,6 +145,8 @@ def test_by_the_wall_clock_methods_are_tuned_by_a_profile_that_is_measured_first
         (("--suites", "humanevil"), "Unknown suite 'humanevil'"),
         (("--clock", "c7"), "Unknown cost profile 'c7'"),
         (("--clock", "c5", "--methods", "hf-generate"), "by the wall clock only"),
+        (("--texts", "."), "which only a modelled clock can"),
+        (("--texts", "no/such/folder", "--clock", "c5"), "holds no records"),
         (("--prompts", "gone.jsonl"), "cannot be read"),
         (("--config", '{"method": "pearl", "methud": 1}'), "methud"),
         (("--config", "{nonsense"), "--config is no JSON"),

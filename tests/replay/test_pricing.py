@@ -25,6 +25,7 @@ FAR = CostProfile(
     asking=0.7,
     host=0.1,
     draft_setup=0.3,
+    hearing=3.5,
     target=((1, 10.0), (8, 12.0)),
     draft=((1, 3.0), (8, 5.0)),
     slow_down=0.4,

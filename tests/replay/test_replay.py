@@ -3,6 +3,7 @@ without the draft."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Trial
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
+from specbranch.files import write_whole
 from specbranch.replay.decode import Diverged, RecordDecoder, ReplayedModel
 from specbranch.replay.reader import ROWS, Reader
-from specbranch.replay.record import Record, Task
+from specbranch.replay.record import FORMAT, Record, Records, Task
 from specbranch.replay.runners import NONE, WIDTH, KnownProposal, ProposalStore, RecordedRunner
 from specbranch.replay.signals import RecordedForecaster
 from specbranch.sim.toys import Logits, ToyRunner, ToySampler
@@ -304,3 +306,14 @@ def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: ReplayedMod
         decoder.close()
     assert rejected["oracle"] == 0 < rejected["confidence"]
     assert seconds["oracle"] < seconds["confidence"]
+
+
+@pytest.mark.parametrize("how", ["", "-stored"])
+def test_another_targets_texts_count_as_ones_own(how: str, tmp_path: Path) -> None:
+    task = Task((1, 2), CASES[0].params, 0, ())
+    theirs = Records(tmp_path / "theirs", f"0123456789abcdef{how}")
+    write_whole(theirs._path(task), json.dumps({"format": FORMAT, "tokens": [3, 1], "rows": []}))
+    ours = Records(tmp_path / "ours", "fedcba9876543210-stored", tmp_path / "theirs")
+    assert ours.find(task) == theirs.find(task) == Record(task, (3, 1), ())
+    assert Records(tmp_path / "ours", "fedcba9876543210").find(task) is None
+    assert ours.find(replace(task, prompt=(1, 3))) is None

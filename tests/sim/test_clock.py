@@ -152,16 +152,27 @@ def test_what_a_draft_takes_once_comes_before_its_first_step() -> None:
         ("autoregressive", {"target target": 0.25}),
         ("speculative", {"draft target": 1.25, "target draft": 1.25}),
         ("tree", {"draft target": 0.25, "target draft": 1.25}),  # the target verifies a tree where it has grown
+        ("lookup", {"target target": 0.75}),
     ],
 )
 def test_a_round_that_the_host_asks_for_takes_longer(method: str, waits: dict[str, float]) -> None:
     case, config = Case((1, 2), 0.0, 0, LONG), SpeculativeConfig(method=method)
     free = CostProfile(target=((1, 10.0),), draft=((1, 2.0),), host=0.25)
-    session, events = traced(config, replace(free, asking=1.0), case)
+    session, events = traced(config, replace(free, asking=1.0, hearing=0.5), case)
     late = events[-7:-1]  # by then plain decoding goes on by itself, and a draft has been asked
     found = {f"{one.who} {other.who}": round(other.start - one.end, 6) for one, other in pairwise(late)}
     assert found == waits
     assert session.output == traced(config, free, case)[0].output
+
+
+def test_the_host_hears_of_each_step_of_a_chain_and_not_of_a_trees() -> None:
+    quick = CostProfile(target=((1, 10.0),), draft=((1, 2.0),))
+    case = Case((1, 2), 0.0, 0, LONG)
+    for method, slower in (("speculative", True), ("tree", False)):
+        config = SpeculativeConfig(method=method)
+        heard, free = (traced(config, profile, case) for profile in (replace(quick, hearing=3.0), quick))
+        drafts = [sum(e.end - e.start for e in events[2:] if e.who == "draft") for _, events in (heard, free)]
+        assert drafts[0] == pytest.approx(1.5 * drafts[1] if slower else drafts[1])
 
 
 def test_a_longer_context_is_charged_by_its_slope_and_a_shorter_one_never_below_half() -> None:

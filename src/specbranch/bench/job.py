@@ -153,6 +153,7 @@ class _PairJob:
             title=subject.title,
             running=subject.running,
             context_length=self.pair.context_length,
+            texts=order.texts,
         ) as lab:
             # These load nothing until they are asked.
             outside = dict.fromkeys(TRANSFORMERS, Transformers(lab)) | dict.fromkeys(LLAMACPP, LlamaCpp(lab))
@@ -172,7 +173,7 @@ class _PairJob:
             measure(lab, runs, self.store, self.tell.progress, outside)
             return
         replay(lab, runs, clock, self.store, self.tell.progress)
-        if clock is self.order.clocks[0]:
+        if clock is self.order.clocks[0] and self.order.texts is None:
             self.tell.say(_agreement(lab.pair, check_replay(lab, runs, clock)))
 
     def _machine(self) -> Clock | None:

@@ -29,7 +29,7 @@ from specbranch.pairs import chosen_models, predictor_folder
 from specbranch.progress import StepsDone
 from specbranch.replay.decode import ReplayedModel
 from specbranch.replay.pricing import ReplayedMethods
-from specbranch.replay.record import Record, Records, Task
+from specbranch.replay.record import STORED, Record, Records, Task
 from specbranch.replay.runners import ProposalStore
 from specbranch.replay.signals import RecordedSignals
 from specbranch.suites.suite import Prompt, conversation
@@ -68,10 +68,11 @@ class Lab:
         title: str | None = None,
         running: Running | None = None,
         context_length: int | None = None,
+        texts: Path | None = None,
     ) -> None:
         """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own. Unless `keep_experience` is true,
         nothing that was learned before takes part. `title`: what results call the pair; `running`: where and how it
-        runs."""
+        runs; `texts`: what another target said, in its folder of records, is taken for what this one says."""
         target, draft = chosen_models(pair, target, draft)
         running = running or Running()
         self.pair = title or pair_title(pair, target, draft)
@@ -98,7 +99,7 @@ class Lab:
             if draft is not None:
                 self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
             known = self._known("target_identity", self.llm.target_runner)
-            self._records = Records(self.folder / "records", known)
+            self._records = Records(self.folder / "records", known, texts and texts / "records")
             self.draft = self._remembering(draft, opened)
             self.forecasts = self._foretelling(predictor, draft)
             self.target = ReplayedModel(known, self._memory("targets", known, opened), self.llm.target_runner)
@@ -165,7 +166,7 @@ class Lab:
     def _known(self, name: str, runner: Runner) -> str:
         """By what a model's words are kept: stored weights have a text of their own."""
         stored = getattr(runner, "weights", None) == "stored"
-        return f"{self.identity[name]}-stored" if stored else str(self.identity[name])
+        return f"{self.identity[name]}{STORED}" if stored else str(self.identity[name])
 
     def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
         """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as

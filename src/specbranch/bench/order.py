@@ -49,6 +49,7 @@ class BenchOrder:
     keep_experience: bool = False
     timeline: bool = False
     records: Path | None = None
+    texts: Path | None = None  # records of another target whose texts are replayed
     out: Path
     command: str = ""  # as provenance tells it
 
@@ -111,6 +112,17 @@ def checked_methods(
         why = f"run by the wall clock only, and --clock {clocks[0].name} was given"
         raise BadParameter(f"{', '.join(outside)} {why}. Leave one of them out.")
     return chosen
+
+
+def checked_texts(texts: Path | None, by_the_wall: bool) -> Path | None:
+    """Return the folder of another target's records, refusing one that has none, and the wall clock."""
+    if texts is not None and by_the_wall:
+        raise BadParameter("--texts replays what another target said, which only a modelled clock can. Give a --clock.")
+    if texts is not None and not (texts / "records").is_dir():
+        raise BadParameter(
+            f"--texts is {texts}, which holds no records; expected a folder that was given as --records."
+        )
+    return texts
 
 
 def given_settings(texts: Sequence[str], pairs: Sequence[PairOrder]) -> tuple[Setting, ...]:

@@ -174,6 +174,12 @@ def bench() -> None:
 @_where("--data", **DATA)
 @_where("--records", type=click.Path(path_type=Path), metavar="DIR", help="Where records are kept [the cache folder].")
 @_where(
+    "--texts",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="With --clock: take what another target said, kept in DIR by --records, for what this one says [its own].",
+)
+@_where(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -342,7 +348,14 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
     """Translate options into an order; what is wrong with them is told in the order in which it is looked at."""
     from specbranch.bench.clocks import named_clocks
     from specbranch.bench.lab import Workload
-    from specbranch.bench.order import BenchOrder, checked_methods, checked_running, chosen_pairs, given_settings
+    from specbranch.bench.order import (
+        BenchOrder,
+        checked_methods,
+        checked_running,
+        checked_texts,
+        chosen_pairs,
+        given_settings,
+    )
 
     def same(*names: str) -> dict[str, Any]:
         return {name: wanted[name] for name in names if wanted[name] is not None}
@@ -373,6 +386,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
         out=wanted["out"] or OUT,
         command=_command(),
         **same("suites", "prompts", "data", "limit", "repeats", "tune", "trials", "tuning_prompts", "profile"),
+        texts=checked_texts(wanted["texts"], by_the_wall=clocks[0].is_wall),
         **same("force_profile", "predictor", "keep_experience", "timeline", "records"),
     )
 

@@ -21,12 +21,12 @@ from specbranch.replay.decode import RecordDecoder, ReplayedModel
 from specbranch.replay.record import Record, Task
 from specbranch.replay.signals import RecordedSignals
 from specbranch.sim.clock import Charge, VirtualClock
-from specbranch.sim.profile import CostProfile
+from specbranch.sim.profile import Beginning, CostProfile
 
 OPEN = 24  # decoders kept open: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
-# the target's (no rows if it had nothing to do), the draft's steps, and whether the host asked for it
-PricedRound = tuple[Forward, tuple[Forward, ...], bool]
+# the target's (no rows if it had nothing to do), the draft's steps, and how it was begun
+PricedRound = tuple[Forward, tuple[Forward, ...], Beginning]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class PricedRounds:
     """The rounds of one replay."""
 
     counts: Stats  # its times mean nothing
-    # For each round: how many draft steps there were, whether it was asked for, the target's rows and context, and
-    # those of each step.
+    # For each round: how many draft steps there were, how it was begun, the target's rows and context, and those
+    # of each step.
     entries: array[float]
 
     def priced(self, profile: CostProfile) -> Stats:
@@ -57,12 +57,13 @@ class PricedRounds:
         while at < len(entries):
             end = at + 4 + 2 * int(entries[at])
             steps = tuple((entries[n], entries[n + 1]) for n in range(at + 4, end, 2))
-            yield (entries[at + 2], entries[at + 3]), steps, bool(entries[at + 1])
+            yield (entries[at + 2], entries[at + 3]), steps, Beginning(int(entries[at + 1]))
             at = end
 
 
 def _charge(one: PricedRound, profile: CostProfile) -> Charge:
     charge, (target, steps, _) = Charge(profile), one
+    charge.hears = True  # only those who plan grow trees
     charge.verified(int(target[0]), target[1])
     for rows, context in steps:
         charge.stepped(int(rows), context)
@@ -149,8 +150,8 @@ class NotingDecoder(RecordDecoder):
         stats = self.decode(config, meter)
         numbers = (
             number
-            for asked, target, steps in meter.rounds
-            for number in (len(steps), *asked, *target, *(x for step in steps for x in step))
+            for begun, target, steps in meter.rounds
+            for number in (len(steps), *begun, *target, *(x for step in steps for x in step))
         )
         return PricedRounds(stats, array("f", numbers))
 
@@ -163,7 +164,7 @@ class _Meter(CostProfile):
     """A profile that writes down what it is asked the price of."""
 
     __slots__ = ("rounds",)
-    rounds: list[tuple[list[bool], list[float], list[Forward]]]
+    rounds: list[tuple[list[Beginning], list[float], list[Forward]]]
 
     def __init__(self) -> None:
         super().__init__(target=((1, 1.0),), draft=((1, 1.0),))
@@ -181,9 +182,9 @@ class _Meter(CostProfile):
             self.rounds[-1][2].append((width, context or 0.0))
         return 1.0
 
-    def host_seconds(self, asked: bool) -> float:
-        """Note whether a round was asked for."""
-        self.rounds[-1][0].append(asked)
+    def host_seconds(self, begun: Beginning) -> float:
+        """Note how a round was begun."""
+        self.rounds[-1][0].append(begun)
         return 0.0
 
 

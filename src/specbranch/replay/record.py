@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 TOP = 8  # so many of the most likely tokens are kept at each place
 
+STORED = "-stored"  # behind the identity of a target whose weights are as its file has them
+
 TopRow = tuple[tuple[int, float], ...]
 
 
@@ -68,17 +70,18 @@ class Record:
 
 
 class Records:
-    """A folder of records of one target, known by its identity."""
+    """A folder of records of one target, known by its identity; perhaps with others' texts, which count as its own."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, texts: Path | None = None) -> None:
+        """`texts`: a folder of records of any target."""
         self.folder, self.model = folder / model[:16], model
+        self._others = sorted(one for one in texts.iterdir() if one.is_dir()) if texts is not None else []
 
     def find(self, task: Task) -> Record | None:
         """Return the record of a task, if there is one; one that cannot be read counts as none."""
-        try:
-            return _read(task, json.loads(self._path(task).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        named = [(one, one.name + how) for one in self._others for how in ("", STORED)]
+        paths = [*(folder / f"{task.key(model)}.json" for folder, model in named), self._path(task)]
+        return next((found for path in paths if (found := _found(task, path)) is not None), None)
 
     def make(self, task: Task, llm: LLM) -> Record:
         """Let the target answer, by whatever lossless method the LLM has, and keep it."""
@@ -92,6 +95,13 @@ class Records:
 
     def _path(self, task: Task) -> Path:
         return self.folder / f"{task.key(self.model)}.json"
+
+
+def _found(task: Task, path: Path) -> Record | None:
+    try:
+        return _read(task, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _read(task: Task, held: dict[str, Any]) -> Record:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from specbranch.core.orders import Branch, DraftOrder, Grow, Orders, Read, Reports, Span, Verify
-from specbranch.core.runner import Feed
-from specbranch.exec.drafter import Drafter
+from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Orders, Read, Reports, Span, Verify
+from specbranch.core.runner import Done, Feed
+from specbranch.exec.drafter import Announce, Drafter
+from specbranch.exec.grower import never
 from specbranch.exec.halves import parted, reads_of, reports_of
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.profile import CostProfile
+from specbranch.sim.profile import Beginning, CostProfile
 
 
 class Charge:
@@ -23,6 +24,7 @@ class Charge:
 
     def __init__(self, profile: CostProfile) -> None:
         self.profile = profile
+        self.hears = False  # of each draft step, as of a chain's
         self.draft = 0.0
         self.target = 0.0
 
@@ -52,7 +54,7 @@ class Charge:
         if self.profile.overlap and self.draft < self.target:
             self.target += self.profile.slow_down
             self.draft += self.profile.draft_slow_down
-        self.draft += self.profile.draft_seconds(rows, context)
+        self.draft += max(self.profile.draft_seconds(rows, context), self.profile.hearing if self.hears else 0.0)
 
     def target_done(self) -> bool:
         """Whether the target would have finished by now; where the two take turns it has not begun."""
@@ -64,6 +66,13 @@ class MeteredDrafter(Drafter):
 
     charge: Charge
     lets_grow = False  # the target may be done after any step
+
+    def draft(
+        self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
+    ) -> dict[int, Drafted]:
+        """Carry out the orders; the host hears of each step of a chain."""
+        self.charge.hears = any(isinstance(order, Draft) for order in orders.values())
+        return super().draft(orders, done, announce)
 
     def _count(self, work: Sequence[Feed]) -> None:
         """Charge one step of that width."""
@@ -86,7 +95,8 @@ class VirtualClock(Serial):
         self.profile = profile
         self.metered = draft
         self._now = 0.0
-        self._begun = frozenset[int]()  # sessions for which the target goes on by itself after the last round
+        # of the last round: sessions for which the target goes on by itself, and those of which it is known how
+        self._said: tuple[set[int], set[int]] = set(), set()
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round and charge it."""
@@ -105,7 +115,7 @@ class VirtualClock(Serial):
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
         verdicts = self.target.judge(scored, heads)
-        host = self.profile.host_seconds(self._is_asked(drafts, verifies, reads))
+        host = self.profile.host_seconds(self._beginning(drafts, verifies, reads))
         start = self._now + host - self.profile.host  # it is asked for first
         self._now += charge.seconds + host
         begun = start + charge.target_start
@@ -114,16 +124,18 @@ class VirtualClock(Serial):
         verifying = Span(begun, begun + charge.target, verified + pieces, self.target.prompts_read())
         return reports_of(orders, made, verdicts, failed | short, drafting, verifying, self._without, reached)
 
-    def _is_asked(
+    def _beginning(
         self, drafts: Mapping[int, DraftOrder], verifies: Mapping[int, Verify], reads: Mapping[int, Read]
-    ) -> bool:
-        """Whether the host has to ask for this round: plain decoding goes on by itself, and a tree that grew while the
-        target waited is verified where it has grown (`Serial` begins it by the same rule)."""
-        begun, grown = self._begun, next(iter(drafts.values()), None)
+    ) -> Beginning:
+        """How this round is begun, by what was said of it in the one before (`Serial` and the runners begin by the same
+        rules)."""
+        before, grown = self._said, next(iter(drafts.values()), None)
         received = len(drafts) == 1 and not verifies and isinstance(grown, Grow) and grown.sending is not None
-        going_on = (session for session, order in verifies.items() if order.goes_on)
-        self._begun = frozenset(drafts if received else going_on)
-        return bool(drafts or reads) or not verifies.keys() <= begun
+        by_itself = set(drafts) if received else {session for session, order in verifies.items() if order.goes_on}
+        self._said = by_itself, {session for session, order in verifies.items() if order.follows}
+        if drafts or reads or not verifies.keys() <= before[0] | before[1]:
+            return Beginning.ASKED
+        return Beginning.BY_ITSELF if verifies.keys() <= before[0] else Beginning.HEARD
 
     def _mean_held(self, sessions: Iterable[int]) -> float:
         """How many tokens the target holds of a sequence, on average."""

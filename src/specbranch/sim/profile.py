@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from enum import IntEnum
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +22,18 @@ from specbranch.errors import BadParameter, unknown
 Points = tuple[tuple[float, float], ...]  # (rows, seconds), by rows
 CURVES = ("target", "draft")
 SLOPES = ("target_per_context", "draft_per_context")
-SECONDS = ("slow_down", "draft_slow_down", "draft_setup", "host", "asking")
+SECONDS = ("slow_down", "draft_slow_down", "draft_setup", "host", "asking", "hearing")
 TEXTS = ("pair", "hardware", "note", "target_identity", "draft_identity")
 
 ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charge
+
+
+class Beginning(IntEnum):
+    """How a round is begun."""
+
+    BY_ITSELF = 0  # by a device: plain decoding goes on, a tree is verified where it has grown
+    HEARD = 1  # by the host as soon as it hears of the verdict: what follows was planned before
+    ASKED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,8 @@ class CostProfile:
     overlap: bool = True  # whether both models work at once; if not, a round takes the draft's time and the target's
     draft_slow_down: float = 0.0  # seconds added to each draft step run beside the target
     draft_setup: float = 0.0  # seconds a draft takes once for all the steps of a round
-    asking: float = 0.0  # seconds more of a round that a device does not begin by itself
+    asking: float = 0.0  # seconds before a round that the host has to plan and ask for; see `Beginning`
+    hearing: float = 0.0  # seconds before what it starts without a plan; so a chain's step takes as many at least
     context: int = 0  # tokens before the rows where `target` and `draft` were measured
     target_per_context: Points = ()  # (rows, seconds) added for each token of context beyond that
     draft_per_context: Points = ()
@@ -80,9 +90,9 @@ class CostProfile:
         """Seconds of one draft forward over `width` rows, likewise."""
         return self._at(self.draft, self.draft_per_context, width, context)
 
-    def host_seconds(self, asked: bool) -> float:
-        """Seconds of a round outside both models; `asked`: the host had to ask for it."""
-        return self.host + self.asking if asked else self.host
+    def host_seconds(self, begun: Beginning) -> float:
+        """Seconds of a round outside both models, by how it is begun."""
+        return self.host + (0.0, self.hearing, self.asking)[begun]
 
     def check_pair(self, target: str, draft: str | None) -> None:
         """Refuse models other than those it was measured with, if it names any; where there is no draft, none is
