@@ -46,6 +46,10 @@ DRAFT_WEIGHTS_OPTION: dict[str, Any] = {
     "metavar": "TYPE",
     "help": "How the draft's matrices are stored, likewise [as in its file if that is int8].",
 }
+CACHE_OPTION: dict[str, Any] = {
+    "metavar": "TYPE",
+    "help": "What keys and values are stored in, on a CPU: float32, bfloat16 or int8 [float32].",
+}
 _what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
 
@@ -106,6 +110,7 @@ def bench() -> None:
 @_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
 @_models("--weights", **WEIGHTS_OPTION)
 @_models("--draft-weights", **DRAFT_WEIGHTS_OPTION)
+@_models("--cache-dtype", **CACHE_OPTION)
 @_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
 @_how(
     "--clock",
@@ -220,6 +225,7 @@ def run(**given: Any) -> None:
 @_what("--max-tokens", type=click.IntRange(min=2), default=96, metavar="N", help="Longest answer [96].")
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
 @_models("--weights", **WEIGHTS_OPTION)
+@_models("--cache-dtype", **CACHE_OPTION)
 @_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
 @_how(
     "--clock",
@@ -273,7 +279,8 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     names = names or ([] if given["prompts"] else [ALL_SHIPPED])
     suites = load_suites(names, files=given["prompts"], data=given["data"], limit=given["limit"])
     pulled(chosen_models(given["pair"], None, None)[0])
-    running = Running(executor=given["executor"] or "serial", device=given["device"], weights=given["weights"])
+    asked = {name: given[name] for name in ("device", "weights", "cache_dtype")}
+    running = Running(executor=given["executor"] or "serial", **asked)
     with counted() as progress, Lab(pair=given["pair"], folder=given["records"], running=running) as lab:
         workload = Workload(max_tokens=given["max_tokens"])
         if given["clock"]:
@@ -351,6 +358,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
             wanted["draft_device"],
             wanted["weights"],
             wanted["draft_weights"],
+            wanted["cache_dtype"],
             by_the_wall=clocks[0].is_wall,
         ),
         contexts=tuple(dict.fromkeys(wanted["context"])),
