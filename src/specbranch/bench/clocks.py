@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specbranch.assembly import ModelChoice, cost_profile, identity, kept_by_draft
 from specbranch.bench.results import WALL
