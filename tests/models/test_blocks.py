@@ -183,6 +183,20 @@ define internal <8 x i32> @maddwd(<16 x i16> %a, <16 x i16> %b) {
   %sum = add <8 x i32> %even, %odd
   ret <8 x i32> %sum
 }
+define internal <4 x i32> @smmla(<4 x i32> %v0, <16 x i8> %a, <16 x i8> %b) {
+  %wa = sext <16 x i8> %a to <16 x i32>
+  %wb = sext <16 x i8> %b to <16 x i32>
+{eights}
+  ret <4 x i32> %v4
+}
+declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)
+define internal <4 x i32> @sdot(<4 x i32> %sum, <16 x i8> %a, <16 x i8> %b) {
+  %wa = sext <16 x i8> %a to <16 x i32>
+  %wb = sext <16 x i8> %b to <16 x i32>
+  %p = mul <16 x i32> %wa, %wb
+{few_fours}
+  ret <4 x i32> %s4
+}
 define internal <32 x i8> @psign(<32 x i8> %a, <32 x i8> %b) {
   %below = icmp slt <32 x i8> %b, zeroinitializer
   %none = icmp eq <32 x i8> %b, zeroinitializer
@@ -198,20 +212,37 @@ def lanes(start: int, step: int, many: int) -> str:
     return ", ".join(f"i32 {start + step * lane}" for lane in range(many))
 
 
-def emulated(text: str) -> str:
-    fours = "\n".join(
-        f"  %q{step} = shufflevector <32 x i32> %p, <32 x i32> poison, <8 x i32> <{lanes(step, 4, 8)}>\n"
-        f"  %s{step + 1} = add <8 x i32> %{'sum' if step == 0 else f's{step}'}, %q{step}"
+def fours_of(sums: int) -> str:
+    kind = f"<{4 * sums} x i32>"
+    return "\n".join(
+        f"  %q{step} = shufflevector {kind} %p, {kind} poison, <{sums} x i32> <{lanes(step, 4, sums)}>\n"
+        f"  %s{step + 1} = add <{sums} x i32> %{'sum' if step == 0 else f's{step}'}, %q{step}"
         for step in range(4)
+    )
+
+
+def emulated(text: str) -> str:
+    eights = "\n".join(
+        f"  %a{one} = shufflevector <16 x i32> %wa, <16 x i32> poison, <8 x i32> <{lanes(8 * (one // 2), 1, 8)}>\n"
+        f"  %b{one} = shufflevector <16 x i32> %wb, <16 x i32> poison, <8 x i32> <{lanes(8 * (one % 2), 1, 8)}>\n"
+        f"  %p{one} = mul <8 x i32> %a{one}, %b{one}\n"
+        f"  %r{one} = call i32 @llvm.vector.reduce.add.v8i32(<8 x i32> %p{one})\n"
+        f"  %o{one} = extractelement <4 x i32> %v{one}, i32 {one}\n"
+        f"  %n{one} = add i32 %o{one}, %r{one}\n"
+        f"  %v{one + 1} = insertelement <4 x i32> %v{one}, i32 %n{one}, i32 {one}"
+        for one in range(4)
     )
     named = {
         "llvm.x86.avx512.vpdpbusd.256": "dpbusd",
         "llvm.x86.avx2.pmadd.ub.sw": "maddubs",
         "llvm.x86.avx2.pmadd.wd": "maddwd",
         "llvm.x86.avx2.psign.b": "psign",
+        "llvm.aarch64.neon.smmla.v4i32.v16i8": "smmla",
+        "llvm.aarch64.neon.sdot.v4i32.v16i8": "sdot",
     }
-    kept = [line for line in text.splitlines() if not ("declare" in line and "x86" in line)]
-    held = EMULATED.replace("{fours}", fours).replace("{evens}", lanes(0, 2, 16)).replace("{odds}", lanes(1, 2, 16))
+    kept = [line for line in text.splitlines() if not ("declare" in line and ("x86" in line or "aarch64" in line))]
+    held = EMULATED.replace("{fours}", fours_of(8)).replace("{few_fours}", fours_of(4)).replace("{eights}", eights)
+    held = held.replace("{evens}", lanes(0, 2, 16)).replace("{odds}", lanes(1, 2, 16))
     whole = "\n".join([held.replace("{few_evens}", lanes(0, 2, 8)).replace("{few_odds}", lanes(1, 2, 8)), *kept])
     for name, ours in named.items():
         whole = whole.replace(f"@{name}", f"@{ours}")
@@ -230,14 +261,21 @@ def product(code: BlockCode, part: BlockPart, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("dot", ["plain", "vnni", "avx2"])
+def rows_with_great_sums(rows: int) -> Tensor:
+    x = numbers(rows, 512)
+    x[0, ::2], x[-1] = -x[0, ::2].abs() * 9, torch.sign(x[-1])
+    return x
+
+
+@pytest.mark.parametrize("dot", ["plain", "vnni", "avx2", "smmla", "sdot"])
 @pytest.mark.parametrize("name", ALL)
 def test_the_text_for_other_processors_gives_the_same_bits(name: str, dot: Dot) -> None:
-    part, x = part_of(name, 21, 512), numbers(5, 512)
-    x[0, ::2], x[1] = -x[0, ::2].abs() * 9, torch.sign(x[1])  # the greatest sums
+    part, x = part_of(name, 21, 512), rows_with_great_sums(7)  # tiles of four rows and of three
     expected = BlockLinear(BlockMatrix((part,)))(x)
-    text = source(part.form, Target(dot))
-    assert torch.equal(product(_compiled(emulated(text), "work"), part, x), expected)
+    code = _compiled(emulated(source(part.form, Target(dot))), "work")
+    assert torch.equal(product(code, part, x), expected)
+    for rows in (1, 2):
+        assert torch.equal(product(code, part, x[:rows]), expected[:rows])
 
 
 def test_the_greatest_sums_fit() -> None:
