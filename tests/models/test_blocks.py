@@ -3,8 +3,13 @@ them."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -19,15 +24,20 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.cpu.block_kernel_text import Dot, Target, source
 from specbranch.models.cpu.block_kernels import (
+    DOTPROD,
+    FEATURES,
+    I8MM,
     BlockCode,
     BlockLinear,
     BlockTwin,
     _compiled,
+    _has,
     _rounding,
     multiplies,
     rounded_rows,
     tiles_at_a_time,
 )
+from specbranch.models.cpu.kernels import is_arm
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.files.blocks import BLOCK, FORMS, ROWS, BlockForm, BlockMatrix, BlockPart, Fields, in_blocks
 from specbranch.models.files.encodings import gguf_encoding
@@ -276,6 +286,56 @@ def test_the_text_for_other_processors_gives_the_same_bits(name: str, dot: Dot) 
     assert torch.equal(product(code, part, x), expected)
     for rows in (1, 2):
         assert torch.equal(product(code, part, x[:rows]), expected[:rows])
+
+
+def object_code(form: BlockForm) -> bytes:
+    """The product by smmla, compiled for a processor that may be another than this one."""
+    import llvmlite.binding as llvm
+
+    machine = llvm.Target.from_default_triple().create_target_machine(features=FEATURES["smmla"], opt=2)
+    code: bytes = machine.emit_object(llvm.parse_assembly(source(form, Target("smmla"))))
+    assert "smmla" in machine.emit_assembly(llvm.parse_assembly(source(form, Target("smmla"))))
+    return code
+
+
+def job_of(name: str, part: BlockPart, x: Tensor, folder: Path) -> dict[str, Any]:
+    """Leave what a product reads in a folder; returns what its code is called with."""
+    blocks = part.ins // BLOCK
+    rounded = torch.zeros(len(x), blocks * ROUNDED, dtype=torch.uint8)
+    _rounding()(x.data_ptr(), rounded.data_ptr(), len(x), blocks)
+    read = {"x": rounded, "w": part.tiles, "bias": torch.zeros(part.tiles.shape[0] * 8)}
+    read |= {} if part.scale is None else {"scale": part.scale}
+    for key, held in read.items():
+        (folder / f"{name}.{key}").write_bytes(held.contiguous().view(torch.uint8).numpy().tobytes())
+    sizes = len(x), blocks, part.outs, tiles_at_a_time(part)
+    arguments = ["x", "w", "bias", "y", *sizes, 0 if part.scale is None else "scale", 4 * part.outs]
+    return {"read": list(read), "arguments": arguments, "bytes": 4 * len(x) * part.outs}
+
+
+def test_two_rows_at_once_by_smmla_have_the_bits_of_one(tmp_path: Path) -> None:
+    """The instruction itself, where the processor or an emulator has it; expected is what sdot gives here, or single
+    products."""
+    if not is_arm():
+        pytest.skip("smmla is an instruction of ARM processors")
+    emulator = [] if _has(I8MM, "FEAT_I8MM") else [shutil.which("qemu-aarch64"), "-cpu", "max"]
+    if emulator and emulator[0] is None:
+        pytest.skip("this processor has no i8mm, and qemu-aarch64 is not installed")
+    jobs, expected = {}, {}
+    dot: Dot = "sdot" if _has(DOTPROD, "FEAT_DotProd") else "plain"
+    for form in ALL:
+        part, x = part_of(form, 21, 512), rows_with_great_sums(7)
+        (tmp_path / f"{form}.o").write_bytes(object_code(part.form))
+        whole = product(_compiled(source(part.form, Target(dot)), "work", FEATURES.get(dot, "")), part, x)
+        for rows in (1, 2, 3, 7):
+            name = f"{form}-{rows}"
+            jobs[name] = {"code": f"{form}.o", **job_of(name, part, x[:rows], tmp_path)}
+            expected[name] = whole[:rows]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    child = Path(__file__).with_name("run_machine_code.py")
+    subprocess.run([*emulator, sys.executable, str(child), str(tmp_path)], check=True, timeout=600)
+    for name, wanted in expected.items():
+        found = torch.frombuffer(bytearray((tmp_path / f"{name}.y").read_bytes()), dtype=torch.float32)
+        assert torch.equal(found.view_as(wanted), wanted), name
 
 
 def test_the_greatest_sums_fit() -> None:
