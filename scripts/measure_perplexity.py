@@ -1,5 +1,5 @@
-"""How far stored weights are from float32, and from llama.cpp: perplexity of a GGUF file on a fixed text, the same
-tokens and windows for all.
+"""How far stored weights, and keys and values stored small, are from float32, and from llama.cpp: perplexity of a GGUF
+file on a fixed text, the same tokens and windows for all.
 
 The text is that of our own suite's articles. Each window is read from its first token; its second half is scored.
 llama.cpp runs in a process of its own, if an interpreter is named that has the package xllamacpp: it is asked for one
@@ -36,9 +36,16 @@ def main() -> None:
         return
     texts = windows(given.model, given.windows, given.window)
     found: dict[str, Any] = {"tokens": sum(len(text) // 2 for text in texts)}
-    floats, stored = (ours(given.model, texts, weights, given.threads) for weights in ("float32", "stored"))
+    floats, stored = (ours(given.model, texts, weights, None, given.threads) for weights in ("float32", "stored"))
     found["float32"], found["stored"] = perplexity(floats["said"]), perplexity(stored["said"])
-    found |= divergence(floats["logits"], stored["logits"])
+    found |= divergence("stored", floats["logits"], stored["logits"])
+    for kind in ("bfloat16", "int8"):
+        for name, weights, exact in (("float32", "float32", floats), ("stored", "stored", stored)):
+            told, small = f"{name}, cache {kind}", ours(given.model, texts, weights, kind, given.threads)
+            found[told] = perplexity(small["said"])
+            found[f"{told}: / {name}"] = found[told] / found[name]
+            found[f"{told}: error of that"] = uncertainty(small["said"], exact["said"])
+            found |= divergence(told, exact["logits"], small["logits"])
     if given.llama:
         command = [given.llama, __file__, given.model, "--only", "llama", "--threads", str(given.threads)]
         child = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
@@ -48,7 +55,7 @@ def main() -> None:
         found["stored / llama.cpp"] = found["stored"] / found["llama.cpp"]
         found["standard error of that"] = uncertainty(stored["said"], theirs)
     for name, value in found.items():
-        print(f"{name:32} {value:.5g}")
+        print(f"{name:48} {value:.5g}")
     print(json.dumps(found))
 
 
@@ -66,14 +73,14 @@ def windows(model: str, many: int, length: int) -> list[list[int]]:
     return [ids[at * length : (at + 1) * length] for at in range(many)]
 
 
-def ours(model: str, texts: list[list[int]], weights: Any, threads: int) -> dict[str, Any]:
+def ours(model: str, texts: list[list[int]], weights: Any, cache: str | None, threads: int) -> dict[str, Any]:
     """What we say to the second half of each window: log-probabilities of its tokens, and all logits."""
     import torch
 
     from specbranch.models.native import load_native
 
     torch.set_num_threads(threads)
-    runner = load_native(model, context_length=len(texts[0]), weights=weights, dtype="float32")
+    runner = load_native(model, context_length=len(texts[0]), weights=weights, dtype="float32", cache_dtype=cache)
     logits = torch.cat([_read(runner, text) for text in texts])
     wanted = torch.tensor([token for text in texts for token in text[len(text) // 2 :]])
     said = logits.log_softmax(-1).gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
@@ -132,12 +139,12 @@ def uncertainty(said: list[float], theirs: list[float]) -> float:
     return statistics.stdev(a - b for a, b in zip(said, theirs, strict=True)) / math.sqrt(len(said))
 
 
-def divergence(exact: Any, found: Any) -> dict[str, float]:
+def divergence(name: str, exact: Any, found: Any) -> dict[str, float]:
     """How far distributions are from the exact ones, and how often both have the same best token."""
     p, q = exact.log_softmax(-1), found.log_softmax(-1)
     return {
-        "mean divergence from float32": float((p.exp() * (p - q)).sum(-1).mean()),
-        "same best token": float((exact.argmax(-1) == found.argmax(-1)).float().mean()),
+        f"{name}: mean divergence": float((p.exp() * (p - q)).sum(-1).mean()),
+        f"{name}: same best token": float((exact.argmax(-1) == found.argmax(-1)).float().mean()),
     }
 
 

@@ -103,6 +103,7 @@ class Parts:
     runner: RunnerName
     dtype: str
     weights: str
+    cache_dtype: str
     captures: bool  # whether steps of a new size have something to set up
 
 
@@ -175,6 +176,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
             target,
             target_runner=target_runner,
             cache_tokens=choice.cache_tokens,
+            cache_dtype=choice.cache_dtype,
             weights=choice.weights,
             **asked,
         )
@@ -207,6 +209,11 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
     from specbranch.models.transformers_runner import load_transformers
 
     return load_transformers(source, spread=choice.device_map is not None, **asked)
+
+
+def kept_by_draft(cache_dtype: str | None, device: str | None) -> str | None:
+    """Return what a draft's keys and values are stored in: the target's on a CPU, elsewhere nothing but its own."""
+    return cache_dtype if chosen_device(device) == "cpu" else None
 
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
@@ -324,6 +331,7 @@ def circumstances(
         "compiled": getattr(parts.verifier.runner, "compiled", False),
         "threads": torch.get_num_threads(),
         "executor": executor,
+        **({} if parts.cache_dtype == parts.dtype else {"cache_dtype": parts.cache_dtype}),
         **({} if target.device_map is None else {"device_map": target.device_map}),
     }
 
@@ -363,12 +371,14 @@ def torch_device(choice: ModelChoice) -> str:
     return chosen_device(choice.device).partition(":")[0]
 
 
-def _described(runner: Runner) -> tuple[RunnerName, str, str]:
-    """Return which runner it is, its precision, and how its matrices are stored."""
+def _described(runner: Runner) -> tuple[RunnerName, str, str, str]:
+    """Return which runner it is, its precision, and how its matrices, and its keys and values, are stored."""
     from specbranch.models.native import NativeRunner
 
     dtype = str(getattr(runner, "dtype", None)).removeprefix("torch.")
-    return ("native", dtype, runner.weights) if isinstance(runner, NativeRunner) else ("transformers", dtype, dtype)
+    if isinstance(runner, NativeRunner):
+        return "native", dtype, runner.weights, runner.cache_dtype
+    return "transformers", dtype, dtype, dtype
 
 
 def half_the_threads() -> int:

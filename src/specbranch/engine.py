@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.assembly import DeviceMap, ModelChoice, RunnerName, assemble, circumstances, cost_profile
+from specbranch.assembly import DeviceMap, ModelChoice, RunnerName, assemble, circumstances, cost_profile, kept_by_draft
 from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop, RoundLimits
@@ -89,8 +89,8 @@ class LLM:
         GGUF file; the default for one on a CPU unless a dtype is given). The last three are another, coarser model, of
         which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
         places in each model's cache for all requests together; nothing: what there is room for. `cache_dtype`:
-        "bfloat16" stores the target's keys and values in half the memory, on a CPU; that, too, is another model.
-        `device_map`: "auto"
+        "bfloat16" or "int8" stores keys and values in a half or about a quarter of the memory, on a CPU; that, too, is
+        another model. `device_map`: "auto"
         spreads the target over all GPUs, by the transformers runner; the draft stays on one device. What is learned of
         a pair (costs, how far the draft's word goes) is taken up from earlier processes and kept for later ones in the
         cache folder, unless `keep_experience` is false. `prefix_cache`: what was read of a prompt is kept, as long as
@@ -114,8 +114,9 @@ class LLM:
             prefix_cache=prefix_cache,
         )
         self.cache_dtype = cache_dtype
-        own: dict[str, Any] = {"weights": draft_weights, "cache_dtype": None, "device_map": None}
-        other = replace(choice, device=draft_device or device, shorten=True, **own)
+        beside = draft_device or device
+        own: dict[str, Any] = {"weights": draft_weights, "cache_dtype": kept_by_draft(cache_dtype, beside)}
+        other = replace(choice, device=beside, shorten=True, device_map=None, **own)
         drafting = replace(other, name=named) if named and self._method.uses_draft else None
         self._has_draft = drafting is not None
         self._parts = assemble(choice, drafting, executor, profile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.machine_code import compile_text
 from specbranch.models.cpu.operation_text import FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import float_bits
+from specbranch.models.kv import _whole, widened
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 
@@ -34,21 +36,23 @@ class Sequence:
 
     def __post_init__(self) -> None:
         made, pages = torch.Generator().manual_seed(self.seed), -(-self.count // PAGE)
-        self.memory = torch.randn(pages + 2, LAYERS, 2, self.shape.kv_heads, PAGE, self.shape.head_dim, generator=made)
+        memory = torch.randn(pages + 2, LAYERS, 2, self.shape.kv_heads, PAGE, self.shape.head_dim, generator=made)
+        self.memory = {4: memory, 2: memory.bfloat16(), 1: _whole(memory)}[self.shape.size]
         self.order = torch.randperm(pages + 2, generator=made)[:pages].numpy()
         self.query = torch.randn(self.shape.row, generator=made)
 
     def entry(self) -> list[int]:
         """Its row in the table."""
         places = np.arange(self.count)
-        pages = self.memory.data_ptr() + self.order * self.memory.stride(0) * 4
-        line = (pages[places // PAGE] + places % PAGE * self.shape.head_dim * 4)[self.prefix :].copy()
+        pages = self.memory.data_ptr() + self.order * self.memory[0].nbytes
+        line = (pages[places // PAGE] + places % PAGE * self.shape.place)[self.prefix :].copy()
         self.held = [pages.copy(), line]
         return [self.held[0].ctypes.data, self.prefix, 0, self.count, line.ctypes.data]
 
     def expected(self) -> torch.Tensor:
         """Plain attention, in double precision."""
-        whole = self.memory[self.order, LAYER].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.count]
+        held = widened(self.memory[self.order, LAYER], torch.float64)
+        whole = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.count]
         group = self.shape.heads // self.shape.kv_heads
         query = self.query[: self.shape.heads * self.shape.head_dim].double().view(-1, group, self.shape.head_dim)
         scores = query @ whole[0].mT / self.shape.head_dim**0.5
@@ -71,20 +75,24 @@ def attended(shape: KernelShape, machine: Registers, rows: list[Sequence]) -> to
 
 
 @pytest.mark.parametrize("machine", [ARM, X86], ids=["arm", "x86"])
+@pytest.mark.parametrize("size", [4, 2, 1])
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim", [(9, 3, 64), (4, 4, 16), (14, 2, 64), (8, 1, 32), (2, 1, 128), (10, 2, 80), (2, 1, 6)]
 )
-def test_attention_is_that_of_plain_arithmetic(heads: int, kv_heads: int, head_dim: int, machine: Registers) -> None:
-    shape = KernelShape(heads, kv_heads, head_dim)
+def test_attention_is_that_of_plain_arithmetic(
+    heads: int, kv_heads: int, head_dim: int, size: Literal[4, 2, 1], machine: Registers
+) -> None:
+    shape = KernelShape(heads, kv_heads, head_dim, size)
     counts = (1, 3, 4, SPLIT - 1, SPLIT, SPLIT + 1, PAGE + 5, 3 * PAGE)
     rows = [Sequence(shape, count, max(count - 7, 0), seed=count) for count in counts]
     for row, found in zip(rows, attended(shape, machine, rows), strict=True):
         assert torch.allclose(found.double(), row.expected(), rtol=1e-4, atol=1e-5), row.count
 
 
+@pytest.mark.parametrize("size", [4, 2, 1])
 @pytest.mark.parametrize("count", [5, SPLIT, SPLIT + 1, 2 * PAGE + 77])
-def test_a_rows_bits_depend_on_neither_company_nor_where_the_prefix_ends(count: int) -> None:
-    shape = KernelShape(6, 2, 32)
+def test_a_rows_bits_depend_on_neither_company_nor_where_the_prefix_ends(count: int, size: Literal[4, 2, 1]) -> None:
+    shape = KernelShape(6, 2, 32, size)
     alone = attended(shape, ARM, [Sequence(shape, count, count - 1, seed=1)])[0]
     others = [Sequence(shape, many, many // 2, seed=many) for many in (3, 400, 1000)]
     own = [Sequence(shape, count, prefix, seed=1) for prefix in (0, count // 2)]

@@ -3,8 +3,13 @@ them."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -19,15 +24,20 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.cpu.block_kernel_text import Dot, Target, source
 from specbranch.models.cpu.block_kernels import (
+    DOTPROD,
+    FEATURES,
+    I8MM,
     BlockCode,
     BlockLinear,
     BlockTwin,
     _compiled,
+    _has,
     _rounding,
     multiplies,
     rounded_rows,
     tiles_at_a_time,
 )
+from specbranch.models.cpu.kernels import is_arm
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.files import stored_rows
 from specbranch.models.files.blocks import BLOCK, FORMS, ROWS, BlockForm, BlockMatrix, BlockPart, Fields, in_blocks
@@ -184,6 +194,20 @@ define internal <8 x i32> @maddwd(<16 x i16> %a, <16 x i16> %b) {
   %sum = add <8 x i32> %even, %odd
   ret <8 x i32> %sum
 }
+define internal <4 x i32> @smmla(<4 x i32> %v0, <16 x i8> %a, <16 x i8> %b) {
+  %wa = sext <16 x i8> %a to <16 x i32>
+  %wb = sext <16 x i8> %b to <16 x i32>
+{eights}
+  ret <4 x i32> %v4
+}
+declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)
+define internal <4 x i32> @sdot(<4 x i32> %sum, <16 x i8> %a, <16 x i8> %b) {
+  %wa = sext <16 x i8> %a to <16 x i32>
+  %wb = sext <16 x i8> %b to <16 x i32>
+  %p = mul <16 x i32> %wa, %wb
+{few_fours}
+  ret <4 x i32> %s4
+}
 define internal <32 x i8> @psign(<32 x i8> %a, <32 x i8> %b) {
   %below = icmp slt <32 x i8> %b, zeroinitializer
   %none = icmp eq <32 x i8> %b, zeroinitializer
@@ -199,20 +223,37 @@ def lanes(start: int, step: int, many: int) -> str:
     return ", ".join(f"i32 {start + step * lane}" for lane in range(many))
 
 
-def emulated(text: str) -> str:
-    fours = "\n".join(
-        f"  %q{step} = shufflevector <32 x i32> %p, <32 x i32> poison, <8 x i32> <{lanes(step, 4, 8)}>\n"
-        f"  %s{step + 1} = add <8 x i32> %{'sum' if step == 0 else f's{step}'}, %q{step}"
+def fours_of(sums: int) -> str:
+    kind = f"<{4 * sums} x i32>"
+    return "\n".join(
+        f"  %q{step} = shufflevector {kind} %p, {kind} poison, <{sums} x i32> <{lanes(step, 4, sums)}>\n"
+        f"  %s{step + 1} = add <{sums} x i32> %{'sum' if step == 0 else f's{step}'}, %q{step}"
         for step in range(4)
+    )
+
+
+def emulated(text: str) -> str:
+    eights = "\n".join(
+        f"  %a{one} = shufflevector <16 x i32> %wa, <16 x i32> poison, <8 x i32> <{lanes(8 * (one // 2), 1, 8)}>\n"
+        f"  %b{one} = shufflevector <16 x i32> %wb, <16 x i32> poison, <8 x i32> <{lanes(8 * (one % 2), 1, 8)}>\n"
+        f"  %p{one} = mul <8 x i32> %a{one}, %b{one}\n"
+        f"  %r{one} = call i32 @llvm.vector.reduce.add.v8i32(<8 x i32> %p{one})\n"
+        f"  %o{one} = extractelement <4 x i32> %v{one}, i32 {one}\n"
+        f"  %n{one} = add i32 %o{one}, %r{one}\n"
+        f"  %v{one + 1} = insertelement <4 x i32> %v{one}, i32 %n{one}, i32 {one}"
+        for one in range(4)
     )
     named = {
         "llvm.x86.avx512.vpdpbusd.256": "dpbusd",
         "llvm.x86.avx2.pmadd.ub.sw": "maddubs",
         "llvm.x86.avx2.pmadd.wd": "maddwd",
         "llvm.x86.avx2.psign.b": "psign",
+        "llvm.aarch64.neon.smmla.v4i32.v16i8": "smmla",
+        "llvm.aarch64.neon.sdot.v4i32.v16i8": "sdot",
     }
-    kept = [line for line in text.splitlines() if not ("declare" in line and "x86" in line)]
-    held = EMULATED.replace("{fours}", fours).replace("{evens}", lanes(0, 2, 16)).replace("{odds}", lanes(1, 2, 16))
+    kept = [line for line in text.splitlines() if not ("declare" in line and ("x86" in line or "aarch64" in line))]
+    held = EMULATED.replace("{fours}", fours_of(8)).replace("{few_fours}", fours_of(4)).replace("{eights}", eights)
+    held = held.replace("{evens}", lanes(0, 2, 16)).replace("{odds}", lanes(1, 2, 16))
     whole = "\n".join([held.replace("{few_evens}", lanes(0, 2, 8)).replace("{few_odds}", lanes(1, 2, 8)), *kept])
     for name, ours in named.items():
         whole = whole.replace(f"@{name}", f"@{ours}")
@@ -231,14 +272,71 @@ def product(code: BlockCode, part: BlockPart, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("dot", ["plain", "vnni", "avx2"])
+def rows_with_great_sums(rows: int) -> Tensor:
+    x = numbers(rows, 512)
+    x[0, ::2], x[-1] = -x[0, ::2].abs() * 9, torch.sign(x[-1])
+    return x
+
+
+@pytest.mark.parametrize("dot", ["plain", "vnni", "avx2", "smmla", "sdot"])
 @pytest.mark.parametrize("name", ALL)
 def test_the_text_for_other_processors_gives_the_same_bits(name: str, dot: Dot) -> None:
-    part, x = part_of(name, 21, 512), numbers(5, 512)
-    x[0, ::2], x[1] = -x[0, ::2].abs() * 9, torch.sign(x[1])  # the greatest sums
+    part, x = part_of(name, 21, 512), rows_with_great_sums(7)  # tiles of four rows and of three
     expected = BlockLinear(BlockMatrix((part,)))(x)
-    text = source(part.form, Target(dot))
-    assert torch.equal(product(_compiled(emulated(text), "work"), part, x), expected)
+    code = _compiled(emulated(source(part.form, Target(dot))), "work")
+    assert torch.equal(product(code, part, x), expected)
+    for rows in (1, 2):
+        assert torch.equal(product(code, part, x[:rows]), expected[:rows])
+
+
+def object_code(form: BlockForm) -> bytes:
+    """The product by smmla, compiled for a processor that may be another than this one."""
+    import llvmlite.binding as llvm
+
+    machine = llvm.Target.from_default_triple().create_target_machine(features=FEATURES["smmla"], opt=2)
+    code: bytes = machine.emit_object(llvm.parse_assembly(source(form, Target("smmla"))))
+    assert "smmla" in machine.emit_assembly(llvm.parse_assembly(source(form, Target("smmla"))))
+    return code
+
+
+def job_of(name: str, part: BlockPart, x: Tensor, folder: Path) -> dict[str, Any]:
+    """Leave what a product reads in a folder; returns what its code is called with."""
+    blocks = part.ins // BLOCK
+    rounded = torch.zeros(len(x), blocks * ROUNDED, dtype=torch.uint8)
+    _rounding()(x.data_ptr(), rounded.data_ptr(), len(x), blocks)
+    read = {"x": rounded, "w": part.tiles, "bias": torch.zeros(part.tiles.shape[0] * 8)}
+    read |= {} if part.scale is None else {"scale": part.scale}
+    for key, held in read.items():
+        (folder / f"{name}.{key}").write_bytes(held.contiguous().view(torch.uint8).numpy().tobytes())
+    sizes = len(x), blocks, part.outs, tiles_at_a_time(part)
+    arguments = ["x", "w", "bias", "y", *sizes, 0 if part.scale is None else "scale", 4 * part.outs]
+    return {"read": list(read), "arguments": arguments, "bytes": 4 * len(x) * part.outs}
+
+
+def test_two_rows_at_once_by_smmla_have_the_bits_of_one(tmp_path: Path) -> None:
+    """The instruction itself, where the processor or an emulator has it; expected is what sdot gives here, or single
+    products."""
+    if not is_arm():
+        pytest.skip("smmla is an instruction of ARM processors")
+    emulator = [] if _has(I8MM, "FEAT_I8MM") else [shutil.which("qemu-aarch64"), "-cpu", "max"]
+    if emulator and emulator[0] is None:
+        pytest.skip("this processor has no i8mm, and qemu-aarch64 is not installed")
+    jobs, expected = {}, {}
+    dot: Dot = "sdot" if _has(DOTPROD, "FEAT_DotProd") else "plain"
+    for form in ALL:
+        part, x = part_of(form, 21, 512), rows_with_great_sums(7)
+        (tmp_path / f"{form}.o").write_bytes(object_code(part.form))
+        whole = product(_compiled(source(part.form, Target(dot)), "work", FEATURES.get(dot, "")), part, x)
+        for rows in (1, 2, 3, 7):
+            name = f"{form}-{rows}"
+            jobs[name] = {"code": f"{form}.o", **job_of(name, part, x[:rows], tmp_path)}
+            expected[name] = whole[:rows]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    child = Path(__file__).with_name("run_machine_code.py")
+    subprocess.run([*emulator, sys.executable, str(child), str(tmp_path)], check=True, timeout=600)
+    for name, wanted in expected.items():
+        found = torch.frombuffer(bytearray((tmp_path / f"{name}.y").read_bytes()), dtype=torch.float32)
+        assert torch.equal(found.view_as(wanted), wanted), name
 
 
 def test_the_greatest_sums_fit() -> None:

@@ -204,6 +204,17 @@ def test_stored_weights_have_a_text_of_their_own_and_every_method_gives_it(
     assert llm.weights == weights
 
 
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "int8"])
+def test_small_caches_have_a_text_of_their_own_and_every_method_gives_it(cache_dtype: str, default_model: Path) -> None:
+    with LLM(method="specbranch", cache_dtype=cache_dtype, device="cpu", context_length=512) as llm:
+        prompt = llm.tokenizer.chat([{"role": "user", "content": QUESTIONS[0]}])
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=2, max_tokens=30, ignore_eos=True)
+            expected = llm.using("autoregressive").generate([prompt], params)[0]
+            for method in ("speculative", "pearl", "tree", "specbranch", "lookup"):
+                assert llm.using(method).generate([prompt], params)[0].token_ids == expected.token_ids, method
+
+
 @pytest.fixture(scope="module")
 def half(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A draft from the target itself: the same model without a few of its layers, as a folder."""

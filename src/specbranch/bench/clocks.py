@@ -11,8 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from specbranch.assembly import ModelChoice, cost_profile, identity
+from specbranch.assembly import ModelChoice, cost_profile, identity, kept_by_draft
 from specbranch.bench.results import WALL
 from specbranch.bench.subjects import Running, Subject
 from specbranch.errors import BadParameter
@@ -68,9 +69,10 @@ def machine_clock(
     target: str, draft: str, title: str, running: Running, progress: StepsDone = silent, far: bool = False
 ) -> Clock:
     """Load both models and measure them, in some seconds; `specbranch profile` takes its time and is exacter."""
-    big = ModelChoice(target, device=running.device, weights=running.weights)
+    big = ModelChoice(target, device=running.device, weights=running.weights, cache_dtype=running.cache_dtype)
     device = running.draft_device or running.device
-    small = ModelChoice(draft, device=device, shorten=True, weights=running.draft_weights)
+    own: dict[str, Any] = {"weights": running.draft_weights, "cache_dtype": kept_by_draft(running.cache_dtype, device)}
+    small = ModelChoice(draft, device=device, shorten=True, **own)
     made = measure(load_pair(big, small, title, running.executor), FARTHER if far else BRIEFLY, progress)
     free_memory()
     return Clock(HERE, made)

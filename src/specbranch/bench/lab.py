@@ -24,12 +24,13 @@ from specbranch.engine import LLM
 from specbranch.errors import ModelError
 from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
+from specbranch.measure.loaded_pair import cached_in, precision, stored_in
 from specbranch.models.files.store import cache_folder
 from specbranch.pairs import chosen_models, predictor_folder
 from specbranch.progress import StepsDone
 from specbranch.replay.decode import ReplayedModel
 from specbranch.replay.pricing import ReplayedMethods
-from specbranch.replay.record import STORED, Record, Records, Task
+from specbranch.replay.record import Record, Records, Task
 from specbranch.replay.runners import ProposalStore
 from specbranch.replay.signals import RecordedSignals
 from specbranch.suites.suite import Prompt, conversation
@@ -91,6 +92,7 @@ class Lab:
                     draft_device=running.draft_device,
                     weights=running.weights,
                     draft_weights=running.draft_weights,
+                    cache_dtype=running.cache_dtype,
                     context_length=context_length,
                     prefix_cache=False,  # every run reads its prompt: times to the first token are those of reading it
                 )
@@ -164,9 +166,11 @@ class Lab:
         return ReplayedModel(f"{known} {self.identity['target_identity']}", memory, worker.runner)
 
     def _known(self, name: str, runner: Runner) -> str:
-        """By what a model's words are kept: stored weights have a text of their own."""
-        stored = getattr(runner, "weights", None) == "stored"
-        return f"{self.identity[name]}{STORED}" if stored else str(self.identity[name])
+        """By what a model's words are kept: weights, keys and values that are rounded have a text of their own."""
+        stored, cached = stored_in(runner), cached_in(runner)
+        rounded = [stored] if stored in ("stored", "int8", "int4") else []
+        rounded += [f"{cached}-cache"] if cached != precision(runner) else []
+        return "-".join((str(self.identity[name]), *rounded))
 
     def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
         """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as

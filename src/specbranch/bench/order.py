@@ -138,6 +138,7 @@ def checked_running(
     draft_device: str | None,
     weights: str | None,
     draft_weights: str | None,
+    cache_dtype: str | None,
     by_the_wall: bool,
 ) -> Running:
     """Return where and how models run, refusing devices that are not there."""
@@ -156,7 +157,7 @@ def checked_running(
 
             chosen_device(asked)
     checked: dict[str, Any] = {"executor": executor, "weights": weights, "draft_weights": draft_weights}
-    return Running(device=device, draft_device=draft_device, **checked)
+    return Running(device=device, draft_device=draft_device, cache_dtype=cache_dtype, **checked)
 
 
 def _refuse_without_shapes(pair: PairOrder, preset: str, of_pair: Mapping[str, Mapping[str, Any]]) -> None:

@@ -65,6 +65,7 @@ class Running:
     draft_device: str | None = None
     weights: WeightsName | None = None
     draft_weights: WeightsName | None = None
+    cache_dtype: str | None = None
 
     def told(self) -> dict[str, Any]:
         """What is not as usual."""
@@ -77,7 +78,8 @@ class Running:
         executor = None if self.executor == "serial" else self.executor
         place = None if self.draft_device is None else f"{self.draft_device}-draft"
         target = None if self.weights is None else f"{self.weights}-target"
-        return "".join(f"+{part}" for part in (target, self.draft_weights, place, executor) if part)
+        cache = None if self.cache_dtype is None else f"{self.cache_dtype}-cache"
+        return "".join(f"+{part}" for part in (target, self.draft_weights, cache, place, executor) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

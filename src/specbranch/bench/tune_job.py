@@ -136,6 +136,7 @@ def _circumstances(order: TuneOrder, tuner: Tuner) -> dict[str, Any]:
         "target_identity": identity(target),
         "draft_identity": None if draft is None else identity(draft),
         "weights": tuner.lab.llm.weights,
+        "cache_dtype": tuner.lab.llm.cache_dtype,
         "profile": goal.clock.name,
         "hardware": goal.profile.hardware,
         "overlap": goal.profile.overlap,

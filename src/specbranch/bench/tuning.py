@@ -233,6 +233,7 @@ class Tuner:
         space = {name: list(values) for name, values in SPACES[method].items()}
         question = [VERSION, __version__, models, self.lab.llm.weights, goal.profile.digest, method, space]
         question += [asdict(goal.workload), prompts, goal.trials]
+        question += [self.lab.llm.cache_dtype] if self.lab.llm.cache_dtype else []
         if method == "specbranch:paper" and self.lab.forecasts is not None:
             question.append(self.lab.forecasts.predictor.digest)
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"

@@ -55,6 +55,10 @@ TARGET_SHAPE_OPTION: dict[str, Any] = {
     "it is [own].",
 }
 DRAFT_SHAPE_OPTION: dict[str, Any] = {"metavar": "SHAPE", "help": "The same for the draft."}
+CACHE_OPTION: dict[str, Any] = {
+    "metavar": "TYPE",
+    "help": "What keys and values are stored in, on a CPU: float32, bfloat16 or int8 [float32].",
+}
 _what, _models, _how, _where = (options_of(title) for title in ("What to run", "Models", "How", "Where"))
 
 
@@ -110,6 +114,7 @@ def bench() -> None:
 @_models("--draft-device", metavar="DEVICE", help="Device of the draft [the target's].")
 @_models("--weights", **WEIGHTS_OPTION)
 @_models("--draft-weights", **DRAFT_WEIGHTS_OPTION)
+@_models("--cache-dtype", **CACHE_OPTION)
 @_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
 @_how(
     "--clock",
@@ -234,6 +239,7 @@ def run(**given: Any) -> None:
 @_models("--draft-shape", **DRAFT_SHAPE_OPTION)
 @_models("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 … [a GPU if there is one]")
 @_models("--weights", **WEIGHTS_OPTION)
+@_models("--cache-dtype", **CACHE_OPTION)
 @_models("--executor", metavar="NAME", help=f"{', '.join(get_args(ExecutorName))}: how draft and target run [serial].")
 @_how(
     "--clock",
@@ -291,7 +297,8 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     names = names or ([] if given["prompts"] else [ALL_SHIPPED])
     suites = load_suites(names, files=given["prompts"], data=given["data"], limit=given["limit"])
     pulled(order.models[0])
-    running = Running(executor=given["executor"] or "serial", device=given["device"], weights=given["weights"])
+    asked = {name: given[name] for name in ("device", "weights", "cache_dtype")}
+    running = Running(executor=given["executor"] or "serial", **asked)
     workload = Workload(max_tokens=given["max_tokens"])
     with TemporaryDirectory() as recipes, counted() as progress:
         subject = make_subject(order, running, Path(recipes))
@@ -379,6 +386,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
             wanted["draft_device"],
             wanted["weights"],
             wanted["draft_weights"],
+            wanted["cache_dtype"],
             by_the_wall=clocks[0].is_wall,
         ),
         contexts=tuple(dict.fromkeys(wanted["context"])),

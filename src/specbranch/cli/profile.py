@@ -81,7 +81,7 @@ def _loaded(given: dict[str, Any], executor: ExecutorName) -> LoadedPair:
 
 def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
     """Return both models as they were asked for; refuse a target alone."""
-    from specbranch.assembly import ModelChoice
+    from specbranch.assembly import ModelChoice, kept_by_draft
 
     target, draft = chosen_models(given["pair"], given["target"], given["draft"])
     if draft is None:
@@ -89,9 +89,9 @@ def pair_choices(given: dict[str, Any]) -> tuple[ModelChoice, ModelChoice]:
             "A target alone was given, and a pair is needed. Give its draft with --draft, or name a --pair."
         )
     both = {name: given[name] for name in ("runner", "dtype", "context_length") if given[name] is not None}
-    own = {"device": given["draft_device"] or given["device"], "weights": given["draft_weights"]}
-    kept = {"weights": given["weights"], "cache_dtype": given["cache_dtype"]}
-    big = ModelChoice(target, device=given["device"], **kept, **both)
+    kept, beside = given["cache_dtype"], given["draft_device"] or given["device"]
+    own = {"device": beside, "weights": given["draft_weights"], "cache_dtype": kept_by_draft(kept, beside)}
+    big = ModelChoice(target, device=given["device"], weights=given["weights"], cache_dtype=kept, **both)
     return big, ModelChoice(draft, shorten=True, **own, **both)
 
 
@@ -140,6 +140,8 @@ def _precision(told: Mapping[str, Any]) -> str:
     """Name the precision, and how matrices are stored where that differs."""
     stored = (("target", told["weights"]), ("draft", told["draft_weights"]))
     others = [f"{name} {'as ' if kind == 'stored' else 'in '}{kind}" for name, kind in stored if kind != told["dtype"]]
+    if told.get("cache_dtype", told["dtype"]) != told["dtype"]:
+        others.append(f"cache in {told['cache_dtype']}")
     return ", ".join([str(told["dtype"]), *others])
 
 

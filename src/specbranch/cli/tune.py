@@ -10,7 +10,7 @@ import click
 
 from specbranch.bench.methods import listed
 from specbranch.bench.results import BASELINE, rate_text, setting_text
-from specbranch.cli.bench import DATA, DRAFT_WEIGHTS_OPTION, PROFILES, PROMPTS, WEIGHTS_OPTION
+from specbranch.cli.bench import CACHE_OPTION, DATA, DRAFT_WEIGHTS_OPTION, PROFILES, PROMPTS, WEIGHTS_OPTION
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName
@@ -37,6 +37,7 @@ _what, _how, _where = (options_of(title) for title in ("What to tune", "What for
 @_what("--draft", metavar="MODEL", help="Draft model, beside --target.")
 @_what("--weights", **WEIGHTS_OPTION)
 @_what("--draft-weights", **DRAFT_WEIGHTS_OPTION)
+@_what("--cache-dtype", **CACHE_OPTION)
 @_what(
     "--methods",
     metavar="A,B,…",
@@ -139,7 +140,13 @@ def _order(given: dict[str, Any]) -> TuneOrder:
         workload=Workload(temperature=given["temperature"], max_tokens=given["max_tokens"]),
         trials=given["trials"] or TRIALS,
         running=checked_running(
-            given["executor"], None, None, given["weights"], given["draft_weights"], by_the_wall=True
+            given["executor"],
+            None,
+            None,
+            given["weights"],
+            given["draft_weights"],
+            given["cache_dtype"],
+            by_the_wall=True,
         ),
         records=given["records"],
     )

@@ -42,7 +42,7 @@ from specbranch.models.files.weights import (
 )
 from specbranch.models.native import NativeRunner, native_runner, open_model
 from specbranch.models.room import pool_pages
-from specbranch.models.storage import agreed, tell
+from specbranch.models.storage import agreed, kept_in, tell
 
 SHARED = {f"{HUGGING_FACE[part]}.weight": part for part in ("embedding", "head")}
 
@@ -74,11 +74,12 @@ def load_draft(
     weights: WeightsName | None = None,
     tail: int = TAIL,
     cache_tokens: int | None = None,
+    cache_dtype: str | None = None,
 ) -> NativeRunner:
     """Load a draft; what it shares is taken from the target that runs `beside` it, or read from the target's file.
 
     `weights`: how its matrices are stored; nothing: in int8 if its file says so, else in `dtype`, as an inflated one
-    is.
+    is. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
     """
     place = torch.device(device)
     precision, stored = agreed(dtype, weights, place)
@@ -87,7 +88,7 @@ def load_draft(
     arch = (
         found.arch if recipe is None else inflated_architecture(found.arch, recipe.sizes, recipe.head_rows, recipe.name)
     )
-    context = arch.choose_context(context_length, shorten=True)
+    context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, place)
     if recipe is None:
         stored = _own_storage(found.draft, place, precision, dtype) if weights is None else stored
         if stored == "stored" and found.draft.info.storage != "int8":
@@ -101,12 +102,12 @@ def load_draft(
         layers, norm = read_layers(arch, found.draft, place, precision, stored)
         reduced = _reduced(found.draft.head_ids, shared.head, place, precision, stored)
         held = Weights(shared.embedding, layers, norm, shared.head, reduced)
-        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0)
+        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0, kept=kept)
     else:
-        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, stored=stored)
+        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, stored=stored, kept=kept)
         held = _inflated(found, arch, recipe.seed, place, precision, stored)
     tell(held, stored, place)
-    return native_runner(Decoder(arch, held, context + tail), context, tail, pages)
+    return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
 
 @dataclass(frozen=True, slots=True)

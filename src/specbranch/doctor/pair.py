@@ -85,6 +85,7 @@ def kernels(name: str, runner: Any) -> Finding:
     dtype = precision(runner)
     kind = f"as they are stored{_multiplied(runner)}" if runner.weights == "stored" else f"in {runner.weights}"
     stored = "" if runner.weights == dtype else f", with weights {kind}"
+    stored += "" if runner.cache_dtype == dtype else f", keys and values in {runner.cache_dtype}"
     if runner.device.type != "cpu":
         return well(about, f"it runs on {runner.device}, in {dtype}{stored}.")
     if getattr(runner, "_fused", None) is not None:

@@ -107,6 +107,11 @@ def stored_in(runner: Runner) -> str:
     return str(getattr(runner, "weights", precision(runner)))
 
 
+def cached_in(runner: Runner) -> str:
+    """What a model's keys and values are stored in, likewise."""
+    return str(getattr(runner, "cache_dtype", precision(runner)))
+
+
 def pair_name(pair: str | None, target: str, draft: str) -> str:
     """Name a pair: by its own name, or by those of its models."""
     is_plain = draft == Path(draft).name and "/" not in draft

@@ -17,7 +17,7 @@ from specbranch.config import AT_ONCE
 from specbranch.core.loop import Executor
 from specbranch.errors import BadParameter
 from specbranch.measure.host_time import METHODS_TIMED, measure_host
-from specbranch.measure.loaded_pair import LoadedPair, precision, stored_in
+from specbranch.measure.loaded_pair import LoadedPair, cached_in, precision, stored_in
 from specbranch.measure.overlap import ROWS, SHARES, Slowing, TrialRounds, measure_slowing
 from specbranch.measure.probes import (
     WARM_UP,
@@ -192,6 +192,7 @@ def _provenance(pair: LoadedPair, made: Provenance, found: MeasuredPair, effort:
         "dtype": precision(pair.verifier.runner),
         "weights": stored_in(pair.verifier.runner),
         "draft_weights": stored_in(pair.drafter.runner),
+        "cache_dtype": cached_in(pair.verifier.runner),
         "repeats": effort.repeats,
         "contexts": list(found.lengths[:2]),
         "prompt": found.lengths[2],

@@ -24,7 +24,7 @@ from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.kv import Memory, gathered, put
+from specbranch.models.kv import Memory, gathered, put, widened
 from specbranch.models.piece_attention import choose_attend_piece
 
 
@@ -159,7 +159,9 @@ class Decoder:
     def _attend_part(self, sees: Lines | PieceView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         if isinstance(sees, Lines):
             return attend_lines(queries, *held, sees)
-        return self.attend_piece(queries, *(gathered(side, sees.pages, sees.end).to(queries.dtype) for side in held))
+        return self.attend_piece(
+            queries, *(widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in held)
+        )
 
     def _mlp(self, layer: Layer, h: Tensor) -> Tensor:
         gate, up = layer.gate_up(h).chunk(2, -1)
@@ -178,11 +180,14 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) ->
     flat = grouped.reshape(kv_heads, -1, head_dim)
     at = lines.own // PAGE, lines.own % PAGE
     # [kv_heads, rows, own, head_dim]
-    own_keys, own_values = (whole[at[0], :, at[1]].permute(2, 0, 1, 3).to(queries.dtype) for whole in (keys, values))
+    own_keys, own_values = (
+        widened(whole[at[0], :, at[1]].permute(2, 0, 1, 3), queries.dtype) for whole in (keys, values)
+    )
     # what lies beyond may be anything
     ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]
     pages = [(page, end) for page, end in zip(lines.pages, ends, strict=False)]
-    common = [(flat @ keys[page, :, :end].mT.to(queries.dtype)).view(kv_heads, rows, -1, end) for page, end in pages]
+    seen = [widened(keys[page, :, :end], queries.dtype) for page, end in pages]
+    common = [(flat @ some.mT).view(kv_heads, rows, -1, some.shape[1]) for some in seen]
     hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
     hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
     scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(
@@ -191,8 +196,8 @@ def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) ->
     *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, lines.own.shape[1]], dim=-1)
     out = own @ own_values
     for (page, end), share in zip(pages, shares, strict=True):
-        seen = values[page, :, :end].to(queries.dtype)
-        out = out + (share.reshape(kv_heads, -1, end) @ seen).view_as(out)
+        found = widened(values[page, :, :end], queries.dtype)
+        out = out + (share.reshape(kv_heads, -1, end) @ found).view_as(out)
     return out.permute(1, 0, 2, 3).reshape(rows, heads * head_dim)
 
 

@@ -25,12 +25,15 @@ class Table(PageTable):
         return found
 
 
+SCALE = 4  # bytes behind the int8 numbers of a head: their scale, in float32
+
+
 class Memory:
     """Keys and values of all pages [pages, layers, 2, kv_heads, PAGE, head_dim]; a page is one piece, all layers in
-    it."""
+    it. In int8 the last dimension is longer by the scale."""
 
     def __init__(self, arch: Architecture, pages: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (pages, arch.layers, 2, arch.kv_heads, PAGE, arch.head_dim)
+        shape = (pages, arch.layers, 2, arch.kv_heads, PAGE, _width(arch, dtype))
         # On a CPU nothing is resident before it is written. Elsewhere what a mask hides is still multiplied by 0, and
         # must not be NaN.
         make = torch.empty if device.type == "cpu" else torch.zeros
@@ -54,7 +57,23 @@ class Memory:
 def put(side: Tensor, places: Tensor, new: Tensor) -> None:
     """Write rows [rows, kv_heads, head_dim] to the keys or the values of one layer; `places` [2, rows]: pages, and
     places within them."""
-    _in_words(side)[places[0], :, places[1]] = _in_words(new.to(side.dtype))
+    kept = _whole(new) if side.dtype is torch.int8 else new.to(side.dtype)
+    _in_words(side)[places[0], :, places[1]] = _in_words(kept)
+
+
+def widened(held: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values as they are computed with."""
+    if held.dtype is not torch.int8:
+        return held.to(dtype)
+    scale = held[..., -SCALE:].contiguous().view(torch.float32)
+    return (held[..., :-SCALE] * scale).to(dtype)
+
+
+def _whole(new: Tensor) -> Tensor:
+    """Round the numbers of each head to whole ones, the greatest to 127; their scale lies behind them."""
+    greatest = new.float().abs().amax(-1, keepdim=True)
+    numbers = (new * torch.where(greatest == 0, 0.0, 127 / greatest)).round().to(torch.int8)
+    return torch.cat((numbers, (greatest / 127).view(torch.int8)), dim=-1)
 
 
 def gathered(side: Tensor, pages: Tensor, end: int) -> Tensor:
@@ -74,4 +93,9 @@ def _in_words(x: Tensor) -> Tensor:
 
 def page_bytes(arch: Architecture, dtype: torch.dtype) -> int:
     """How much memory a page takes."""
-    return 2 * arch.layers * arch.kv_heads * PAGE * arch.head_dim * dtype.itemsize
+    return 2 * arch.layers * arch.kv_heads * PAGE * _width(arch, dtype) * dtype.itemsize
+
+
+def _width(arch: Architecture, dtype: torch.dtype) -> int:
+    """How many numbers of this type a head has at a place."""
+    return arch.head_dim + (SCALE if dtype is torch.int8 else 0)

@@ -41,7 +41,7 @@ from specbranch.models.model import TorchRunner
 from specbranch.models.room import pool_pages
 from specbranch.models.rows import TensorRow
 from specbranch.models.sheet import Arrays
-from specbranch.models.storage import agreed, kept_in, refuse_floats, tell, usual_storage
+from specbranch.models.storage import agreed, kept_in, name_of, refuse_floats, tell, usual_storage
 
 log = logging.getLogger("specbranch")
 
@@ -52,7 +52,9 @@ log = logging.getLogger("specbranch")
 COMPILED_PIECE = 16
 
 ALIKE = 1e-3  # how near the compiled step must come to the plain one
-ROUNDED_ALIKE = 0.1  # where rows are rounded in between: the last bit of one decides which way another goes
+ROUNDED_ALIKE = (
+    0.1  # where rows, or keys and values, are rounded in between: the last bit of one decides which way another goes
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class NativeRunner(TorchRunner):
         self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
-        self.pool = Pool(pages or pool_pages(decoder.arch, self.dtype, self.device, context_length, tail, weights=0))
+        room = decoder.arch, self.dtype, self.device, context_length, tail
+        self.pool = Pool(pages or pool_pages(*room, weights=0, kept=cache_dtype))
         # The last page is for padding.
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, cache_dtype or self.dtype)
         self._fused = self._trusted(fuse(decoder, self.memory))
@@ -114,6 +117,11 @@ class NativeRunner(TorchRunner):
     def weights(self) -> str:
         """How the matrices are stored: float32, bfloat16, int8, int4 … ."""
         return self.decoder.stored
+
+    @property
+    def cache_dtype(self) -> str:
+        """What keys and values are stored in."""
+        return name_of(self.memory.data.dtype)
 
     @property
     def compiled(self) -> bool:
@@ -279,7 +287,7 @@ class NativeRunner(TorchRunner):
         compiled = fused.logits(rows)
         plain = self.decoder.logits(self.decoder.forward(self._step(rows), self.memory))
         table.shrink(0)
-        near = ROUNDED_ALIKE if self.weights == "stored" else ALIKE
+        near = ROUNDED_ALIKE if self.weights == "stored" or self.cache_dtype == "int8" else ALIKE
         if torch.allclose(compiled, plain, rtol=near, atol=near * plain.abs().max().item(), equal_nan=True):
             return fused
         log.warning(

@@ -65,14 +65,16 @@ def kept_in(asked: str | None, dtype: torch.dtype, device: torch.device) -> torc
     """Return what keys and values are stored in, if that is not what is computed in, or say what cannot be."""
     if asked is None or asked == name_of(dtype):
         return None
-    if asked != "bfloat16":
-        raise BadParameter(f"cache_dtype is {asked!r}; expected bfloat16, or {name_of(dtype)} as it is computed in.")
+    kinds = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+    if asked not in kinds:
+        told = f"expected {', '.join(kinds)}, or {name_of(dtype)} as it is computed in"
+        raise BadParameter(f"cache_dtype is {asked!r}; {told}.")
     if device.type != "cpu":
         raise BadParameter(
             f"cache_dtype is {asked!r}, but on {device} keys and values are stored in {name_of(dtype)}, as it computes."
             " Leave --cache-dtype out."
         )
-    return torch.bfloat16
+    return kinds[asked]
 
 
 def refuse_floats(source: TensorSource) -> None:

@@ -141,7 +141,7 @@ class _Attention:
         self._find(w, places, turns)
         for queries in self.tiles:
             highest = self._score(w, queries, places, scores, turns, fetch=queries.start == 0)
-            tops, totals = self._weigh(w, queries, scores, turns, highest)
+            tops, totals = self._weigh(w, queries, places, scores, turns, highest)
             step = self.at_once(queries)
             for first in range(0, self.vectors, step):
                 self._collect(w, queries, places, scores, turns, range(first, first + step))
@@ -163,7 +163,7 @@ class _Attention:
             behind = w.op(f"sub i64 {token}, %prefix")
             node = w.op(f"call i64 @llvm.smax.i64(i64 {behind}, i64 0)")
             there = w.load("ptr", w.op(f"getelementptr ptr, ptr %line, i64 {node}"), align=8)
-            inside = w.op(f"mul i64 {w.op(f'and i64 {token}, {PAGE - 1}')}, {self.shape.head_dim * self.shape.size}")
+            inside = w.op(f"mul i64 {w.op(f'and i64 {token}, {PAGE - 1}')}, {self.shape.place}")
             early = w.op(f"icmp slt i64 {behind}, 0")
             place = w.op(f"select i1 {early}, ptr {w.at(page, inside)}, ptr {there}")
             to = w.op(f"getelementptr ptr, ptr {places}, i64 {carried[0]}")
@@ -178,13 +178,24 @@ class _Attention:
         return [w.load("ptr", at, 8 * key, 8) for key in range(KEYS)]
 
     def _cached(self, w: Writer, place: str, vector: int, further: int = 0) -> str:
-        """Write the loading of a vector of a key, or of what lies further on, as floats."""
+        """Write the loading of a vector of a key, or of what lies so many bytes further on, as floats; those of whole
+        numbers are without their scale."""
         size, lanes = self.shape.size, self.lanes
-        found = w.load(f"<{lanes} x {self.shape.kept}>", place, (vector * lanes + further) * size, size)
+        found = w.load(f"<{lanes} x {self.shape.kept}>", place, vector * lanes * size + further, size)
         if size == 4:
             return found
+        if size == 1:
+            return w.op(f"sitofp <{lanes} x i8> {found} to {self.kind}")
         wide = w.op(f"zext <{lanes} x i16> {found} to <{lanes} x i32>")  # bfloat16 is the upper half of a float32
         return w.op(f"bitcast <{lanes} x i32> {w.op(f'shl <{lanes} x i32> {wide}, splat (i32 16)')} to {self.kind}")
+
+    def _scales(self, w: Writer, keys: list[str], further: int = 0) -> str:
+        """Write the loading of the scales of four keys, or of what lies further on."""
+        four = "poison"
+        for lane, key in enumerate(keys):
+            scale = w.load("float", key, self.shape.numbers + further, 1)
+            four = w.op(f"insertelement {FOUR} {four}, float {scale}, i32 {lane}")
+        return four
 
     def _score(self, w: Writer, queries: range, places: str, scores: str, turns: str, fetch: bool) -> list[str]:
         """Write the scores of some queries, and return the highest, four of each."""
@@ -196,8 +207,9 @@ class _Attention:
             ahead = self._ahead(w, places, at, turns) if fetch else []
             sums = self._products(w, queries, keys, ahead)
             seen = self._seen(w, at)
+            by = w.op(f"fmul {FOUR} {self._scales(w, keys)}, {scale}") if self.shape.size == 1 else scale
             for number_, own in enumerate(sums):
-                score = w.op(f"fmul {FOUR} {own}, {scale}")
+                score = w.op(f"fmul {FOUR} {own}, {by}")
                 score = w.op(f"select <4 x i1> {seen}, {FOUR} {score}, {FOUR} {_all(LOWEST)}")
                 w.do(f"store {FOUR} {score}, ptr {self._scores(w, scores, number_, at)}, align 16")
                 both = f"{FOUR} {highest[number_]}, {FOUR} {score}"
@@ -212,8 +224,8 @@ class _Attention:
         last = w.op(f"sub i64 {turns}, 1")
         ahead = w.op(f"call i64 @llvm.smin.i64(i64 {w.op(f'add i64 {turn}, {AHEAD}')}, i64 {last})")
         keys = self._keys(w, places, ahead)
-        both = [place for key in keys for place in (key, w.at(key, self.shape.values * self.shape.size))]
-        return [w.at(place, line) for place in both for line in range(0, self.shape.head_dim * self.shape.size, LINE)]
+        both = [place for key in keys for place in (key, w.at(key, self.shape.values))]
+        return [w.at(place, line) for place in both for line in range(0, self.shape.numbers, LINE)]
 
     def _products(self, w: Writer, queries: range, keys: list[str], ahead: list[str]) -> list[str]:
         """Write the products of queries with four keys: for each query a vector of four. Meanwhile what lies `ahead` is
@@ -259,19 +271,22 @@ class _Attention:
         return w.at(w.at(scores, 4 * SPLIT * number_), w.op(f"mul i64 {turn}, {4 * KEYS}"))
 
     def _weigh(
-        self, w: Writer, queries: range, scores: str, turns: str, highest: list[str]
+        self, w: Writer, queries: range, places: str, scores: str, turns: str, highest: list[str]
     ) -> tuple[list[str], list[str]]:
-        """Write the turning of scores into weights; returns the maximum of each query and the total of its weights."""
+        """Write the turning of scores into weights, with the scales of their values; returns the maximum of each query
+        and the total of its weights."""
         tops = [self._top(w, four) for four in highest]
         spread = [self._spread(w, top, 4) for top in tops]
 
         def turn(carried: list[str]) -> list[str]:
             at, totals = carried[0], carried[1:]
+            scales = self._scales(w, self._keys(w, places, at), self.shape.values) if self.shape.size == 1 else ""
             for number_ in range(len(queries)):
                 where = self._scores(w, scores, number_, at)
                 below = w.op(f"fsub {FOUR} {w.load(FOUR, where, align=16)}, {spread[number_]}")
                 weight = _exponential(w, below)
-                w.do(f"store {FOUR} {weight}, ptr {where}, align 16")
+                scaled = w.op(f"fmul {FOUR} {weight}, {scales}") if scales else weight
+                w.do(f"store {FOUR} {scaled}, ptr {where}, align 16")
                 totals[number_] = w.op(f"fadd {FOUR} {totals[number_]}, {weight}")
             return [w.op(f"add i64 {at}, 1"), *totals]
 
@@ -394,8 +409,8 @@ compute:
   %q.head = mul i64 %head, {width}
   %q.at = add i64 %q.row, %q.head
   %q.here = getelementptr float, ptr %q, i64 %q.at
-  %layer.at = mul i64 %layer, {2 * shape.values * shape.size}
-  %head.at = mul i64 %head, {shape.head * shape.size}
+  %layer.at = mul i64 %layer, {2 * shape.values}
+  %head.at = mul i64 %head, {shape.head}
   %at = add i64 %layer.at, %head.at
   %own.row = mul i64 %row, {shape.kv_heads}
   %own = add i64 %own.row, %head

@@ -20,7 +20,8 @@ from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm
 
 SUMS = 8  # vectors of sums that fit in the registers, beside as many of whole numbers
 
-Dot = Literal["sdot", "vnni", "avx2", "plain"]  # the instruction that sums four products
+# the instruction that sums four products, or eight: smmla does so for two outputs and two rows
+Dot = Literal["smmla", "sdot", "vnni", "avx2", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,10 @@ declare <4 x float> @llvm.fma.v4f32(<4 x float>, <4 x float>, <4 x float>)
 declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 """
+_SDOT = "declare <4 x i32> @llvm.aarch64.neon.sdot.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 x i8>)"
 _DOTS: dict[Dot, str] = {
-    "sdot": "declare <4 x i32> @llvm.aarch64.neon.sdot.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 x i8>)",
+    "smmla": f"{_SDOT}\ndeclare <4 x i32> @llvm.aarch64.neon.smmla.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 x i8>)",
+    "sdot": _SDOT,
     "vnni": "declare <8 x i32> @llvm.x86.avx512.vpdpbusd.256(<8 x i32>, <32 x i8>, <32 x i8>)",
     "avx2": """declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
@@ -97,6 +100,12 @@ class _BlockTile:
     @property
     def sums(self) -> range:
         return range(self.target.vectors * self.rows)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of rows are multiplied at once, the last row of an odd number with itself; 0: each row by
+        itself."""
+        return -(-self.rows // 2) if self.target.dot == "smmla" and self.rows > 1 else 0
 
     def source(self) -> str:
         arguments = "ptr %x, ptr %w, ptr %scale, ptr %bias, ptr %y, i64 %blocks, i64 %stride, i64 %left"
@@ -171,6 +180,8 @@ class _BlockTile:
 
     def _dots(self, w: Writer, at: str, xs: list[str], tails: list[str], groups: int) -> list[list[str]]:
         """Write the sums of products of whole numbers, as floats, for each group of the block."""
+        if self.pairs:
+            return self._paired_dots(w, at, xs, groups)
         starts = [self._starts(w, tail, groups) for tail in tails]
         sums = [[starts[one % self.rows][group] for one in self.sums] for group in range(groups)]
         activations = [[w.load("<4 x i32>", x, 16 * half, 4) for half in (0, 1)] for x in xs]
@@ -183,12 +194,43 @@ class _BlockTile:
                     sums[group][one] = self._dot(w, sums[group][one], numbers[part], x)
         return [[self._as_float(w, one) for one in some] for some in sums]
 
+    def _paired_dots(self, w: Writer, at: str, xs: list[str], groups: int) -> list[list[str]]:
+        """Write the same for pairs of rows: a sum is of two outputs and two rows. The whole numbers are those of single
+        rows, and so is all that is made of them."""
+        start = self._starts(w, "", groups)[0]
+        sums = [[[start] * self.pairs for _ in range(2 * self.target.vectors)] for _ in range(groups)]
+        activations = [self._pair(w, xs[2 * pair], xs[min(2 * pair + 1, self.rows - 1)]) for pair in range(self.pairs)]
+        for word, numbers in self._numbers(w, at):
+            own = sums[word * 4 // (BLOCK // groups)]
+            for outs, some in enumerate(numbers):
+                for pair, x in enumerate(activations):
+                    given = f"<4 x i32> {own[outs][pair]}, <16 x i8> {x[word // 2]}, <16 x i8> {some}"
+                    own[outs][pair] = w.op(f"call <4 x i32> @llvm.aarch64.neon.smmla.v4i32.v16i8({given})")
+        return [[self._as_float(w, self._row_of(w, own, *divmod(one, self.rows))) for one in self.sums] for own in sums]
+
+    def _pair(self, w: Writer, first: str, second: str) -> list[str]:
+        """Write the loading of two rows, eight inputs of each in a vector."""
+        found = []
+        for half in (0, 16):
+            both = [w.load("<2 x i64>", x, half, 4) for x in (first, second)]
+            for lane in (0, 1):
+                lanes = f"<2 x i32> <i32 {lane}, i32 {2 + lane}>"
+                eights = w.op(f"shufflevector <2 x i64> {both[0]}, <2 x i64> {both[1]}, {lanes}")
+                found.append(w.op(f"bitcast <2 x i64> {eights} to <16 x i8>"))
+        return found
+
+    def _row_of(self, w: Writer, sums: list[list[str]], part: int, row: int) -> str:
+        """Write the picking of one row's sums of four outputs."""
+        lanes = ", ".join(f"i32 {lane + 2 * (row % 2)}" for lane in (0, 1, 4, 5))
+        both = ", ".join(f"<4 x i32> {sums[2 * part + side][row // 2]}" for side in (0, 1))
+        return w.op(f"shufflevector {both}, <4 x i32> <{lanes}>")
+
     def _numbers(self, w: Writer, at: str) -> Iterator[tuple[int, list[str]]]:
         """Write the unpacking of a block's numbers, when they are asked for: for every four inputs a vector of bytes
-        for each part of the tile. Both halves of a byte come after each other, so that few are held at a time."""
-        size, parts = 4 * self.target.lanes, range(self.target.vectors)
-        for word in range(self.form.words):
-            raw = [w.load(self.bytes, at, 4 * TILE * word + size * part) for part in parts]
+        for each part of the tile, or for every eight inputs two. Both halves of a byte come after each other, so that
+        few are held at a time."""
+        for word in range(0, self.form.words, 2 if self.pairs else 1):
+            raw = self._paired(w, at, word) if self.pairs else self._raw(w, at, word)
             if self.form.bits == 8:
                 yield word, raw
                 continue
@@ -196,6 +238,20 @@ class _BlockTile:
             by = {"and": f"splat (i8 {-16 if self.shift else 15})", "shl": "splat (i8 4)", "lshr": "splat (i8 4)"}
             yield word, [w.op(f"{low} {self.bytes} {one}, {by[low]}") for one in raw]
             yield word + 4, [w.op(f"{high} {self.bytes} {one}, {by[high]}") for one in raw]
+
+    def _raw(self, w: Writer, at: str, word: int) -> list[str]:
+        size, parts = 4 * self.target.lanes, range(self.target.vectors)
+        return [w.load(self.bytes, at, 4 * TILE * word + size * part) for part in parts]
+
+    def _paired(self, w: Writer, at: str, word: int) -> list[str]:
+        """Write the loading of twice four inputs of each output, those of an output beside each other."""
+        found = []
+        for both in zip(self._raw(w, at, word), self._raw(w, at, word + 1), strict=True):
+            first, second = (w.op(f"bitcast <16 x i8> {one} to <4 x i32>") for one in both)
+            for lanes in ("i32 0, i32 4, i32 1, i32 5", "i32 2, i32 6, i32 3, i32 7"):
+                eights = w.op(f"shufflevector <4 x i32> {first}, <4 x i32> {second}, <4 x i32> <{lanes}>")
+                found.append(w.op(f"bitcast <4 x i32> {eights} to <16 x i8>"))
+        return found
 
     @property
     def _zero(self) -> float:
@@ -226,7 +282,7 @@ class _BlockTile:
 
     def _dot(self, w: Writer, sum_: str, weights: str, x: str) -> str:
         i, b, n = self.whole, self.bytes, 4 * self.target.lanes
-        if self.target.dot == "sdot":
+        if self.target.dot in ("smmla", "sdot"):
             return w.op(f"call {i} @llvm.aarch64.neon.sdot.v4i32.v16i8({i} {sum_}, {b} {weights}, {b} {x})")
         if self.target.dot == "vnni":
             if not self.form.offsets:

@@ -27,8 +27,10 @@ from specbranch.models.cpu.rounding_text import ROUNDED, rounding
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm, BlockMatrix, BlockPart, Fields
 
 ROWS_AT_ONCE = 1 << 19  # bytes of rounded rows that pass by the weights at once: they stay in the second cache level
-DOTPROD = 1 << 20  # of what Linux says an ARM processor has
-HARDWARE = 16  # the number of that in the auxiliary vector
+# Of what Linux says an ARM processor has: a number in the auxiliary vector, and a bit of what is found there.
+DOTPROD, I8MM = (16, 1 << 20), (26, 1 << 13)
+# what LLVM is to be told of, as it does not see it by itself
+FEATURES: dict[Dot, str] = {"smmla": "+dotprod,+i8mm", "sdot": "+dotprod"}
 
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Numbers = ctypes.c_int64 * 11
@@ -177,7 +179,7 @@ def _code(form: BlockForm) -> BlockCode:
     errors = []
     for dot in _dots():
         try:
-            return _compiled(source(form, Target(dot)), "work", dot == "sdot")
+            return _compiled(source(form, Target(dot)), "work", FEATURES.get(dot, ""))
         except CannotCompile as error:  # an older LLVM has other names for some instructions
             errors.append(str(error))
     raise CannotCompile("; ".join(errors))
@@ -188,8 +190,8 @@ def _rounding() -> BlockCode:
     return _compiled(rounding(), "round")
 
 
-def _compiled(text: str, name: str, dotprod: bool = False) -> BlockCode:
-    engine = compile_text(text, optimise=False, more="+dotprod" if dotprod else "")
+def _compiled(text: str, name: str, more: str = "") -> BlockCode:
+    engine = compile_text(text, optimise=False, more=more)
     address = engine.get_function_address(name)
     return BlockCode(engine, address, _Work(address), torch_team())
 
@@ -197,7 +199,8 @@ def _compiled(text: str, name: str, dotprod: bool = False) -> BlockCode:
 def _dots() -> tuple[Dot, ...]:
     """Which instructions this machine has, the best first."""
     if is_arm():
-        return ("sdot", "plain") if _has_dotprod() else ("plain",)
+        several: tuple[Dot, ...] = ("smmla",) if _has(I8MM, "FEAT_I8MM") else ()
+        return (*several, "sdot", "plain") if _has(DOTPROD, "FEAT_DotProd") else ("plain",)
     features = host_features()
     if not (features.get("avx2") and features.get("fma") and features.get("f16c")):
         return ()
@@ -213,10 +216,15 @@ def integer_products() -> str:
         return ""
 
 
-def _has_dotprod() -> bool:
-    """Whether this ARM processor sums products of bytes; LLVM does not say."""
+def _has(bit: tuple[int, int], name: str) -> bool:
+    """Whether this ARM processor has some instructions: by what Linux says, or by their name for macOS."""
     if platform.system() == "Darwin":
-        return True  # every one of Apple's that runs macOS
+        value, size = ctypes.c_int(0), ctypes.c_size_t(4)
+        asked = f"hw.optional.arm.{name}".encode()
+        failed = ctypes.CDLL(None).sysctlbyname(asked, ctypes.byref(value), ctypes.byref(size), None, 0)
+        return not failed and bool(value.value)
     if not Path("/proc/self/auxv").exists():
         return False
-    return bool(ctypes.CDLL(None).getauxval(HARDWARE) & DOTPROD)
+    look = ctypes.CDLL(None).getauxval
+    look.argtypes, look.restype = (ctypes.c_ulong,), ctypes.c_ulong
+    return bool(look(bit[0]) & bit[1])

@@ -142,7 +142,7 @@ class FusedStep:
 
     def _enter(self, rows: Rows, entries: np.ndarray) -> None:
         """Fill the entries of some rows, but for their counts, in the order of ENTRY."""
-        data, place = self.memory.data, self.decoder.arch.head_dim * self.memory.data.element_size()
+        data, place = self.memory.data, self.memory.data.stride(4) * self.memory.data.element_size()
         pages = np.asarray(rows.table.pages, dtype=np.int64) * (data.stride(0) * data.element_size()) + data.data_ptr()
         behind = np.arange(rows.prefix, rows.start + len(rows.tokens))
         tail = pages[behind // PAGE] + behind % PAGE * place
@@ -237,5 +237,5 @@ def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:
 
 def _shape(decoder: Decoder, memory: Memory) -> KernelShape:
     arch = decoder.arch
-    size: Literal[4, 2] = 2 if memory.data.dtype is torch.bfloat16 else 4
-    return KernelShape(arch.heads, arch.kv_heads, arch.head_dim, size)
+    sizes: dict[torch.dtype, Literal[2, 1]] = {torch.bfloat16: 2, torch.int8: 1}
+    return KernelShape(arch.heads, arch.kv_heads, arch.head_dim, sizes.get(memory.data.dtype, 4))

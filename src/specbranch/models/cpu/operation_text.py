@@ -12,6 +12,7 @@ from typing import Literal
 
 from specbranch.core.pages import PAGE
 from specbranch.models.files.blocks import BLOCK
+from specbranch.models.kv import SCALE
 
 # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
 FIELDS = 16
@@ -28,7 +29,7 @@ class KernelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    size: Literal[4, 2] = 4  # bytes of a number in the cache: float32, or bfloat16
+    size: Literal[4, 2, 1] = 4  # bytes of a number in the cache: float32, bfloat16, or int8 with a scale for a head
 
     @property
     def row(self) -> int:
@@ -38,16 +39,26 @@ class KernelShape:
     @property
     def kept(self) -> str:
         """A number in the cache, in LLVM's language."""
-        return "float" if self.size == 4 else "i16"
+        return {4: "float", 2: "i16", 1: "i8"}[self.size]
+
+    @property
+    def numbers(self) -> int:
+        """How many bytes the numbers of a head are at a place; a scale is behind them."""
+        return self.head_dim * self.size
+
+    @property
+    def place(self) -> int:
+        """How many bytes of a page two places of a head are apart."""
+        return self.numbers + (SCALE if self.size == 1 else 0)
 
     @property
     def head(self) -> int:
-        """How far apart in a page the numbers of two heads are."""
-        return PAGE * self.head_dim
+        """The same for two heads."""
+        return PAGE * self.place
 
     @property
     def values(self) -> int:
-        """How far behind the keys of a layer its values are; another layer is twice as far."""
+        """How many bytes behind the keys of a layer its values are; another layer is twice as far."""
         return self.kv_heads * self.head
 
 

@@ -15,39 +15,54 @@ ROUNDED = 48  # bytes of a block of a rounded row
 AT_ONCE = 64  # blocks of a row that a thread rounds before it looks for more
 
 
-_ROUNDING_DECLARATIONS = """
-declare <32 x float> @llvm.fabs.v32f32(<32 x float>)
-declare <32 x float> @llvm.roundeven.v32f32(<32 x float>)
-declare float @llvm.vector.reduce.fmaximum.v32f32(<32 x float>)
-declare <32 x i32> @llvm.fptosi.sat.v32i32.v32f32(<32 x float>)
+def whole_declarations(many: int) -> str:
+    """Declare what the rounding of so many numbers needs."""
+    return f"""declare <{many} x float> @llvm.fabs.v{many}f32(<{many} x float>)
+declare <{many} x float> @llvm.roundeven.v{many}f32(<{many} x float>)
+declare float @llvm.vector.reduce.fmaximum.v{many}f32(<{many} x float>)
+declare <{many} x i32> @llvm.fptosi.sat.v{many}i32.v{many}f32(<{many} x float>)"""
+
+
+def whole(name: str, many: int) -> str:
+    """Write the rounding of so many numbers %name to whole ones up to 127: %name.wide, in bytes %name.small, and their
+    %name.scale.
+
+    What is no number makes the scale none, and so the result; where all are 0, the scale is 0.
+    """
+    floats, own = f"<{many} x float>", f"%{name}"
+    return f"""  {own}.sizes = call {floats} @llvm.fabs.v{many}f32({floats} {own})
+  {own}.greatest = call float @llvm.vector.reduce.fmaximum.v{many}f32({floats} {own}.sizes)
+  {own}.scale = fdiv float {own}.greatest, {number(127.0)}
+  {own}.inverse = fdiv float {number(127.0)}, {own}.greatest
+  {own}.some = fcmp one float {own}.greatest, 0.0
+  {own}.by = select i1 {own}.some, float {own}.inverse, float 0.0
+  {own}.first = insertelement {floats} poison, float {own}.by, i32 0
+  {own}.bys = shufflevector {floats} {own}.first, {floats} poison, <{many} x i32> zeroinitializer
+  {own}.scaled = fmul {floats} {own}, {own}.bys
+  {own}.near = call {floats} @llvm.roundeven.v{many}f32({floats} {own}.scaled)
+  {own}.wide = call <{many} x i32> @llvm.fptosi.sat.v{many}i32.v{many}f32({floats} {own}.near)
+  {own}.small = trunc <{many} x i32> {own}.wide to <{many} x i8>"""
+
+
+_ROUNDING_DECLARATIONS = f"""
+{whole_declarations(BLOCK)}
 declare i32 @llvm.vector.reduce.add.v32i32(<32 x i32>)
 declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 """
-# What is no number makes the scale none, and so the result; a block of zeros has the scale 0.
+_FIRST_HALF = ", ".join(f"i32 {at}" for at in range(BLOCK // 2))
 _ROUND_BLOCK = f"""  %values = load <32 x float>, ptr %from, align 4
-  %sizes = call <32 x float> @llvm.fabs.v32f32(<32 x float> %values)
-  %greatest = call float @llvm.vector.reduce.fmaximum.v32f32(<32 x float> %sizes)
-  %scale = fdiv float %greatest, {number(127.0)}
-  %inverse = fdiv float {number(127.0)}, %greatest
-  %some = fcmp one float %greatest, 0.0
-  %by = select i1 %some, float %inverse, float 0.0
-  %by.first = insertelement <32 x float> poison, float %by, i32 0
-  %bys = shufflevector <32 x float> %by.first, <32 x float> poison, <32 x i32> zeroinitializer
-  %scaled = fmul <32 x float> %values, %bys
-  %near = call <32 x float> @llvm.roundeven.v32f32(<32 x float> %scaled)
-  %wide = call <32 x i32> @llvm.fptosi.sat.v32i32.v32f32(<32 x float> %near)
-  %small = trunc <32 x i32> %wide to <32 x i8>
-  store <32 x i8> %small, ptr %to, align 4
-  %sum = call i32 @llvm.vector.reduce.add.v32i32(<32 x i32> %wide)
+{whole("values", BLOCK)}
+  store <32 x i8> %values.small, ptr %to, align 4
+  %sum = call i32 @llvm.vector.reduce.add.v32i32(<32 x i32> %values.wide)
   %sum.float = sitofp i32 %sum to float
-  %scaled.sum = fmul float %sum.float, %scale
+  %scaled.sum = fmul float %sum.float, %values.scale
   %scale.p = getelementptr i8, ptr %to, i64 32
-  store float %scale, ptr %scale.p, align 4
+  store float %values.scale, ptr %scale.p, align 4
   %scaled.sum.p = getelementptr i8, ptr %to, i64 36
   store float %scaled.sum, ptr %scaled.sum.p, align 4
   %sum.p = getelementptr i8, ptr %to, i64 40
   store i32 %sum, ptr %sum.p, align 4
-  %early = shufflevector <32 x i32> %wide, <32 x i32> poison, <16 x i32> <{", ".join(f"i32 {at}" for at in range(16))}>
+  %early = shufflevector <32 x i32> %values.wide, <32 x i32> poison, <16 x i32> <{_FIRST_HALF}>
   %early.sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %early)
   %early.p = getelementptr i8, ptr %to, i64 44
   store i32 %early.sum, ptr %early.p, align 4"""

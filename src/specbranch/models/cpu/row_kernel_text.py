@@ -10,8 +10,9 @@ import math
 import platform
 
 from specbranch.models.cpu.operation_text import FIELDS, KernelShape, entry, fraction, operation, rounded
-from specbranch.models.cpu.rounding_text import ROUND_STRETCH
+from specbranch.models.cpu.rounding_text import ROUND_STRETCH, whole, whole_declarations
 from specbranch.models.cpu.text_writer import number
+from specbranch.models.files.blocks import BLOCK
 
 STRETCH = 512  # numbers of a row that a thread takes at once: whole blocks
 SPINS = 4096  # looks at the barrier before a thread offers its core to others
@@ -140,8 +141,8 @@ def _turn(shape: KernelShape) -> str:
     half, turned = f"<{shape.head_dim // 2} x float>", shape.heads + shape.kv_heads
     body = f"""{entry("%item")}
   %layer.at = mul i64 %layer, {2 * shape.values}
-  %k = getelementptr {shape.kept}, ptr %slot, i64 %layer.at
-  %v = getelementptr {shape.kept}, ptr %k, i64 {shape.values}
+  %k = getelementptr i8, ptr %slot, i64 %layer.at
+  %v = getelementptr i8, ptr %k, i64 {shape.values}
   %row.at = mul i64 %item, {shape.row}
   %row = getelementptr float, ptr %qkv, i64 %row.at
   %angle.at = mul i64 %item, {shape.head_dim}
@@ -154,12 +155,15 @@ def _turn(shape: KernelShape) -> str:
 {_loop("h", "0", str(turned), _turn_head(shape))}
 {_loop("g", "0", str(shape.kv_heads), _store_value(shape))}"""
     declare = f"declare float @llvm.vector.reduce.fadd.v{shape.head_dim // 2}f32(float, {half})\n"
+    if shape.size == 1 and shape.head_dim != BLOCK:  # those of a block are declared already
+        declare += whole_declarations(shape.head_dim) + "\n"
     pointers, counts = ("qkv", "cos", "sin", "table", "q.norm", "k.norm"), ("rows", "layer", "eps")
     return declare + operation("turn", pointers, counts, "%rows", body, _variables(h="i64", g="i64", a=half, b=half))
 
 
 def _turn_head(shape: KernelShape) -> str:
     middle, half = shape.head_dim // 2, f"<{shape.head_dim // 2} x float>"
+    both = ", ".join(f"i32 {at}" for at in range(shape.head_dim))
     return f"""  %from.at = mul i64 %h.i, {shape.head_dim}
   %from = getelementptr float, ptr %row, i64 %from.at
   %from.b = getelementptr float, ptr %from, i64 {middle}
@@ -185,33 +189,38 @@ ready:
   %new.b = fadd contract {half} %bc, %as
   %key = sub i64 %h.i, {shape.heads}
   %key.at = mul i64 %key, {shape.head}
-  %stored = getelementptr {shape.kept}, ptr %k, i64 %key.at
-  %stored.b = getelementptr {shape.kept}, ptr %stored, i64 {middle}
+  %stored = getelementptr i8, ptr %k, i64 %key.at
   br i1 %is.q, label %asks, label %keeps
 asks:
   store {half} %new.a, ptr %from, align 4
   store {half} %new.b, ptr %from.b, align 4
   br label %turned
 keeps:
-{_keep(shape, "new.a", middle, "stored")}
-{_keep(shape, "new.b", middle, "stored.b")}
+  %new = shufflevector {half} %new.a, {half} %new.b, <{shape.head_dim} x i32> <{both}>
+{_keep(shape, "new", "stored")}
   br label %turned
 turned:"""
 
 
-def _keep(shape: KernelShape, value: str, many: int, to: str) -> str:
-    """Write the storing of some numbers in the cache, rounded to the nearest where it holds fewer bits, of two the even
-    one."""
+def _keep(shape: KernelShape, value: str, to: str) -> str:
+    """Write the storing of a head's numbers in the cache, rounded to the nearest where it holds fewer bits, of two the
+    even one."""
+    many = shape.head_dim
     if shape.size == 4:
         return f"  store <{many} x float> %{value}, ptr %{to}, align 4"
-    whole = f"<{many} x i32>"
-    return f"""  %{value}.bits = bitcast <{many} x float> %{value} to {whole}
-  %{value}.upper = lshr {whole} %{value}.bits, splat (i32 16)
-  %{value}.odd = and {whole} %{value}.upper, splat (i32 1)
-  %{value}.half = add {whole} %{value}.odd, splat (i32 32767)
-  %{value}.near = add {whole} %{value}.bits, %{value}.half
-  %{value}.kept = lshr {whole} %{value}.near, splat (i32 16)
-  %{value}.small = trunc {whole} %{value}.kept to <{many} x i16>
+    if shape.size == 1:
+        return f"""{whole(value, many)}
+  store <{many} x i8> %{value}.small, ptr %{to}, align 1
+  %{value}.behind = getelementptr i8, ptr %{to}, i64 {shape.numbers}
+  store float %{value}.scale, ptr %{value}.behind, align 1"""
+    bits = f"<{many} x i32>"
+    return f"""  %{value}.bits = bitcast <{many} x float> %{value} to {bits}
+  %{value}.upper = lshr {bits} %{value}.bits, splat (i32 16)
+  %{value}.odd = and {bits} %{value}.upper, splat (i32 1)
+  %{value}.half = add {bits} %{value}.odd, splat (i32 32767)
+  %{value}.near = add {bits} %{value}.bits, %{value}.half
+  %{value}.kept = lshr {bits} %{value}.near, splat (i32 16)
+  %{value}.small = trunc {bits} %{value}.kept to <{many} x i16>
   store <{many} x i16> %{value}.small, ptr %{to}, align 2"""
 
 
@@ -246,8 +255,8 @@ def _store_value(shape: KernelShape) -> str:
   %value.p = getelementptr float, ptr %row, i64 %value.at
   %value = load {kind}, ptr %value.p, align 4
   %v.at = mul i64 %g.i, {shape.head}
-  %v.p = getelementptr {shape.kept}, ptr %v, i64 %v.at
-{_keep(shape, "value", shape.head_dim, "v.p")}"""
+  %v.p = getelementptr i8, ptr %v, i64 %v.at
+{_keep(shape, "value", "v.p")}"""
 
 
 def _spread(name: str, value: str, width: int) -> str:
