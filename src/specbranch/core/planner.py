@@ -21,8 +21,8 @@ from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, look_class, standing
 
-# A node read while the target works is worth at most this share of what it costs to read it later: of its part of a step
-# that all sessions share.
+# A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
+# step that all sessions share.
 SPARED = 0.7
 LOOKED = 14  # tokens looked up at a time
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
