@@ -3,12 +3,14 @@ anew.
 
     python scripts/write_benchmarks.py --modelled DIR --wall DIR --gpu DIR --ablation DIR --sampled DIR --predictors
     python scripts/write_benchmarks.py --gpu DIR --predicted DIR --two-devices DIR
+    python scripts/write_benchmarks.py --load DIR
 
 The modelled ones come from `specbranch bench run --preset modelled --out DIR`, the measured ones from `--preset wall`
 and `--preset gpu-core`, those of the parts from `--preset ablation`, sampled ones from a modelled run with
 `--temperature 1`; the predictors' figures are in the package. Predicted ones are modelled runs of what was measured on
 a GPU, those of two devices modelled runs by a profile `h200-…` and its `h200x2-…`. Results may lie in several folders.
-Where a method was run with several settings, the one that is best in the mean over the suites counts.
+Where a method was run with several settings, the one that is best in the mean over the suites counts. Those of many requests at
+once come from all `load.json` below a folder, see `specbranch bench load`, and go to docs/many.md, too.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from specbranch.bench.results import ResultRow, Results, setting_text
+from specbranch.bench.load import LoadRow
+from specbranch.bench.results import BASELINE, ResultRow, Results, setting_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+MANY = Path(__file__).parents[1] / "docs" / "many.md"
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "cnn_dm": "CNN/DM", "mt_bench": "MT-bench"}
 COMPARED = ("humaneval", "gsm8k", "cnn_dm")  # the suites of the paper's table that are ours, too
 PAPERS = "specbranch:paper"
@@ -43,6 +47,7 @@ FOLDERS = {
     "ablation": "of the ablation",
     "sampled": "modelled at temperature 1",
 }
+PLAIN_AND_OURS = (BASELINE, OURS)
 PREDICTORS = Path(__file__).parents[1] / "src" / "specbranch" / "predictors"
 PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval, GSM8K, CNN/DM
     "h200-68m-7b": ("LLaMA 68M & 7B", (1.69, 1.86, 1.66), (2.04, 2.12, 1.87)),
@@ -50,12 +55,15 @@ PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval
     "h200-1.3b-33b": ("Deepseek-Coder 1.3B & 33B", (3.39, 2.78, 2.63), (3.71, 3.02, 2.97)),
 }
 
+LoadCell = tuple[str, str, int]  # clock, pair, requests at once
+
 
 def main() -> None:
     """Read results and write the page."""
     options = argparse.ArgumentParser(description=__doc__)
     for name, told in FOLDERS.items():
         options.add_argument(f"--{name}", type=Path, nargs="+", default=[], help=f"folders of results: {told}")
+    options.add_argument("--load", type=Path, help="folder of results of bench load, in any depth")
     options.add_argument("--predictors", action="store_true", help="the figures of the shipped predictors")
     given = options.parse_args()
     text = PAGE.read_text(encoding="utf-8")
@@ -68,6 +76,11 @@ def main() -> None:
             text = _filled(text, f"{name}-origin", _origin(found[name]))
     if rows["predicted"] and rows["gpu"]:
         text = _filled(text, "predicted", _beside_the_measured(rows["predicted"], rows["gpu"]))
+    if given.load:
+        under_load = _load_rows(given.load)
+        text = _filled(text, "load", _load(under_load))
+        many = _filled(MANY.read_text(encoding="utf-8"), "load", _load_ours(under_load))
+        MANY.write_text(many, encoding="utf-8")
     if given.predictors:
         text = _filled(text, "predictors", _predictors())
     PAGE.write_text(text, encoding="utf-8")
@@ -383,6 +396,57 @@ def _wall(rows: Sequence[ResultRow]) -> list[str]:
             ]
             lines.append([pair.removeprefix("smollm2-"), method, *told])
     return _table(["pair", "method", *SUITES.values()], lines)
+
+
+def _load_rows(folder: Path) -> list[LoadRow]:
+    files = sorted(folder.rglob("load.json"))
+    if not files:
+        raise SystemExit(f"{folder} holds no load.json; expected results of `specbranch bench load --out`.")
+    rows = [LoadRow(**row) for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    return sorted(rows, key=lambda row: (row.clock, row.pair.removeprefix("smollm2-") != "default", row.pair))
+
+
+def _load(rows: Sequence[LoadRow]) -> list[str]:
+    """Ours, the best of the other methods, and the bound, over requests at once; then how often ours falls behind."""
+    cells = [row for row in rows if row.method == OURS]
+    others = {
+        _cell(row): row for row in sorted(rows, key=lambda row: row.over_plain) if row.method not in PLAIN_AND_OURS
+    }
+    told = {
+        _cell(row): f"{row.over_plain:.2f} / {others[_cell(row)].over_plain:.2f} / {row.bound or 0.0:.2f}"
+        for row in cells
+    }
+    worst = min(cells, key=lambda row: row.over_plain)
+    behind = min(cells, key=lambda row: row.over_plain / others[_cell(row)].over_plain)
+    ratio = behind.over_plain / others[_cell(behind)].over_plain
+    return [
+        *_over_loads(cells, told),
+        "",
+        f"The lowest of ours is {worst.over_plain:.3f} ({_told(worst)}); beside the best of the others it is "
+        f"{ratio:.2f} × that at worst ({_told(behind)}, {others[_cell(behind)].method}).",
+    ]
+
+
+def _load_ours(rows: Sequence[LoadRow]) -> list[str]:
+    cells = [row for row in rows if row.method == OURS]
+    return _over_loads(cells, {_cell(row): f"{row.over_plain:.2f}" for row in cells})
+
+
+def _over_loads(cells: Sequence[LoadRow], told: dict[LoadCell, str]) -> list[str]:
+    counts = sorted({row.at_once for row in cells})
+    lines = [
+        [clock, pair.removeprefix("smollm2-"), *(told.get((clock, pair, count), "–") for count in counts)]
+        for clock, pair in dict.fromkeys((row.clock, row.pair) for row in cells)
+    ]
+    return _table(["costs", "pair", *map(str, counts)], lines)
+
+
+def _cell(row: LoadRow) -> LoadCell:
+    return row.clock, row.pair, row.at_once
+
+
+def _told(row: LoadRow) -> str:
+    return f"{row.clock}, {row.pair.removeprefix('smollm2-')}, {row.at_once} at once"
 
 
 def _pairs_by(rows: Sequence[ResultRow], clock: str) -> list[str]:

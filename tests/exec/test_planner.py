@@ -15,7 +15,7 @@ from specbranch.core.experience import Experience, Tally
 from specbranch.core.loop import Loop
 from specbranch.core.market import LaneGrant, RowGrant, granted
 from specbranch.core.methods import METHODS
-from specbranch.core.planner import SURE, Planner
+from specbranch.core.planner import SPARED, SURE, Planner
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.session import Session
 from specbranch.core.slots import ROOT
@@ -365,6 +365,20 @@ def test_a_wide_step_that_costs_little_more_is_made_however_short_the_target_tak
     growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
     beside = planner.while_verifying(growing.tree(), RowGrant(3, 4, growth_rate(planner)))
     assert beside is not None and len(beside.step) == 16
+
+
+@pytest.mark.parametrize("company", [1, 4, 16])
+def test_reading_beside_the_target_spares_a_session_its_part_of_a_step_that_all_share(company: int) -> None:
+    costs = CostProfile(target=((1, 0.005), (64, 0.006)), draft=((1, 0.0001), (16, 0.0002)))
+    planner = Planner(Experience(costs))
+    planner.begin(10, company)
+    growing = GrowingTree(NO_TREE)
+    growing.add_candidates(ROOT, growth_of(planner), range(4), (0.4, 0.3, 0.1, 0.05))
+    offers = {number: planner.row_offer(growing.tree(), [0]) for number in range(company)}
+    grant = granted(offers)[0]
+    beside = planner.while_verifying(growing.tree(), grant)
+    assert beside is not None
+    assert beside.worth == pytest.approx(SPARED * grant.rate * costs.draft_seconds(company) / company)
 
 
 def test_what_reading_is_worth_does_not_rise_with_candidates_that_are_hardly_sent() -> None:

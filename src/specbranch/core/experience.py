@@ -54,7 +54,8 @@ USUAL_LOOK = (
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.3), (0.8, 1.5), (1.5, 2.0), (0.6, 1.5), (1.0, 2.0), (1.3, 2.3), (1.6, 2.8))
 PACE = 0.06  # how fast those shifts are learned
 LATELY = 400.0  # tokens over which the rate is measured
-PROBING = 0.005  # share of the time that may be spent on asking a draft that does not pay
+PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
+IN_COMPANY = 0.5  # of that: less can be gained there
 
 
 class Tally:
@@ -177,5 +178,5 @@ class Experience:
         if orders.verify is not None:
             seconds += self.costs.host
         seconds += waited
-        self._credit += PROBING * seconds / company
+        self._credit += PROBING * (IN_COMPANY if company > 1 else 1.0) * seconds / company
         self.insight.learn("pace", emitted, seconds / slowed)

@@ -21,7 +21,9 @@ from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, look_class, standing
 
-SPARED = 0.7  # a node read while the target works is worth at most this share of a step: it could be read later
+# A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
+# step that all sessions share.
+SPARED = 0.7
 LOOKED = 14  # tokens looked up at a time
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
 IN_A_ROW = 4  # a wide step is made beside the target only if so many of them fit in: wide reading is not deep
@@ -203,13 +205,14 @@ class Planner:
         free = rate * (self._target_seconds(grant.rows) - costs.draft_setup)
         if free <= 0.0:
             return None
+        sharing = min(self._company, len(steps))
         growth = replace(
             waiting,
             step=_in_a_row(steps, free) if self._branches else steps[: self._company],
             free_time=free,
             target_delay=rate * costs.slow_down,
             draft_delay=rate * costs.draft_slow_down,
-            worth=min(waiting.worth, SPARED * steps[0]),
+            worth=min(waiting.worth, SPARED * steps[sharing - 1] / sharing),
             row_price=0.0,
             children=waiting.children if self._branches else 1,
         )
