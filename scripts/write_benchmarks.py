@@ -9,8 +9,8 @@ The modelled ones come from `specbranch bench run --preset modelled --out DIR`, 
 and `--preset gpu-core`, those of the parts from `--preset ablation`, sampled ones from a modelled run with
 `--temperature 1`; the predictors' figures are in the package. Predicted ones are modelled runs of what was measured on
 a GPU, those of two devices modelled runs by a profile `h200-…` and its `h200x2-…`. Results may lie in several folders.
-Where a method was run with several settings, the one that is best in the mean over the suites counts. Those of many requests at
-once come from all `load.json` below a folder, see `specbranch bench load`, and go to docs/many.md, too.
+Where a method was run with several settings, the one that is best in the mean over the suites counts. Those of many
+requests at once come from all `load.json` below a folder, see `specbranch bench load`, and go to docs/many.md, too.
 """
 
 from __future__ import annotations

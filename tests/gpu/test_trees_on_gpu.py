@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_exact_on_gpu import CONFIGS
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = Path(tmp_path_factory.mktemp("llama"))
+    torch.manual_seed(1)  # where two candidates tie but for the last digit, host and device may differ
     AutoModelForCausalLM.from_config(CONFIGS["llama"]()).save_pretrained(folder)
     return load_native(folder, context_length=2000, device="cuda", dtype=request.param).decoder
 
