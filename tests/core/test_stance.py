@@ -13,7 +13,7 @@ from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.planner import Planner
 from specbranch.core.session import Session
-from specbranch.core.stance import BEGINNING, BELIEVED, ENOUGH, LEFT_OUT, MOST_SPAN, SPAN, TRIAL, Stance
+from specbranch.core.stance import BEGINNING, BELIEVED, ENOUGH, LEFT_OUT, MANY, MOST_SPAN, SPAN, TRIAL, Stance
 from toybench import PROFILE, Case, Ending, answer, law, next_number, plainly, run_out, virtual_clock
 
 
@@ -66,7 +66,27 @@ def test_each_load_has_its_own() -> None:
     stance = Stance()
     shares(stance, 2000, 2.0, company=1)
     shares(stance, 20_000, 0.5, company=16)
-    assert (stance.plainly(1), stance.plainly(16), stance.plainly(20), stance.plainly(64)) == (False, True, True, False)
+    assert [stance.plainly(company) for company in (1, 16, 20, 64)] == [False, True, True, True]
+
+
+def test_a_new_load_begins_as_the_others_let_expect() -> None:
+    few, many, new = Stance(), Stance(), Stance()
+    shares(few, 2000, 0.5, company=2)
+    shares(many, 40_000, 3.0, company=32)
+    assert [stance.plainly(4) for stance in (few, many, new)] == [True, False, False]
+    assert [stance.plainly(16) for stance in (few, many, new)] == [True, False, True]
+
+
+def test_trials_that_lose_take_a_small_share_of_the_time() -> None:
+    """Planned rounds, and what a draft has to read first, take thirty times as long."""
+    stance, lost, whole = Stance(), 0.0, 0.0
+    for at in range(400_000):
+        way = stance.plainly(MANY)
+        seconds = 1.0 if way else 30.0
+        stance.note(MANY, way, 1, seconds)
+        if at > 2000:
+            whole, lost = whole + seconds, lost + seconds - 1.0
+    assert 0 < lost < 0.02 * whole
 
 
 def test_what_was_found_is_believed_for_a_while_and_looked_at_again() -> None:

@@ -14,12 +14,14 @@ from statistics import median
 PLANNED, PLAINLY = False, True
 TRIAL = {PLANNED: 24, PLAINLY: 8}  # rounds of a session in which the other way is tried
 BEGINNING = 48  # planned rounds before plain decoding is tried
-ENOUGH, HOPELESS = (
-    8,
-    0.8,
-)  # rounds after which a trial ends early, and the part of the better rate that it is below then
+MANY = (
+    8  # sessions at once that begin with plain decoding: there a host's planning most often takes more than it brings
+)
+ENOUGH, AMONG = 8, 4  # rounds after which a trial may end early, and of how many sessions at most
+HOPELESS = 0.8  # part of the better way's rate that such a trial is below
 SPAN, MOST_SPAN = 64, 4096  # rounds before the other way is tried again
 LONGER = {True: 4, False: 2}  # times as many whenever it was worse again: by whether it was hopeless
+TRYING = 0.01  # share of the time that may be lost by trying
 BELIEVED = 1024  # rounds that are decoded in the way that an earlier process found better, before it is looked at again
 LEFT_OUT = 2  # rounds after a change: what was begun ends, and a draft reads what it has missed
 LATELY = 256  # rounds over which a rate is measured
@@ -41,10 +43,15 @@ class _Rate:
     @property
     def per_second(self) -> float:
         if self._found is None:
-            most = SLOW * median([seconds for _, seconds in self._rounds]) if self._rounds else 0.0
+            most = SLOW * self.usual
             seconds = sum(min(seconds, most) for _, seconds in self._rounds)
             self._found = sum(tokens for tokens, _ in self._rounds) / seconds if seconds > 0.0 else 0.0
         return self._found
+
+    @property
+    def usual(self) -> float:
+        """Seconds of the middle round."""
+        return median([seconds for _, seconds in self._rounds]) if self._rounds else 0.0
 
 
 @dataclass(slots=True)
@@ -57,19 +64,21 @@ class _Load:
     span: int = SPAN
     settling: float = 0.0
     compared: bool = False  # both ways were
+    tried: tuple[int, float] = (0, 0.0)  # tokens and seconds of the trial, with all that is left out of its rate
     rates: dict[bool, _Rate] = field(default_factory=lambda: {PLANNED: _Rate(), PLAINLY: _Rate()})
 
     def turn(self, company: int) -> None:
         """Try the other way, or go on with the better one."""
-        if self.plainly is self.best:
+        if not self.is_trial:
             self.plainly = not self.best
             self.left, self.rates[self.plainly] = TRIAL[self.plainly] * company, _Rate()
+            self.tried = 0, 0.0
         else:
             best = max((PLANNED, PLAINLY), key=lambda way: self.rates[way].per_second)
             self.span = min(LONGER[self.is_hopeless] * self.span, MOST_SPAN) if best is self.best else SPAN
             self.plainly = self.best = best
             self.compared = True
-            self.left = self.span * company
+            self.left = max(self.span * company, self._repaid())
         self.settling = LEFT_OUT * company
 
     @property
@@ -77,11 +86,23 @@ class _Load:
         """Whether the other way, on trial, is far behind the better one."""
         return self.rates[not self.best].per_second < HOPELESS * self.rates[self.best].per_second
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether the other way is being tried."""
+        return self.plainly is not self.best
+
     def is_over(self, company: int) -> bool:
         """Whether the way is to be looked at again: its rounds were made, or a trial has shown enough."""
-        if self.left <= 0 or self.plainly is self.best:
+        if self.left <= 0 or not self.is_trial:
             return self.left <= 0
-        return TRIAL[self.plainly] * company - self.left >= ENOUGH * company and self.is_hopeless
+        return TRIAL[self.plainly] * company - self.left >= ENOUGH * min(company, AMONG) and self.is_hopeless
+
+    def _repaid(self) -> float:
+        """The rounds of the better way in which what the trial has lost is a small share of the time."""
+        better, (tokens, seconds) = self.rates[self.best], self.tried
+        if better.per_second <= 0.0:
+            return 0.0
+        return (seconds - tokens / better.per_second) / (TRYING * better.usual)
 
 
 class Stance:
@@ -99,6 +120,8 @@ class Stance:
         load = self._at(company)
         if plainly is not load.plainly:
             return  # it was begun before the way was changed
+        if load.is_trial:
+            load.tried = load.tried[0] + tokens, load.tried[1] + seconds
         if load.settling > 0:
             load.settling -= 1
             return
@@ -120,5 +143,13 @@ class Stance:
     def _at(self, company: int) -> _Load:
         key = company.bit_length()
         if key not in self._loads:
-            self._loads[key] = _Load(BEGINNING * company)
+            way = PLAINLY if self._seems_plain(company, key) else PLANNED
+            self._loads[key] = _Load((SPAN if way is PLAINLY else BEGINNING) * company, way, way)
         return self._loads[key]
+
+    def _seems_plain(self, company: int, key: int) -> bool:
+        """Which way to begin with at a load that is new: the more sessions, the less is gained by planning."""
+        found = [(other, load.best) for other, load in self._loads.items() if load.compared]
+        if any(other > key and best is PLANNED for other, best in found):
+            return False
+        return company >= MANY or any(other < key and best is PLAINLY for other, best in found)
