@@ -74,6 +74,7 @@ class Planner:
         self._context, self._company, self._slowed = 0, 1, 1.0
         self._seconds: dict[int, float] = {}  # of the target by rows, since this round began
         self._rate = 0.0  # tokens a second
+        self._last_rows = 0  # of the last forward, those of all sessions
         self._chances = self.insight.chances()
         self._growth = Growth((1.0,), self._chances)
 
@@ -101,18 +102,24 @@ class Planner:
         plain = self._target_seconds(company) + costs.host
         self._slowed = plain / max(self._target_seconds(1) + costs.host, 1e-12) if costs.knows_target else 1.0
         self._rate = self.insight.rate(plain / self._slowed) / self._slowed
-        rows = self._most_rows - 1
-        row = self._rate * (self._target_seconds(company * (rows + 1)) - self._target_seconds(company)) / rows
         self._growth = Growth(
             self._step_prices(),
             self._chances,
             worth=self.insight.cover.shares()[0],
             children=self._breadth.candidates,
             least=self._breadth.least,
-            rows=rows,
-            row_price=max(row, 0.0),
+            rows=self._most_rows - 1,
+            row_price=self._row_price(),
             lanes=self._breadth.lanes,
         )
+
+    def _row_price(self) -> float:
+        """What it costs to verify one node more, on average over the rows that a forward may have: in company as many
+        as the last one had, and one more of each session."""
+        company = self._company
+        most = self._most_rows if company == 1 else max(self._last_rows, company) + company
+        seconds = self._target_seconds(most) - self._target_seconds(company)
+        return max(self._rate * seconds * company / (most - company), 0.0)
 
     def _target_seconds(self, rows: int) -> float:
         """What a forward of the target takes, at the present length of the text."""
@@ -198,7 +205,7 @@ class Planner:
 
     def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:
         """How to grow the tree while the target verifies what was granted; None: it is not to be disturbed."""
-        costs, waiting = self.costs, self._growth
+        costs, waiting, self._last_rows = self.costs, self._growth, grant.rows
         if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
             return None
         rate, steps = grant.rate, grant.steps or waiting.step
