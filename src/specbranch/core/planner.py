@@ -114,10 +114,10 @@ class Planner:
         )
 
     def _row_price(self) -> float:
-        """What it costs to verify one node more, on average over the rows that a forward may have: in company as many
-        as the last one had, and one more of each session."""
+        """What it costs to verify one node more, on average over the rows that a forward may have: in company up to
+        twice as many as the last one had, and one of each session."""
         company = self._company
-        most = self._most_rows if company == 1 else max(self._last_rows, company) + company
+        most = self._most_rows if company == 1 else 2 * max(self._last_rows, company) + company
         seconds = self._target_seconds(most) - self._target_seconds(company)
         return max(self._rate * seconds * company / (most - company), 0.0)
 
