@@ -28,6 +28,7 @@ from specbranch.replay.several import Load, SeveralRecords
 from specbranch.suites.suite import Suite, conversation
 
 TURNS = 2  # requests for each place: while the last ones end, fewer are at work
+LEARNING = 2  # runs before the one that counts, where planning is looked at besides being priced
 PERCENTILES = (50, 95, 99)
 
 
@@ -79,14 +80,15 @@ def run_load(
 
 
 def _decoded(lab: Lab, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
-    """Decode as many requests as keep all places busy; what is learned of a pair is known from a run before."""
+    """Decode as many requests as keep all places busy; what is learned of a pair is known from earlier runs."""
     config, profile = default_setting(method).config, clock.profile
     assert config is not None and profile is not None
     many = list(records) * _rounds(count, len(records))
     experience = Experience(profile, lab.draft is not None)
     with closing(SeveralRecords(many, lab.draft)) as several:
         several.read_ahead()
-        several.decode(config, profile, count, experience)
+        for _ in range(LEARNING):
+            several.decode(config, profile, count, experience)
         return several.decode(config, profile, count, experience)
 
 

@@ -45,6 +45,11 @@ class Costs(Protocol):
         ...
 
     @property
+    def prices_all(self) -> bool:
+        """Whether a round takes no time but what it is priced at, so that nobody has to look what came of a plan."""
+        ...
+
+    @property
     def draft_setup(self) -> float:
         """Seconds that a draft takes once for all the steps of a round."""
         ...
@@ -75,6 +80,8 @@ class Costs(Protocol):
 
 class LearnedCosts:
     """Costs as rounds have shown them: the latest times of each kind, by rows. What has no rows is filed under 0."""
+
+    prices_all = False  # planning itself takes time
 
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap

@@ -156,7 +156,7 @@ class Experience:
         self.learned = self.costs if isinstance(self.costs, LearnedCosts) else None
         self.has_draft = has_draft
         self.insight = Insight()
-        self.stance = Stance() if self.learned is not None else None  # a profile's plans need no such look
+        self.stance = None if self.costs.prices_all else Stance()
         self._credit = 0.0  # seconds that may be spent on asking it all the same
 
     def affords(self, seconds: float) -> bool:

@@ -82,6 +82,11 @@ class CostProfile:
         """It says what a draft step takes."""
         return True
 
+    @property
+    def prices_all(self) -> bool:
+        """Whether a round takes as long however it is begun."""
+        return not (self.asking or self.hearing)
+
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Seconds of one target forward over `tokens` rows; `context`: after how many others, nothing: as measured."""
         return self._at(self.target, self.target_per_context, tokens, context)
