@@ -213,7 +213,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
 
 def kept_by_draft(cache_dtype: str | None, device: str | None) -> str | None:
     """Return what a draft's keys and values are stored in: the target's on a CPU, elsewhere nothing but its own."""
-    return cache_dtype if chosen_device(device) == "cpu" else None
+    return cache_dtype if cache_dtype is not None and chosen_device(device) == "cpu" else None
 
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
