@@ -25,7 +25,7 @@ from specbranch.core.orders import TokenLogprobs
 from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.rounds import given
-from specbranch.core.runner import Runner
+from specbranch.core.runner import PadsForwards, Runner
 from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.session import RoundWatcher
 from specbranch.core.trace import Trace
@@ -122,9 +122,10 @@ class LLM:
         self._parts = assemble(choice, drafting, executor, profile)
         folder = experience_folder() if keep_experience and profile is None else None
         file = ExperienceFile(folder, circumstances(choice, drafting, executor, self._parts)) if folder else None
-        self._experiences = Experiences(profile or LearnedCosts(self._overlap), self._has_draft, file)
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
+        padded = model.padded if isinstance(model := self._verifier.runner, PadsForwards) else None
+        self._experiences = Experiences(profile or LearnedCosts(self._overlap, padded), self._has_draft, file)
         piece = self._verifier.runner.piece
         limits = RoundLimits(piece=piece, prompt_tokens=piece)
         self._loop = Loop(self._parts.executor, costs=self._experiences.learned, limits=limits)

@@ -130,3 +130,13 @@ def test_steps_that_were_never_timed_alone_are_timed_beside_the_target() -> None
         report = Reports(tree=tree, drafting=Span(14.0, 22.0), verifying=Span(14.0, 26.0, 1))
         costs.observe({0: Orders(Grow(on, NO_TREE, GROWTH), Verify(on))}, {0: report})
     assert (costs.draft_seconds(1), costs.draft_slow_down) == (4.0, 0.0)
+
+
+def test_forwards_that_are_padded_to_one_size_share_their_times() -> None:
+    costs = LearnedCosts(padded=lambda rows: 1 if rows == 1 else -(-rows // 16) * 16)
+    for rows, seconds in ((1, 1.0), (5, 3.0), (16, 5.0), (9, 4.0), (17, 9.0)):
+        costs.take("target", rows, seconds)
+    assert [costs.target_seconds(rows) for rows in (1, 2, 16, 17, 32)] == [1.0, 4.0, 4.0, 9.0, 9.0]
+    costs.take("step", 5, 2.0)  # those of the draft are not padded like this
+    costs.take("step", 9, 4.0)
+    assert costs.draft_seconds(7) == 3.0

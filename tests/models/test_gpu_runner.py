@@ -17,9 +17,11 @@ from specbranch.config import SamplingParams
 from specbranch.core.orders import Aside, Context, Sparse, Verify
 from specbranch.core.pages import Pool
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, Head, Judged, Proposal, Runner, Trial, Verdicts
+from specbranch.core.runner import Ask, Feed, Head, Judged, PadsForwards, Proposal, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
 from specbranch.exec.verifier import Verifier
+from specbranch.models.batch import rows_of_piece
+from specbranch.models.gpu.layout import bucket_of
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import Table
 from specbranch.models.native import NativeRunner, load_native
@@ -452,3 +454,12 @@ def test_a_call_that_fails_anywhere_leaves_pages_and_places_in_order(
         assert not runner.slots(0).tokens
     again = runner.score([Feed(0, tuple(some_tokens(20)), tuple(range(ROOT, 19)))])[0][-1].logits
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-11)
+
+
+def test_a_runner_tells_what_a_step_is_padded_to(decoder: Any) -> None:
+    runner = GpuRunner(decoder, 600)
+    assert isinstance(runner, PadsForwards) and not isinstance(NativeRunner(decoder, 600), PadsForwards)
+    table = Table(Pool(4), [0, 1, 2])
+    for rows in (1, 2, 4, 5, 16, 17, 33, 100):
+        step = bucket_of([rows_of_piece(table, [1] * rows, 0)])
+        assert runner.padded(rows) == step.rows

@@ -24,6 +24,7 @@ MOST_SETUP = 0.9  # share of a draft's time that may count as setup
 MOST_UNREAD = 24  # tokens of one session; more is reading a text, not a round
 Timed = Literal["target", "step", "setup", "slow_down", "draft_slow_down", "host"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
+Padded = Callable[[int], int]  # the rows of a forward to those it is computed with
 
 
 class Costs(Protocol):
@@ -79,12 +80,16 @@ class Costs(Protocol):
 
 
 class LearnedCosts:
-    """Costs as rounds have shown them: the latest times of each kind, by rows. What has no rows is filed under 0."""
+    """Costs as rounds have shown them: the latest times of each kind, by rows. What has no rows is filed under 0.
+
+    Where the target's forwards are padded, all of one size share their times.
+    """
 
     prices_all = False  # planning itself takes time
 
-    def __init__(self, overlap: bool = True) -> None:
+    def __init__(self, overlap: bool = True, padded: Padded | None = None) -> None:
         self.overlap = overlap
+        self._padded = padded
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
         # what was learned since it was last written down, where that is done
         self.news: list[tuple[Timed, int, float]] | None = None
@@ -126,7 +131,7 @@ class LearnedCosts:
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Seconds of one target forward over `tokens` rows; times are of late, so the context is that of the text."""
-        return _at(self._points("target"), tokens, SLOPE)
+        return _at(self._points("target"), self._size(tokens), SLOPE)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Seconds of one draft forward over `width` rows."""
@@ -151,6 +156,7 @@ class LearnedCosts:
 
     def take(self, kind: Timed, rows: int, seconds: float) -> None:
         """Take in a time, and nothing else."""
+        rows = self._size(rows) if kind == "target" else rows
         times = self.times[kind].setdefault(rows, deque(maxlen=KEPT))
         times.append(seconds)
         self._medians[kind][rows] = median(times)
@@ -167,6 +173,9 @@ class LearnedCosts:
         if verifying is not None and not any(order.read or _reads(order.verify) for order in orders.values()):
             self._verified(verifying, len(steps) if overlaps else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
+
+    def _size(self, rows: int) -> int:
+        return self._padded(rows) if self._padded is not None and rows > 0 else rows
 
     def _points(self, kind: Timed) -> CostPoints:
         if kind not in self._sorted:

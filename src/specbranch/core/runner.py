@@ -259,6 +259,15 @@ class ReceivesTrees(Protocol):
 
 
 @runtime_checkable
+class PadsForwards(Protocol):
+    """A Runner whose forwards are computed with more rows than they have, so that some of these cost nothing."""
+
+    def padded(self, rows: int) -> int:
+        """With how many rows a forward of so many is computed."""
+        ...
+
+
+@runtime_checkable
 class RunsAhead(Protocol):
     """A Runner that can have lanes read what they chose themselves before anybody has heard of it."""
 

@@ -40,7 +40,16 @@ from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.lanes import LaneSteps
-from specbranch.models.gpu.layout import GROUP_ROWS, MOST_ROWS, Bucket, Choosing, brought_moves, most_moves, pack
+from specbranch.models.gpu.layout import (
+    GROUP_ROWS,
+    MOST_ROWS,
+    Bucket,
+    Choosing,
+    brought_moves,
+    most_moves,
+    pack,
+    power_of_four,
+)
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
@@ -83,6 +92,10 @@ class GpuRunner(NativeRunner):
         """How to note the moment at which the device has done all it was given so far; nothing where it does not
         work by itself."""
         return None if self._clock is None else self._clock.note
+
+    def padded(self, rows: int) -> int:
+        """With how many rows a step of so many is computed."""
+        return max(power_of_four(rows), self._graphs.step.least.rows)
 
     def limit(self, vocabulary: int) -> None:
         """Never say a token from this id on, as one that is unknown to the other model."""
