@@ -88,7 +88,7 @@ DAMAGE = {
     "empty": lambda text: "",
     "no object": lambda text: "[1, 2]",
     "another pair": lambda text: text.replace('"target": "a"', '"target": "b"'),
-    "another format": lambda text: text.replace('"format": 3', '"format": 99'),
+    "another format": lambda text: text.replace('"format": 4', '"format": 99'),
     "no number": lambda text: text.replace("0.02", '"soon"', 1),
     "no time at all": lambda text: text.replace("0.02", "0.0"),
     "far too large": lambda text: text.replace("0.02", "1" + "0" * 400, 1),

@@ -25,7 +25,7 @@ from specbranch.core.orders import TokenLogprobs
 from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.rounds import given
-from specbranch.core.runner import PadsForwards, Runner
+from specbranch.core.runner import PadsForwards, ReceivesTrees, Runner
 from specbranch.core.scheduler import Scheduler, Ticket
 from specbranch.core.session import RoundWatcher
 from specbranch.core.trace import Trace
@@ -124,8 +124,7 @@ class LLM:
         file = ExperienceFile(folder, circumstances(choice, drafting, executor, self._parts)) if folder else None
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
-        padded = model.padded if isinstance(model := self._verifier.runner, PadsForwards) else None
-        self._experiences = Experiences(profile or LearnedCosts(self._overlap, padded), self._has_draft, file)
+        self._experiences = Experiences(profile or self._costs(), self._has_draft, file)
         piece = self._verifier.runner.piece
         limits = RoundLimits(piece=piece, prompt_tokens=piece)
         self._loop = Loop(self._parts.executor, costs=self._experiences.learned, limits=limits)
@@ -291,6 +290,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
+
+    def _costs(self) -> LearnedCosts:
+        """What is known of the costs before anything is timed."""
+        model = self._verifier.runner
+        padded = model.padded if isinstance(model, PadsForwards) else None
+        return LearnedCosts(self._overlap, padded, begins_ahead=isinstance(model, ReceivesTrees))
 
     def _rehearse(self) -> None:
         """Time the pair if the method plans by costs and too little is known of them."""

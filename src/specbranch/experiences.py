@@ -29,7 +29,7 @@ from specbranch.files import replacing
 log = logging.getLogger("specbranch")
 
 VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
-FORMAT = 3
+FORMAT = 4
 PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 TALLIES = ("first", "other", "cover", "looked")

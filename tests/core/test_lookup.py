@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from specbranch.core.lookup import Ngrams
+from specbranch.core.lookup import FAR, Ngrams
 
 
 def searched(tokens: list[int], longest: int, shortest: int, length: int) -> tuple[int, ...]:
@@ -63,3 +63,20 @@ def test_nothing_is_proposed_where_nothing_may_be_added() -> None:
 def test_an_empty_text_and_a_single_token_propose_nothing() -> None:
     assert Ngrams([], 3).propose(3) == ()
     assert Ngrams([1], 3).propose(3) == ()
+
+
+def test_a_match_is_counted_as_far_as_it_goes() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        tokens = [rng.randrange(3) for _ in range(rng.randint(2, 60))]
+        cut = rng.randint(1, len(tokens))
+        for text, behind in ((tokens, ()), (tokens[:cut], tuple(tokens[cut:]))):
+            ngrams = Ngrams(text, 4)
+            words, found = ngrams.find(3, behind)
+            ends = [end for end in range(1, len(tokens)) if tokens[:end][-4:] == tokens[-4:]]
+            if ends and len(tokens) > 4:  # of the last four the latest place counts, however far the match goes
+                end = ends[-1]
+                far = next((n for n in range(end) if tokens[end - n - 1] != tokens[-n - 1]), end)
+                assert words == min(far, FAR) and found == tuple(tokens[end : end + 3])
+            else:
+                assert words < 4

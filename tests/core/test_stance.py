@@ -36,6 +36,13 @@ def test_the_faster_way_is_taken_and_the_other_one_tried_ever_more_rarely() -> N
         assert len(others) <= 9 * (max(TRIAL.values()) + LEFT_OUT), "it is tried again after twice as long"
 
 
+def test_plain_decoding_is_not_tried_where_it_cannot_be_faster() -> None:
+    assert not any(shares(Stance(lambda company: 1.0), 5000, 1.7))
+    assert any(shares(Stance(lambda company: 1.0), 5000, 0.9)), "a bound above what is planned leaves it open"
+    stance = Stance(lambda company: 4.0 / company)
+    assert not any(shares(stance, 400, 1.7, 4)) and any(shares(stance, 400, 1.7, 1)), "it is that of the load"
+
+
 def test_a_trial_that_is_far_behind_ends_early_and_a_close_one_does_not() -> None:
     for rate, rounds in ((0.6, ENOUGH), (0.95, TRIAL[False])):
         ways = shares(Stance(), 3000, rate)

@@ -29,6 +29,7 @@ from specbranch.core.trees import (
     farthest,
     look_class,
     marked,
+    match_class,
     standing,
 )
 
@@ -141,7 +142,7 @@ def test_draft_and_text_correct_each_other() -> None:
 
 def test_every_standing_has_a_class_of_its_own() -> None:
     places = (UNREAD, FIRST, OTHER, ABSENT)
-    classes = {look_class(words, deep, where) for words in range(1, 7) for deep in (False, True) for where in places}
+    classes = {look_class(match_class(words), where) for words in range(1, 40) for where in places}
     assert classes == set(range(len(CHANCES.looked))) and len(CHANCES.looked) == len(CHANCES.shifts)
     node = Node(1, ROOT, 0.5, 0.5, 1)
     assert standing(node, False) == UNREAD and standing(node, True) == ABSENT

@@ -17,7 +17,7 @@ from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import CLASSES, NO_TREE, STANDINGS, WORDS, Chances, GrowingTree, Growth, Tree, below
+from specbranch.core.trees import CLASSES, LOOKS, NO_TREE, STANDINGS, Chances, GrowingTree, Growth, Tree, below
 from specbranch.exec.drafter import Drafter
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
@@ -60,8 +60,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def some_growth(rng: random.Random) -> Growth:
     """Prices and chances at random, such that trees of all sizes come of them."""
     first, other = (tuple(sorted(rng.uniform(0, high) for _ in range(CLASSES))) for high in (1.0, 0.4))
-    looked = tuple(rng.random() for _ in range(2 * WORDS * STANDINGS))
-    chances = Chances(first, other, looked, tuple(rng.uniform(-1, 2) for _ in range(2 * WORDS * STANDINGS)))
+    looked = tuple(rng.random() for _ in range(LOOKS * STANDINGS))
+    chances = Chances(first, other, looked, tuple(rng.uniform(-1, 2) for _ in range(LOOKS * STANDINGS)))
     step = tuple(rng.uniform(0.001, 0.02) * (1 + 0.1 * lane) for lane in range(rng.choice([1, 4, 8, 16])))
     beside = rng.random() < 0.5
     return Growth(

@@ -4,6 +4,7 @@ no text changes by that."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def decode(runner: GpuRunner, method: str, params: SamplingParams, prompt: list[
     draft = Drafter(GpuRunner(runner.decoder, 600)) if method == "specbranch" else None
     loop, config = Loop(kind(Verifier(runner), draft)), SpeculativeConfig(method=method, ngram_min=1)  # type: ignore[arg-type]
     session = Session(1, prompt, Request(params, 1, len(prompt), eos_ids=(7,)), 600)
-    experience = Timeless(PROFILE)
+    experience = Timeless(replace(PROFILE, asking=1e-6))
     experience.has_draft = draft is not None
     loop.join(session, METHODS[method].start(session, config, experience))
     run_out(loop)

@@ -51,6 +51,11 @@ class Costs(Protocol):
         ...
 
     @property
+    def begins_ahead(self) -> bool:
+        """Whether a round that follows from a verdict whatever it is can be begun with it."""
+        ...
+
+    @property
     def draft_setup(self) -> float:
         """Seconds that a draft takes once for all the steps of a round."""
         ...
@@ -87,8 +92,8 @@ class LearnedCosts:
 
     prices_all = False  # planning itself takes time
 
-    def __init__(self, overlap: bool = True, padded: Padded | None = None) -> None:
-        self.overlap = overlap
+    def __init__(self, overlap: bool = True, padded: Padded | None = None, begins_ahead: bool = False) -> None:
+        self.overlap, self.begins_ahead = overlap, begins_ahead
         self._padded = padded
         self.times: dict[Timed, dict[int, deque[float]]] = {kind: {} for kind in get_args(Timed)}
         # what was learned since it was last written down, where that is done

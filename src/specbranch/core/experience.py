@@ -7,6 +7,7 @@ judged.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,21 +38,19 @@ USUAL_OTHER = (
     0.45,
 )
 USUAL_COVER = 0.8  # how often the target's next token is among those proposed
-# How often a token that was looked up is right. A line for each number of matched words: first for the token right
-# behind them, then for those that follow. In a line: the draft said nothing yet; it is the draft's first candidate; one
-# of its others; none of them.
+# How often a token that was looked up is right. A line for each class of how many words match before it. In a line: the
+# draft said nothing yet; it is the draft's first candidate; one of its others; none of them.
 USUAL_LOOK = (
     (0.2, 0.65, 0.2, 0.06),
     (0.45, 0.75, 0.31, 0.12),
-    (0.63, 0.77, 0.4, 0.2),
-    (0.72, 0.93, 0.55, 0.3),
-    (0.6, 0.78, 0.3, 0.2),
-    (0.68, 0.88, 0.5, 0.3),
-    (0.75, 0.92, 0.62, 0.3),
-    (0.94, 0.95, 0.65, 0.45),
+    (0.65, 0.8, 0.4, 0.2),
+    (0.68, 0.87, 0.5, 0.25),
+    (0.85, 0.93, 0.6, 0.35),
+    (0.94, 0.96, 0.65, 0.45),
+    (0.96, 0.97, 0.7, 0.5),
 )
 # For the middle two: how much the draft's log-odds rise if the text says the same.
-USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.3), (0.8, 1.5), (1.5, 2.0), (0.6, 1.5), (1.0, 2.0), (1.3, 2.3), (1.6, 2.8))
+USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
 PACE = 0.06  # how fast those shifts are learned
 LATELY = 400.0  # tokens over which the rate is measured
 PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
@@ -156,8 +155,13 @@ class Experience:
         self.learned = self.costs if isinstance(self.costs, LearnedCosts) else None
         self.has_draft = has_draft
         self.insight = Insight()
-        self.stance = None if self.costs.prices_all else Stance()
+        self.stance = None if self.costs.prices_all else Stance(self._most_plain)
         self._credit = 0.0  # seconds that may be spent on asking it all the same
+
+    def _most_plain(self, company: int) -> float:
+        """Tokens a second of plain decoding, of each of so many sessions: a forward's time is the least it takes."""
+        seconds = self.costs.target_seconds(company) if self.costs.knows_target else 0.0
+        return 1.0 / seconds if seconds > 0.0 else math.inf
 
     def affords(self, seconds: float) -> bool:
         """Whether a draft that does not pay may be asked once more; if so, it is paid for."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+FAR = 17  # tokens of a match that are counted: more say nothing new
+
 
 class Ngrams:
     """For each n-gram of the list, where the text after its latest occurrence starts."""
@@ -23,7 +25,8 @@ class Ngrams:
         return self.find(length)[1]
 
     def find(self, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
-        """Return how long the longest known suffix is, and up to `length` tokens that followed it.
+        """Return how many tokens at the end stand before a place in the list, too, where the longest known suffix was
+        met last, and up to `length` tokens that followed there.
 
         `behind`: tokens that are about to be added to the list.
         """
@@ -34,8 +37,19 @@ class Ngrams:
             start = self._next.get(lately[-size:])
             if start is not None:
                 beyond = behind[max(start - len(self._tokens), 0) :]
-                return size, (*self._tokens[start : start + length], *beyond)[:length]
+                found = (*self._tokens[start : start + length], *beyond)[:length]
+                return self._matched(start, size, behind), found
         return 0, ()
+
+    def _matched(self, start: int, size: int, behind: tuple[int, ...]) -> int:
+        """How many tokens before `start` are those at the end; `size` of them are known to be."""
+        end = len(self._tokens) + len(behind)
+        while size < min(FAR, start) and self._token(start - size - 1, behind) == self._token(end - size - 1, behind):
+            size += 1
+        return size
+
+    def _token(self, at: int, behind: tuple[int, ...]) -> int:
+        return self._tokens[at] if at < len(self._tokens) else behind[at - len(self._tokens)]
 
     def _index(self, lately: tuple[int, ...], first: int) -> None:
         """Take in what is new in the list, and about to be: all of it from token `first` on is given."""

@@ -15,16 +15,16 @@ from itertools import pairwise, takewhile
 
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
-from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, step_prices
+from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, let_draft, step_prices
 from specbranch.core.orders import Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import GrowingTree, Growth, Node, Tree, class_of, look_class, standing
+from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class_of, look_class, match_class, standing
 
 # A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
 # step that all sessions share.
 SPARED = 0.7
-LOOKED = 14  # tokens looked up at a time
+LOOKED = 15  # tokens looked up at a time
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
 IN_A_ROW = 4  # a wide step is made beside the target only if so many of them fit in: wide reading is not deep
 LIGHT = 1.25  # a wide step may always cost this much of a narrow one
@@ -82,6 +82,11 @@ class Planner:
     def _can_draft(self) -> bool:
         return self.experience.has_draft and self._silent < MUTE
 
+    @property
+    def _knows_draft(self) -> bool:
+        """Whether the draft can be asked, and it is known what that costs."""
+        return self._can_draft and self.costs.knows_target and self.costs.knows_draft
+
     def plainly(self, company: int) -> bool:
         """Whether nothing is to be planned at all: plain decoding has been faster among so many sessions."""
         stance = self.experience.stance
@@ -136,22 +141,27 @@ class Planner:
         growing.graft(tokens, words, self._growth.chances)
         return growing.tree()
 
-    def follows(self, tree: Tree, sent: list[int]) -> Follows | None:
-        """What comes after a round that only verifies looked-up text; None: not known. Where as many words match then,
-        the choice will be the same."""
-        words = tree.nodes[sent[0]].look if sent else 0
+    def follows(self, tree: Tree, sent: list[int], unread: int) -> Follows | None:
+        """What comes after a round that only verifies looked-up text, and is begun with its verdict; None: not known,
+        or nothing is begun like this."""
         line = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
-        return partial(self._looked_on, words) if words and line and self._company == 1 else None
+        known = sent and line and self._company == 1 and self.costs.begins_ahead
+        return partial(self._looked_on, unread) if known else None
 
-    def _looked_on(self, words: int, behind: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _looked_on(self, unread: int, behind: tuple[int, ...]) -> tuple[int, ...] | None:
+        """What is looked up behind a verdict, if it is so likely that the draft will not be asked before."""
         assert self._ngrams is not None
-        matched, tokens = self._ngrams.find(LOOKED, behind)
-        return tokens if matched >= words else None
+        words, tokens = self._ngrams.find(LOOKED, behind)
+        if not tokens:
+            return None
+        chance = self._chances.looked[look_class(match_class(words), UNREAD)]
+        offer = self._first_offer(1.0 - chance, unread + len(behind)) if self._knows_draft else None
+        return None if offer is not None and let_draft({0: offer})[0].may else tokens
 
     def lane_offer(self, tree: Tree, unread: int) -> LaneOffer | None:
         """What the draft might read while the target waits; None: nothing. `unread`: tokens it has to read first."""
         growth = self._growth
-        if not self._can_draft or not self.costs.knows_target or not self.costs.knows_draft:
+        if not self._knows_draft:
             return None
         gains = self._gains(tree, growth)
         if tree.read:
@@ -161,9 +171,13 @@ class Planner:
                 if worth
                 else None
             )
-        plain = 1.0 / self._target_seconds(self._company)
+        return self._first_offer(gains[0], unread)
+
+    def _first_offer(self, gain: float, unread: int) -> LaneOffer:
+        """Have the draft say what follows the text; `gain`: how likely that is not known."""
+        growth, plain = self._growth, 1.0 / self._target_seconds(self._company)
         first_rate = FIRST * self._rate + (1.0 - FIRST) * plain
-        gain = growth.worth * gains[0] * (self.insight.promise(growth.row_price) if self._company > 1 else 1.0)
+        gain *= growth.worth * (self.insight.promise(growth.row_price) if self._company > 1 else 1.0)
         return LaneOffer((gain,), max(unread, 1), self._rate, first_rate, self.costs, self._context)
 
     def while_waiting(self, tree: Tree, unread: int, grant: LaneGrant) -> Growth | None:
@@ -206,7 +220,7 @@ class Planner:
     def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:
         """How to grow the tree while the target verifies what was granted; None: it is not to be disturbed."""
         costs, waiting, self._last_rows = self.costs, self._growth, grant.rows
-        if not (self.overlap and self._can_draft and costs.knows_target and costs.knows_draft):
+        if not (self.overlap and self._knows_draft):
             return None
         rate, steps = grant.rate, grant.steps or waiting.step
         free = rate * (self._target_seconds(grant.rows) - costs.draft_setup)
@@ -257,7 +271,7 @@ class Planner:
         if node.said > 0.0:
             insight.learn("other" if node.rank else "first", class_of(node.said), true)
         if node.look:
-            at = look_class(node.look, node.depth > 1, standing(node, read))
+            at = look_class(node.look, standing(node, read))
             if node.said > 0.0:
                 insight.learn("shift", at, true - node.chance)
             else:

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree, farthest
 
-LINE = 0.06  # the main line is not sent beyond this reach: what is rejected there costs more than it brings
-
 
 class Sending(NamedTuple):
     """How to choose: `prices[k - 1]` is what k nodes cost beyond none, in tokens."""
@@ -28,12 +26,11 @@ SendingLater = Callable[[], Sending]  # worked out once there is time for it
 
 def candidates(tree: Tree, deepest: int, most: int, alternatives: bool = True) -> list[int]:
     """Which nodes could be verified, by their reach; parents come before children."""
-    nodes, line = tree.nodes, tree.main_line()
-    ends = {nodes[n].parent for n in line if nodes[n].reach < LINE}
-    inside, taken, numbers = set(line), {ROOT}, list[int]()
+    if not alternatives:
+        return [n for n in tree.main_line() if tree.nodes[n].depth <= deepest][:most]
+    taken, numbers = {ROOT}, list[int]()
     for n in farthest(tree, deepest):
-        parent = nodes[n].parent
-        if parent in ends or parent not in taken or not (alternatives or n in inside):
+        if tree.nodes[n].parent not in taken:
             continue
         numbers.append(n)
         taken.add(n)

@@ -7,7 +7,9 @@ times and numbers of tokens alone.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -26,6 +28,7 @@ BELIEVED = 1024  # rounds that are decoded in the way that an earlier process fo
 LEFT_OUT = 2  # rounds after a change: what was begun ends, and a draft reads what it has missed
 LATELY = 256  # rounds over which a rate is measured
 SLOW = 4.0  # a round counts at most so many times the middle one: something may be set up in it
+MostPlain = Callable[[int], float]  # tokens a second of plain decoding, at the most, of each of so many sessions
 Findings = dict[int, tuple[bool, int]]  # by load: whether plain decoding was faster, and how long that is believed
 
 
@@ -67,8 +70,11 @@ class _Load:
     tried: tuple[int, float] = (0, 0.0)  # tokens and seconds of the trial, with all that is left out of its rate
     rates: dict[bool, _Rate] = field(default_factory=lambda: {PLANNED: _Rate(), PLAINLY: _Rate()})
 
-    def turn(self, company: int) -> None:
-        """Try the other way, or go on with the better one."""
+    def turn(self, company: int, most_plain: float) -> None:
+        """Try the other way, or go on with the better one; plain decoding is not tried where it cannot be it."""
+        if self.best is PLANNED and not self.is_trial and self.rates[PLANNED].per_second >= most_plain:
+            self.left = self.span * company
+            return
         if not self.is_trial:
             self.plainly = not self.best
             self.left, self.rates[self.plainly] = TRIAL[self.plainly] * company, _Rate()
@@ -108,7 +114,8 @@ class _Load:
 class Stance:
     """Says how to go on at a load, and hears what came of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_plain: MostPlain = lambda company: math.inf) -> None:
+        self._most_plain = most_plain
         self._loads: dict[int, _Load] = {}  # by the power of two of the sessions at once
 
     def plainly(self, company: int) -> bool:
@@ -128,7 +135,7 @@ class Stance:
         load.rates[plainly].add(tokens, seconds)
         load.left -= 1
         if load.is_over(company):
-            load.turn(company)
+            load.turn(company, self._most_plain(company))
 
     def found(self) -> Findings:
         """Return what was found at each load at which both ways were compared."""

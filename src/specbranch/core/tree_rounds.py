@@ -65,8 +65,9 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Me
     sent = sorted(candidates[: grant.count])
     tree = marked(tree, sent)
     drafted = growth is not None
-    growth = _within(session, planner.while_verifying(tree, grant))
-    follows = None if drafted or growth else planner.follows(tree, sent)
+    # What is begun with the verdict is begun sooner than the draft can help.
+    follows = None if drafted else planner.follows(tree, sent, session.untold)
+    growth = None if follows else _within(session, planner.while_verifying(tree, grant))
     verify = session.verify_tree(chosen(tree, sent), follows=follows)
     orders = Orders(session.grow(tree, growth) if growth else None, verify, meanwhile)
     meanwhile.add(_count_kind, session, tree, sent, growth)

@@ -41,13 +41,18 @@ class Chances:
 # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
 UNREAD, FIRST, OTHER, ABSENT = range(4)
 STANDINGS = 4
-WORDS = 4  # matched before it, or more
+MATCHES = (2, 3, 4, 5, 9, 17)  # between classes of how many words match before it
+LOOKS = len(MATCHES) + 1
 
 
-def look_class(words: int, deep: bool, standing: int) -> int:
-    """Return the class of a looked-up token: by the words matched before it, whether others came before it, what the
-    draft says."""
-    return (min(words, WORDS) - 1 + WORDS * deep) * STANDINGS + standing
+def match_class(words: int) -> int:
+    """Return the class of a match, 1 to LOOKS."""
+    return bisect_right(MATCHES, words) + 1
+
+
+def look_class(look: int, standing: int) -> int:
+    """Return the class of a looked-up token: by that of its match, and what the draft says."""
+    return (look - 1) * STANDINGS + standing
 
 
 def standing(node: Node, parent_read: bool) -> int:
@@ -72,7 +77,7 @@ class Node(NamedTuple):
     depth: int  # 1 for a child of the root
     rank: int = 0  # among the candidates of its place
     said: float = 0.0  # the draft's own probability; 0: it did not come from a draft
-    look: int = 0  # how many words before it stood before it earlier in the text, too; 0: it was not looked up
+    look: int = 0  # the class of how many words before it stood before it earlier, too; 0: it was not looked up
     fed: bool = False  # the draft has read it, so that its children are known
     sent: bool = False  # the target is reading it
 
@@ -234,14 +239,15 @@ class GrowingTree:
         return sorted([node.reach for node in self.nodes], reverse=True)[growth.rows - 1]
 
     def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
-        """Take in what followed the same words earlier in the text, as a line from the root."""
+        """Take in what followed the same words earlier in the text, as a line from the root: each that is right makes
+        the match longer."""
         here = ROOT
         for depth, token in enumerate(tokens, start=1):
             known = next((n for n, node in enumerate(self.nodes) if node.parent == here and node.token == token), None)
             if known is None:
                 known = len(self.nodes)
                 self.nodes.append(Node(token, here, 0.0, 0.0, depth, rank=1))
-            self.nodes[known] = self.nodes[known]._replace(look=words)
+            self.nodes[known] = self.nodes[known]._replace(look=match_class(words + depth - 1))
             self._weigh(known, chances)
             here = known
 
@@ -249,11 +255,7 @@ class GrowingTree:
         """Say how likely a node is by all that is known of it."""
         node = self.nodes[n]
         above = self.nodes[node.parent] if node.parent != ROOT else None
-        at = (
-            look_class(node.look, node.depth > 1, standing(node, above.fed if above else self.read))
-            if node.look
-            else None
-        )
+        at = look_class(node.look, standing(node, above.fed if above else self.read)) if node.look else None
         if node.said > 0.0:
             chance = chances.of(node.rank, node.said)
             chance = chance if at is None else _shifted(chance, chances.shifts[at])

@@ -9,7 +9,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Orders, Read, Reports, Span, Verify
+from specbranch.core.orders import (
+    Branch,
+    Draft,
+    Drafted,
+    DraftOrder,
+    Grow,
+    Orders,
+    Read,
+    Reports,
+    Span,
+    Verdict,
+    Verify,
+)
 from specbranch.core.runner import Done, Feed
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.grower import never
@@ -95,8 +107,8 @@ class VirtualClock(Serial):
         self.profile = profile
         self.metered = draft
         self._now = 0.0
-        # of the last round: sessions for which the target goes on by itself, and those of which it is known how
-        self._said: tuple[set[int], set[int]] = set(), set()
+        # of the last round: sessions for which the target goes on by itself, and what was begun with the verdict
+        self._said: tuple[set[int], dict[int, tuple[int, ...]]] = set(), {}
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round and charge it."""
@@ -115,7 +127,7 @@ class VirtualClock(Serial):
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
         verdicts = self.target.judge(scored, heads)
-        host = self.profile.host_seconds(self._beginning(drafts, verifies, reads))
+        host = self.profile.host_seconds(self._beginning(drafts, verifies, reads, verdicts))
         start = self._now + host - self.profile.host  # it is asked for first
         self._now += charge.seconds + host
         begun = start + charge.target_start
@@ -125,15 +137,20 @@ class VirtualClock(Serial):
         return reports_of(orders, made, verdicts, failed | short, drafting, verifying, self._without, reached)
 
     def _beginning(
-        self, drafts: Mapping[int, DraftOrder], verifies: Mapping[int, Verify], reads: Mapping[int, Read]
+        self,
+        drafts: Mapping[int, DraftOrder],
+        verifies: Mapping[int, Verify],
+        reads: Mapping[int, Read],
+        verdicts: Mapping[int, Verdict],
     ) -> Beginning:
         """How this round is begun, by what was said of it in the one before (`Serial` and the runners begin by the same
         rules)."""
         before, grown = self._said, next(iter(drafts.values()), None)
         received = len(drafts) == 1 and not verifies and isinstance(grown, Grow) and grown.sending is not None
         by_itself = set(drafts) if received else {session for session, order in verifies.items() if order.goes_on}
-        self._said = by_itself, {session for session, order in verifies.items() if order.follows}
-        if drafts or reads or not verifies.keys() <= before[0] | before[1]:
+        self._said = by_itself, _followed(verifies, verdicts)
+        heard = {at for at, order in verifies.items() if _begins(before[1].get(at), order.tokens)}
+        if drafts or reads or not verifies.keys() <= before[0] | heard:
             return Beginning.ASKED
         return Beginning.BY_ITSELF if verifies.keys() <= before[0] else Beginning.HEARD
 
@@ -141,3 +158,20 @@ class VirtualClock(Serial):
         """How many tokens the target holds of a sequence, on average."""
         lengths = [len(self.target.slots(session).prefix) for session in sessions]
         return statistics.fmean(lengths) if lengths else 0.0
+
+
+def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> dict[int, tuple[int, ...]]:
+    """What is begun with each verdict."""
+    begun: dict[int, tuple[int, ...]] = {}
+    for session, order in verifies.items():
+        verdict = verdicts.get(session)
+        if order.follows is not None and verdict is not None:
+            chain = order.follows((*order.tokens[: len(verdict.path)], verdict.token))
+            if chain is not None:
+                begun[session] = chain
+    return begun
+
+
+def _begins(chain: tuple[int, ...] | None, tokens: Sequence[int]) -> bool:
+    """Whether what was begun is what is asked for, or goes on behind it."""
+    return chain is not None and tuple(tokens) == chain[: len(tokens)]

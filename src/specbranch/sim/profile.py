@@ -87,6 +87,11 @@ class CostProfile:
         """Whether a round takes as long however it is begun."""
         return not (self.asking or self.hearing)
 
+    @property
+    def begins_ahead(self) -> bool:
+        """Whether it tells what is saved where a round is begun with the verdict before it."""
+        return self.asking > 0.0
+
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Seconds of one target forward over `tokens` rows; `context`: after how many others, nothing: as measured."""
         return self._at(self.target, self.target_per_context, tokens, context)

@@ -11,7 +11,6 @@ imports it but `receiving`, when it is asked to.
 import triton
 import triton.language as tl
 
-from specbranch.core.sending import LINE as _LINE
 from specbranch.models.gpu import receiving, trees
 from specbranch.models.gpu.layout import ALIGNED as _ALIGNED
 from specbranch.models.gpu.tree_kernels import (
@@ -40,8 +39,7 @@ from specbranch.models.gpu.tree_kernels import (
 )
 
 SHEET = tl.constexpr(trees.AT["sheet"])
-LINE, ALIGNED = tl.constexpr(_LINE), tl.constexpr(_ALIGNED)
-NOBODY = tl.constexpr(-3)
+ALIGNED = tl.constexpr(_ALIGNED)
 PREFIX, LAST, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY, DEEPEST, MOST = (
     tl.constexpr(n) for n in range(len(receiving.SCALARS))
 )
@@ -80,20 +78,10 @@ def _choose(tree, nodes, held, count, SIZE: tl.constexpr):
     if tl.load(tree + PLANTED) > 0.0:
         _weigh_anew(nodes, at, there, parent, depth)
     reach = tl.load(at + REACH, mask=there, other=-1.0)
-    here = count * 0 + ROOT
-    end = count * 0 + NOBODY
-    going = count
-    while going > 0:  # down the main line
-        among = tl.where(there & (parent == here), reach, -1.0)
-        top = tl.max(among, 0)
-        ends = (top >= 0.0) & (top < LINE)
-        end = tl.where(ends, here, end)
-        going = tl.where((top >= 0.0) & (ends == 0), 1, 0)
-        here = tl.where(going > 0, tl.min(tl.where(among == top, n, NOWHERE), 0), here)
     deepest = tl.load(held + DEEPEST).to(tl.int32)
     limit = tl.load(held + MOST).to(tl.int32)
     order = tl.zeros_like(n) - 1
-    rest = tl.where(there & (parent == ROOT) & (depth <= deepest) & (end != ROOT), reach, -1.0)
+    rest = tl.where(there & (parent == ROOT) & (depth <= deepest), reach, -1.0)
     taken = count * 0
     best = count * 0
     promised = tl.load(held + PRICES) * 0.0
@@ -103,7 +91,7 @@ def _choose(tree, nodes, held, count, SIZE: tl.constexpr):
         found = tl.min(tl.where(rest == top, n, NOWHERE), 0)
         order = tl.where(n == found, taken, order)
         rest = tl.where(n == found, -1.0, rest)
-        rest = tl.where((parent == found) & (depth <= deepest) & (found != end), reach, rest)
+        rest = tl.where((parent == found) & (depth <= deepest), reach, rest)
         promised += top
         profit = promised - tl.load(held + PRICES + taken)
         taken += 1

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from specbranch.core.pages import PAGE as _PAGE
 from specbranch.core.trees import STANDINGS as _STANDINGS
-from specbranch.core.trees import WORDS as _WORDS
 from specbranch.models.batch import GROUP as _GROUP
 from specbranch.models.gpu import trees
 from specbranch.models.gpu.choice import BEFORE as _BEFORE
@@ -88,7 +87,7 @@ TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN,
         "row",
     ]
 )
-WORDS, STANDINGS = tl.constexpr(_WORDS), tl.constexpr(_STANDINGS)
+STANDINGS = tl.constexpr(_STANDINGS)
 FIRST_OF, OTHER_OF, ABSENT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -171,12 +170,11 @@ def _weigh(state, nodes, planted, now, live):
         rank = tl.load(at + RANK, mask=below, other=0.0)
         said = tl.load(at + SAID, mask=below, other=0.0)
         look = tl.load(at + LOOK, mask=below, other=0.0).to(tl.int32)
-        deep = (tl.load(at + DEPTH, mask=below, other=0.0) > 1.0).to(tl.int32)
         above = tl.where(
             parent == ROOT, 1.0, tl.load(nodes + tl.maximum(parent, 0) * FIELDS + REACH, mask=below, other=0.0)
         )
         standing = tl.where(said > 0.0, tl.where(rank > 0.0, OTHER_OF, FIRST_OF), ABSENT)
-        kind = tl.where(look > 0, (tl.minimum(look, WORDS) - 1 + WORDS * deep) * STANDINGS + standing, 0)
+        kind = tl.where(look > 0, (look - 1) * STANDINGS + standing, 0)
         own = tl.load(state + tl.where(rank > 0.0, OTHER, FIRST) + _class_of(state, said))
         odds = own / tl.maximum(1.0 - own, 1e-6) * tl.load(state + ODDS + kind)
         drafted = tl.where(look > 0, odds / (1.0 + odds), own)

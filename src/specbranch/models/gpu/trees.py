@@ -21,7 +21,7 @@ from torch import Tensor
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import CLASSES, EDGES, NO_TREE, STANDINGS, WORDS, GrowingTree, Growth, Node
+from specbranch.core.trees import CLASSES, EDGES, LOOKS, NO_TREE, STANDINGS, GrowingTree, Growth, Node
 from specbranch.models.batch import GROUP, Rows
 from specbranch.models.gpu.choice import BEFORE, CONFIDENCE
 from specbranch.models.gpu.layout import (
@@ -57,7 +57,7 @@ SCALARS = (
 FIELDS = (*Node._fields, "place", "known", "row")
 PLACE = FIELDS.index("place")
 KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
-LOOKED = 2 * WORDS * STANDINGS
+LOOKED = LOOKS * STANDINGS
 PARTS = {
     "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES,
     "looked": LOOKED, "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
