@@ -285,3 +285,13 @@ def test_a_compiled_step_that_is_wrong_is_not_used(
     monkeypatch.setattr(FusedStep, "logits", lambda self, work: logits(self, work) + 0.1)
     wrong = load_native(folders["llama"], context_length=64)
     assert wrong._fused is None and "disagrees" in caplog.text
+
+
+def test_weights_that_are_no_numbers_are_loaded_all_the_same(tmp_path: Path) -> None:
+    """Whoever uses them finds out: a target says so, a draft is left out."""
+    model = tiny("llama")
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    runner = load_native(saved(model, tmp_path), context_length=64)
+    runner.open(0, GREEDY)
+    assert torch.isnan(collate(runner.score([Feed(0, (1, 2), (ROOT, 0))])[0])).all()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -31,7 +32,7 @@ from specbranch.models.columns import finder
 from specbranch.models.noise import Noise, gumbel, hashed
 from specbranch.models.reductions import argmax, descending, entropy, leading, peak
 from specbranch.models.rows import TensorRow, rows_of
-from specbranch.models.sampling import TensorLaw, TorchSampler
+from specbranch.models.sampling import TensorLaw, TorchSampler, proposed
 from specbranch.models.sheet import sheet_of
 
 CPU = torch.device("cpu")
@@ -300,6 +301,13 @@ def test_lanes_at_one_position_share_their_noise() -> None:
 
 
 # --- proposals ---
+
+
+def test_where_nothing_can_be_found_the_draft_is_sure_to_no_degree() -> None:
+    spots = [_spot()] * 2
+    nothing = np.array([[0.5, -1.0, -1.0, -math.inf, -math.inf], [math.nan, 3.0, 4.0, 0.1, 0.2]])
+    for proposal in proposed(spots, [Ask(0, ROOT, 2)] * 2, nothing):
+        assert proposal.tokens == () and math.isnan(proposal.confidence)
 
 
 def test_match_proposes_the_targets_token_first_when_the_models_agree() -> None:

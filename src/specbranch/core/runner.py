@@ -243,6 +243,11 @@ class GrowsTrees(Protocol):
         asked for step by step."""
         ...
 
+    @property
+    def grown_at(self) -> Callable[[], float] | None:
+        """When the last thing that was drafted was there, if that was a tree, and before anybody had read it."""
+        ...
+
 
 @runtime_checkable
 class ReceivesTrees(Protocol):

@@ -79,6 +79,11 @@ class Drafter(Worker):
             **{session: self._reached(session, order) for session, order in orders.items() if isinstance(order, Read)},
         }
 
+    @property
+    def grown_at(self) -> Callable[[], float] | None:
+        """When a tree that was drafted last was there, on a device that works by itself."""
+        return self.grows_trees.grown_at if self.grows_trees else None
+
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Feed nodes and ask about some; raises NoNumber where the answer is none."""
         found = super().propose(work, asks)

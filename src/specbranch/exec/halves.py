@@ -45,10 +45,11 @@ class Stretch:
         """Note that it began at another moment, if it did."""
         self._begun = moment or self._begun
 
-    def end(self) -> None:
-        """Note the end: by the host's clock when the work is done, by the device's when all of it was given to the
-        device."""
-        self._ended = self._note()
+    def end(self, moment: Moment | None = None) -> float:
+        """Note the end, if it was not at another moment: by the host's clock when the work is done, by the device's
+        when all of it was given to the device; returns it as far as it is known."""
+        self._ended = moment or self._note()
+        return self._ended()
 
     def span(self) -> Span:
         """How long it took, once the work is done."""

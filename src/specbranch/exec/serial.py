@@ -91,8 +91,7 @@ class Serial:
             return {}, None
         timed = self._stretch(self.draft)
         made = self._attempt(self.draft, orders, done, announce)
-        timed.end()
-        self._drafted_until = self.now()
+        self._drafted_until = timed.end(self.draft.grown_at)
         return made, timed
 
     def _attempt(

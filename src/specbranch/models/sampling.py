@@ -197,7 +197,8 @@ def told(line: list[float], top: int) -> TokenLogprobs:
 
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
     confidence, ranked = packed[0], _ranked(_entries_of(packed[1:]))
-    if math.isnan(sum(packed)):  # where one logit is no number, it is among the best entries
+    # Where one logit is no number, it is among the best entries; where all are none, a device may find no entry at all.
+    if math.isnan(sum(packed)) or not (ranked or ask.allowed is not None):
         return Proposal((), math.nan)
     if not spot.request.by_ratio:
         best = ranked[: ask.width]

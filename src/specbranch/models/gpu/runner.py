@@ -84,6 +84,7 @@ class GpuRunner(NativeRunner):
         self._ahead: Ahead | Received | Followed | None = None
         self._receiver = DeviceReceiver(self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least)
         self.begun_ahead: DeviceMoment | None = None
+        self.grown_at: DeviceMoment | None = None
         # Steps that were begun for a tree, and those of them that were asked for then; likewise for what follows.
         self.received = self.received_right = self.followed = self.followed_right = 0
 
@@ -127,7 +128,7 @@ class GpuRunner(NativeRunner):
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Read new nodes, and answer what is asked about them, or about nodes read before."""
         work = [feed for feed in work if feed.tokens]
-        self._ahead = None
+        self._ahead = self.grown_at = None
         with self._here(), self._grown(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
             row_of = asking.rows_in(work, self._first_nodes(work))
@@ -156,7 +157,7 @@ class GpuRunner(NativeRunner):
     def grow(self, growing: Growing, done: Done) -> Tree | None:
         """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no
         more than its width."""
-        held, self._ahead = self._held[growing.seq], None
+        held, self._ahead, self.grown_at = self._held[growing.seq], None, None
         room = self._grower.room(growing, held.slots, self._requests[growing.seq])
         places = len(held.slots) + len(growing.unread) + room
         if not room:
@@ -172,6 +173,7 @@ class GpuRunner(NativeRunner):
                 steps, count = self._grower.steps(bucket, done, self._grow_on)
                 if growing.receiver is not None:
                     growing.receiver.take(self._grower.tree, count)
+                self.grown_at = None if self._clock is None else self._clock.note()
                 return self._grower.grown(growing, held.slots, steps, count)
         finally:
             held.table.shrink(len(held.slots))
@@ -206,7 +208,7 @@ class GpuRunner(NativeRunner):
     @torch.inference_mode()
     def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
         """Draft on in lanes: a step is started, with what the device chose itself, before the last one is heard of."""
-        seq, width, self._ahead = lanes.feed.seq, len(lanes.feed.tokens), None
+        seq, width, self._ahead, self.grown_at = lanes.feed.seq, len(lanes.feed.tokens), None, None
         held, request = self._held[seq], self._requests[seq]
         spots = [Spot(request, held.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
         count = asking.entries_of([Ask(seq, ROOT, measure=lanes.measure)], spots[:1])
