@@ -12,7 +12,10 @@ def searched(tokens: list[int], longest: int, shortest: int, length: int) -> tup
     for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
-                return tuple(tokens[end : end + length])
+                longer = list(tokens)
+                while len(longer) < end + length:  # as if what was found had been said
+                    longer.append(longer[len(longer) - len(tokens) + end])
+                return tuple(longer[end : end + length])
     return ()
 
 
@@ -53,7 +56,7 @@ def test_a_short_suffix_is_ignored_if_asked() -> None:
 
 
 def test_a_proposal_may_run_into_the_text_it_continues() -> None:
-    assert Ngrams([1, 2, 1, 2], 2).propose(5) == (1, 2)
+    assert Ngrams([1, 2, 1, 2], 2).propose(5) == (1, 2, 1, 2, 1)
 
 
 def test_nothing_is_proposed_where_nothing_may_be_added() -> None:
@@ -77,6 +80,6 @@ def test_a_match_is_counted_as_far_as_it_goes() -> None:
             if ends and len(tokens) > 4:  # of the last four the latest place counts, however far the match goes
                 end = ends[-1]
                 far = next((n for n in range(end) if tokens[end - n - 1] != tokens[-n - 1]), end)
-                assert words == min(far, FAR) and found == tuple(tokens[end : end + 3])
+                assert words == min(far, FAR) and found[: len(tokens) - end] == tuple(tokens[end : end + 3])
             else:
                 assert words < 4

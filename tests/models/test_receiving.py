@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from specbranch.config import SamplingParams
+from specbranch.core.costs import LearnedCosts
 from specbranch.core.pages import Pool
+from specbranch.core.rehearsal import rehearse
 from specbranch.core.request import Request
 from specbranch.core.runner import Growing
 from specbranch.core.sending import Sending
@@ -140,3 +142,13 @@ def assert_same_step(one: Any, other: Any, moved: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_kernel_writes_the_step_that_the_host_writes(seed: int) -> None:
     assert_same_step(*both_steps(seed, DeviceReceiver.send, "cuda"))
+
+
+@pytest.mark.parametrize("kind", [Serial, Streams])
+def test_a_rehearsal_has_a_tree_received_so_that_nothing_is_made_ready_later(
+    kind: type[Serial], decoders: tuple[Any, Any]
+) -> None:
+    works = executor(decoders, kind)[0]
+    rehearse(works, LearnedCosts(), 131, has_draft=True, seconds=0.0, set_up=True)
+    assert counts(works)[0] > 0
+    works.target.runner.check()  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ always a real earlier occurrence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 FAR = 17  # tokens of a match that are counted: more say nothing new
 
@@ -21,13 +22,14 @@ class Ngrams:
         self._seen = 0
 
     def propose(self, length: int) -> tuple[int, ...]:
-        """Return up to `length` tokens that followed the longest known suffix; empty if none is known."""
+        """Return `length` tokens that followed the longest known suffix; empty if none is known."""
         return self.find(length)[1]
 
     def find(self, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
         """Return how many tokens at the end stand before a place in the list, too, where the longest known suffix was
-        met last, and up to `length` tokens that followed there.
+        met last, and `length` tokens that followed there; none if it was met nowhere.
 
+        Where the list ends before that, it goes on as it has gone on there: a text that repeats itself does so for long.
         `behind`: tokens that are about to be added to the list.
         """
         first = max(min(self._seen + 1, len(self._tokens)) - self._sizes.start, 0)
@@ -36,9 +38,9 @@ class Ngrams:
         for size in self._sizes:
             start = self._next.get(lately[-size:])
             if start is not None:
-                beyond = behind[max(start - len(self._tokens), 0) :]
-                found = (*self._tokens[start : start + length], *beyond)[:length]
-                return self._matched(start, size, behind), found
+                known = (*self._tokens[start : start + length], *behind[max(start - len(self._tokens), 0) :])
+                found = islice(cycle(known), length) if len(known) < length else known[:length]
+                return self._matched(start, size, behind), tuple(found)
         return 0, ()
 
     def _matched(self, start: int, size: int, behind: tuple[int, ...]) -> int:

@@ -6,6 +6,7 @@ what a round takes; it leaves nothing behind but the times.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product, zip_longest
 
 from specbranch.config import SamplingParams
@@ -14,6 +15,7 @@ from specbranch.core.experience import Insight
 from specbranch.core.loop import Executor
 from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Reports, Verify
 from specbranch.core.request import Request
+from specbranch.core.sending import Sending
 from specbranch.core.trees import NO_TREE, Growth
 from specbranch.errors import SpecBranchError
 
@@ -45,7 +47,7 @@ def rehearse(
         executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
         reading = Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))
         executor.run({NUMBER: reading})  # not timed
-        for orders in _trials(on, has_draft) if set_up else ():
+        for orders in (*_received(on, has_draft), *_trials(on, has_draft)) if set_up else ():
             executor.run({NUMBER: orders})
         over, longest = executor.now() + seconds, 0.0
         for orders in _trials(on, has_draft) * TURNS:
@@ -68,6 +70,13 @@ def _trials(on: Context, has_draft: bool) -> list[Orders]:
     sizes = product(WIDTHS, LENGTHS) if has_draft else ()
     drafts = [Orders(_grow(others[at % 2], *size)) for at, size in enumerate(sizes)]
     return [trial for both in zip_longest(verifies, drafts) for trial in both if trial is not None]
+
+
+def _received(on: Context, has_draft: bool) -> list[Orders]:
+    """A tree behind a token that the target has just said, which it may begin to verify where that has grown."""
+    sending = Sending((0.0,) * (max(ROWS) - 1), max(ROWS) - 1)
+    said = Context(0, (*on.tail, on.tail[0]))
+    return [Orders(replace(_grow(said, 1, 2), sending=lambda: sending))] if has_draft else []
 
 
 def _grow(on: Context, width: int, steps: int) -> Grow:

@@ -150,8 +150,8 @@ class VirtualClock(Serial):
         by_itself = set(drafts) if received else {session for session, order in verifies.items() if order.goes_on}
         self._said = by_itself, _followed(verifies, verdicts)
         heard = {at for at, order in verifies.items() if _begins(before[1].get(at), order.tokens)}
-        if drafts or reads or not verifies.keys() <= before[0] | heard:
-            return Beginning.ASKED
+        if reads or not verifies or not verifies.keys() <= before[0] | heard:
+            return Beginning.ASKED  # what is drafted beside a target that has begun is asked for meanwhile
         return Beginning.BY_ITSELF if verifies.keys() <= before[0] else Beginning.HEARD
 
     def _mean_held(self, sessions: Iterable[int]) -> float:
