@@ -201,7 +201,7 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     check(desk.done, desk.cancelled)
     told = scheduler.snapshot()
     assert len(desk.cancelled) == told.cancelled > 3 and told.finished == 120 - told.cancelled
-    assert (told.put_back > 2) == (places is not None)
+    assert (told.put_back > 0) == (places is not None)
     assert holds_nothing(executor) and told.running == told.waiting == 0
 
 

@@ -29,7 +29,7 @@ class Ngrams:
         """Return how many tokens at the end stand before a place in the list, too, where the longest known suffix was
         met last, and `length` tokens that followed there; none if it was met nowhere.
 
-        Where the list ends before that, it goes on as it has gone on there: a text that repeats itself does so for long.
+        Where the list ends before that, it goes on as it went on there: what repeats itself does so for long.
         `behind`: tokens that are about to be added to the list.
         """
         first = max(min(self._seen + 1, len(self._tokens)) - self._sizes.start, 0)
