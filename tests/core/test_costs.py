@@ -140,3 +140,40 @@ def test_forwards_that_are_padded_to_one_size_share_their_times() -> None:
     costs.take("step", 5, 2.0)  # those of the draft are not padded like this
     costs.take("step", 9, 4.0)
     assert costs.draft_seconds(7) == 3.0
+
+
+def verified(costs: LearnedCosts, rows: int, seconds: float) -> None:
+    orders = {0: Orders(verify=Verify(Context(9, (1,))))}
+    costs.observe(orders, {0: Reports(verifying=Span(0.0, seconds, rows))})
+
+
+def grown(costs: LearnedCosts, steps: tuple[int, ...], seconds: float) -> None:
+    orders = {0: Orders(draft=Grow(Context(9, (1,)), NO_TREE, GROWTH))}
+    costs.observe(orders, {0: Reports(tree=Tree((), True, steps), drafting=Span(0.0, seconds, sum(steps)))})
+
+
+def test_a_time_in_which_something_was_set_up_is_not_believed() -> None:
+    costs = LearnedCosts()
+    for _ in range(3):
+        for rows in (1, 16):
+            verified(costs, rows, 1.0)
+        grown(costs, (1, 1), 0.4)
+    verified(costs, 12, 1.0)  # the first of about so many rows is dropped anyway
+    verified(costs, 13, 90.0)
+    grown(costs, (13, 1, 1, 1), 0.8)
+    grown(costs, (14, 1, 1, 1), 70.0)
+    assert costs.target_seconds(13) == 1.0 and costs.draft_seconds(4) < 0.5
+    verified(costs, 13, 1.0)
+    verified(costs, 13, 90.0)
+    assert costs.target_seconds(13) == 1.0, "one now and then is not believed either"
+
+
+def test_what_has_become_slower_is_believed_when_it_is_met_again() -> None:
+    costs = LearnedCosts()
+    for _ in range(3):
+        verified(costs, 4, 1.0)
+        grown(costs, (1, 1), 0.4)
+    for _ in range(40):
+        verified(costs, 4, 9.0)
+        grown(costs, (1, 1), 4.0)
+    assert costs.target_seconds(4) == 9.0 and costs.draft_seconds(1) > 1.0

@@ -21,6 +21,7 @@ SLOPE = 0.05  # until more is known: each further row of the target costs this s
 LANE = 0.05  # likewise, each further lane of a draft step
 APART = 3  # steps by which two rounds differ that tell a draft's setup from its steps
 MOST_SETUP = 0.9  # share of a draft's time that may count as setup
+SLOW = 4.0  # times what is expected: such a time is believed once it is met twice in a row, as something may be set up
 MOST_UNREAD = 24  # tokens of one session; more is reading a text, not a round
 Timed = Literal["target", "step", "setup", "slow_down", "draft_slow_down", "host"]
 CostPoints = list[tuple[int, float]]  # seconds by rows, ascending
@@ -101,6 +102,7 @@ class LearnedCosts:
         self._medians: dict[Timed, dict[int, float]] = {kind: {} for kind in get_args(Timed)}
         self._sorted: dict[Timed, CostPoints] = {}  # until another time comes in
         self._begun: set[tuple[Timed, int]] = set()
+        self._doubted: set[tuple[Timed, int]] = set()
         self._ended: float | None = None
         self._drafts: dict[tuple[int, int], float] = {}  # the latest seconds of a round's draft, by steps and width
 
@@ -192,8 +194,20 @@ class LearnedCosts:
         if overlaps and self.knows_draft:
             seconds = (span.seconds - self.draft_setup) / len(steps)
             self.add("draft_slow_down", 0, seconds - self.draft_seconds(_mean(steps)))
-        else:
+        elif not self._doubts("step", _mean(steps), span.seconds, self._draft_expected(steps)):
             self.drafted(steps, span.seconds, self.add)
+
+    def _draft_expected(self, steps: Sequence[int]) -> float:
+        return self.draft_setup + len(steps) * self.draft_seconds(_mean(steps))
+
+    def _doubts(self, kind: Timed, rows: int, seconds: float, expected: float) -> bool:
+        """Whether a time is left out: it is many times what is expected, where anything is, and the last was not."""
+        at = kind, self._size(rows)
+        if 0.0 < SLOW * expected < seconds and at not in self._doubted:
+            self._doubted.add(at)
+            return True
+        self._doubted.discard(at)
+        return False
 
     def drafted(self, steps: Sequence[int], seconds: float, add: Callable[[Timed, int, float], None]) -> None:
         """Learn from a draft that worked alone: what its steps took, and what comes once for all of them."""
@@ -216,7 +230,8 @@ class LearnedCosts:
     def _verified(self, span: Span, steps: int) -> None:
         """Learn from the target's part of a round, so many draft steps beside it."""
         if not steps:
-            self.add("target", span.tokens, span.seconds)
+            if not self._doubts("target", span.tokens, span.seconds, self.target_seconds(span.tokens)):
+                self.add("target", span.tokens, span.seconds)
         elif self.knows_target:
             self.add("slow_down", 0, (span.seconds - self.target_seconds(span.tokens)) / steps)
 
