@@ -67,6 +67,8 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
             GpuRunner(decoder, 600), "autoregressive", params, prompt, Serial
         )
     assert runner.followed > 20 and runner.followed_right >= 0.9 * runner.followed
+    if method == "lookup":  # nothing follows on the last verdict of a text
+        assert runner.followed - runner.followed_right <= len(prompts())
 
 
 def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +120,11 @@ def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) 
         assert session.tokens == alone.tokens
     runner.check()
     assert runner.pool.free == runner.pool.pages
+
+
+def test_what_would_reach_beyond_a_page_is_not_begun(decoder: Any) -> None:
+    """Every token has been said before, so that much is looked up and little of it is right."""
+    runner, prompt = GpuRunner(decoder, 600), [*range(10, 131), *range(10, 131)]
+    expected = decode(GpuRunner(decoder, 600), "autoregressive", WARM, prompt, Serial)
+    assert decode(runner, "lookup", WARM, prompt, Streams) == expected and len(expected) > 256
+    assert runner.followed > 5 and runner.followed - runner.followed_right <= 1, "the last is asked for by nobody"

@@ -371,17 +371,17 @@ class GpuRunner(NativeRunner):
 
     @torch.inference_mode()
     def _follow(self, trial: Trial, part: Rows, root: int, found: Judged) -> None:
-        """Start the step that most likely follows on a verdict, at the places behind it, where they lie on a page that
-        it keeps: what was verified is a chain, so nothing has to move."""
+        """Start the step that most likely follows on a verdict, at the places behind it, where all of them lie on a
+        page that it keeps: what was verified is a chain, so nothing has to move."""
         order, seq = trial.order, trial.seq
         if order.follows is None or not order.is_chain or part.start != part.prefix or self._moves:
             return
         chain = order.follows((*order.tokens[: len(found.path)], found.token))
         start = part.start + root + 1 + len(found.path)
         room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
-        if chain is None or room < 1:
+        if chain is None or room < 1 + len(chain):
             return
-        rows = chain_rows(part.table, [found.token, *chain][:room], start)
+        rows = chain_rows(part.table, [found.token, *chain], start)
         with self._here():
             begun = _now() if self._clock is None else self._clock.note()
             _, lines = self._chosen([rows], chain_choosing(self._requests[seq], rows), 1)
