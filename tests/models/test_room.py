@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specbranch.config import WEIGHTS, SamplingParams, SpeculativeConfig, WeightsName
+from specbranch.config import WEIGHTS, Part, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.pages import PAGE
@@ -163,7 +163,9 @@ def test_sequences_hold_what_they_use_and_not_whole_contexts(folder: Path) -> No
 
 def decoded(target: NativeRunner, draft: NativeRunner, prompts: list[list[int]], method: str) -> list[Session]:
     loop = Loop(Serial(Verifier(target), Drafter(draft)))
-    config = SpeculativeConfig(method=method, num_speculative_tokens=4)
+    # what is looked up counts as drafted, and more is where there is no draft
+    without: tuple[Part, ...] = ("lookup",) if method == "specbranch" else ()
+    config = SpeculativeConfig(method=method, num_speculative_tokens=4, without=without)
     sessions = [
         Session(number, prompt, Request(SamplingParams(max_tokens=60), 0, len(prompt)), 900)
         for number, prompt in enumerate(prompts)
