@@ -354,3 +354,13 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
         with pytest.raises(BadParameter, match="not valid UTF-8"):
             tokenizer.chat([{"role": "user", "content": text}])
     assert tokenizer.decode(tokenizer.encode("\U0001f642", add_special=False)) != ""
+
+
+def test_what_ends_a_text_is_what_the_gguf_says(tmp_path: Path) -> None:
+    """Some version of transformers takes another token for the tokenizer's own end."""
+    path = gguf_with("llama", tmp_path / "m.gguf")
+    ours = Tokenizer.from_gguf(path, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    config = json.loads((kept / "tokenizer_config.json").read_text())
+    (kept / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<s>"}))
+    assert len(ours.eos_ids) == 1 and Tokenizer.from_gguf(path, tmp_path / "cache").eos_ids == ours.eos_ids

@@ -73,14 +73,18 @@ class Tokenizer:
             if not (kept / TOKENIZER).is_file():
                 _log.info("Converting the tokenizer of %s, once.", file.name)
                 convert(file.parent, kept, file.name)
-            return cls._load(kept)
+            return cls._load(kept, by_file=True)
 
     @classmethod
-    def _load(cls, folder: Path) -> Self:
+    def _load(cls, folder: Path, by_file: bool = False) -> Self:
+        """Read what was converted; `by_file`: a GGUF file says itself what ends a text, if it says anything of that,
+        where versions of transformers differ in what they take for its tokenizer's own."""
         config = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         backend = _backend(folder / TOKENIZER, config, special)
-        return cls(backend, special, _eos_ids(folder, backend, special), _chat_template(folder, config))
+        listed = by_file and (folder / "generation_config.json").is_file()
+        endings = _eos_ids(folder, backend, {} if listed else special)
+        return cls(backend, special, endings, _chat_template(folder, config))
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a text, with whatever the model puts around one (usually a BOS, or nothing) if
