@@ -263,6 +263,16 @@ def test_a_lab_that_cannot_be_opened_lets_go_of_what_was(
     assert closed == [ProposalStore, LLM], "the draft's memory, and both models"
 
 
+def test_texts_of_others_are_taken_and_none_is_made_up(lab: Lab, pair: tuple[str, str], tmp_path: Path) -> None:
+    short, long = Workload(max_tokens=24), Workload(max_tokens=25)
+    said = [record.tokens for record in lab.records(TALK.prompts[0], short)]
+    with Lab(target=pair[0], draft=pair[1], folder=tmp_path, texts=lab.folder) as other:
+        assert [record.tokens for record in other.records(TALK.prompts[0], short)] == said
+        with pytest.raises(BadParameter, match="holds no text for prompt t1.*--max-tokens"):
+            other.records(TALK.prompts[0], long)
+    assert not list((tmp_path / "records").glob("*/*.json"))
+
+
 def test_a_setting_tells_what_matters_and_nothing_else() -> None:
     assert default_setting("autoregressive").shown == {}
     assert default_setting("speculative", {"num_speculative_tokens": 3}).shown == {"num_speculative_tokens": 3}

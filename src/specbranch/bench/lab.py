@@ -21,7 +21,7 @@ from specbranch.bench.subjects import Running, pair_title, told_of
 from specbranch.config import SamplingParams
 from specbranch.core.runner import Runner
 from specbranch.engine import LLM
-from specbranch.errors import ModelError
+from specbranch.errors import BadParameter, ModelError
 from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
 from specbranch.measure.loaded_pair import cached_in, precision, stored_in
@@ -79,7 +79,7 @@ class Lab:
         self.pair = title or pair_title(pair, target, draft)
         self.models = target, draft
         self.folder = folder or cache_folder() / "lab"  # of records, of what the models said, and of searches
-        self._running = running.told()
+        self._running, self._texts = running.told(), texts
         with ExitStack() as opened:  # if something fails, what was opened before it is closed
             self.llm = opened.enter_context(
                 LLM(
@@ -122,9 +122,18 @@ class Lab:
         for turn, words in enumerate(prompt.turns):
             messages.append({"role": "user", "content": words})
             task = self._task(messages, workload, workload.seed_of(prompt, turn))
-            found.append(self._records.find(task) or self._records.make(task, self.llm))
+            found.append(self._records.find(task) or self._made(task, prompt))
             messages.append({"role": "assistant", "content": self.llm.tokenizer.decode(self._said(found[-1]))})
         return found
+
+    def _made(self, task: Task, prompt: Prompt) -> Record:
+        if self._texts is not None:
+            raise BadParameter(
+                f"--texts {self._texts} holds no text for prompt {prompt.id}: expected what a target said to it in the "
+                "same words, at the same --temperature, --max-tokens and --context. Record it there, or leave --texts "
+                "out."
+            )
+        return self._records.make(task, self.llm)
 
     def record(self, asked: Sequence[tuple[Prompt, Workload]], progress: StepsDone) -> list[Record]:
         """Return what the target says to each of some prompts, telling how far it has come."""

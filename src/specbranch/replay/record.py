@@ -70,17 +70,19 @@ class Record:
 
 
 class Records:
-    """A folder of records of one target, known by its identity; perhaps with others' texts, which count as its own."""
+    """A folder of records of one target, known by its identity; or others' texts, which count as its own."""
 
     def __init__(self, folder: Path, model: str, texts: Path | None = None) -> None:
-        """`texts`: a folder of records of any target."""
+        """`texts`: a folder of records of any target, of which alone anything is taken."""
         self.folder, self.model = folder / model[:16], model
-        self._others = sorted(one for one in texts.iterdir() if one.is_dir()) if texts is not None else []
+        self._others = sorted(one for one in texts.iterdir() if one.is_dir()) if texts is not None else None
 
     def find(self, task: Task) -> Record | None:
         """Return the record of a task, if there is one; one that cannot be read counts as none."""
+        if self._others is None:
+            return _found(task, self._path(task))
         named = [(one, one.name + how) for one in self._others for how in ("", STORED)]
-        paths = [*(folder / f"{task.key(model)}.json" for folder, model in named), self._path(task)]
+        paths = [folder / f"{task.key(model)}.json" for folder, model in named]
         return next((found for path in paths if (found := _found(task, path)) is not None), None)
 
     def make(self, task: Task, llm: LLM) -> Record:
