@@ -268,7 +268,7 @@ def test_texts_of_others_are_taken_and_none_is_made_up(lab: Lab, pair: tuple[str
     said = [record.tokens for record in lab.records(TALK.prompts[0], short)]
     with Lab(target=pair[0], draft=pair[1], folder=tmp_path, texts=lab.folder) as other:
         assert [record.tokens for record in other.records(TALK.prompts[0], short)] == said
-        with pytest.raises(BadParameter, match="holds no text for prompt t1.*--max-tokens"):
+        with pytest.raises(BadParameter, match=r"holds no text for prompt t1.*--max-tokens"):
             other.records(TALK.prompts[0], long)
     assert not list((tmp_path / "records").glob("*/*.json"))
 
