@@ -67,8 +67,6 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
             GpuRunner(decoder, 600), "autoregressive", params, prompt, Serial
         )
     assert runner.followed > 20 and runner.followed_right >= 0.9 * runner.followed
-    if method == "lookup":  # nothing follows on the last verdict of a text
-        assert runner.followed - runner.followed_right <= len(prompts())
 
 
 def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

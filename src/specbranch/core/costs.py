@@ -138,7 +138,7 @@ class LearnedCosts:
 
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Seconds of one target forward over `tokens` rows; times are of late, so the context is that of the text."""
-        return _at(self._points("target"), self._size(tokens), SLOPE)
+        return _at(self._points("target"), self._size("target", tokens), SLOPE)
 
     def draft_seconds(self, width: int, context: float | None = None) -> float:
         """Seconds of one draft forward over `width` rows."""
@@ -163,7 +163,7 @@ class LearnedCosts:
 
     def take(self, kind: Timed, rows: int, seconds: float) -> None:
         """Take in a time, and nothing else."""
-        rows = self._size(rows) if kind == "target" else rows
+        rows = self._size(kind, rows)
         times = self.times[kind].setdefault(rows, deque(maxlen=KEPT))
         times.append(seconds)
         self._medians[kind][rows] = median(times)
@@ -181,8 +181,9 @@ class LearnedCosts:
             self._verified(verifying, len(steps) if overlaps else 0)
         self._between([span for span in (drafting, verifying) if span is not None])
 
-    def _size(self, rows: int) -> int:
-        return self._padded(rows) if self._padded is not None and rows > 0 else rows
+    def _size(self, kind: Timed, rows: int) -> int:
+        """Under how many rows a time is filed."""
+        return self._padded(rows) if self._padded is not None and kind == "target" else rows
 
     def _points(self, kind: Timed) -> CostPoints:
         if kind not in self._sorted:
@@ -202,7 +203,7 @@ class LearnedCosts:
 
     def _doubts(self, kind: Timed, rows: int, seconds: float, expected: float) -> bool:
         """Whether a time is left out: it is many times what is expected, where anything is, and the last was not."""
-        at = kind, self._size(rows)
+        at = kind, self._size(kind, rows)
         if 0.0 < SLOW * expected < seconds and at not in self._doubted:
             self._doubted.add(at)
             return True

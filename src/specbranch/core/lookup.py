@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice
 
-FAR = 17  # tokens of a match that are counted: more say nothing new
+from specbranch.core.trees import MATCHES
+
+FAR = MATCHES[-1]  # tokens of a match that are counted: more say nothing new
 
 
 class Ngrams:
