@@ -26,6 +26,7 @@ from specbranch.models.gpu.growing import NO_MOVES, _noise
 from specbranch.models.gpu.layout import LEAST, Bucket, packed_size, views
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected
 from specbranch.models.gpu.runner import GpuRunner
+from specbranch.models.gpu.trees import AT as TREE_AT
 from specbranch.models.gpu.trees import DEEPEST, DeviceTree
 from specbranch.models.kv import Table
 from test_device_trees import some_growth
@@ -117,7 +118,8 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
         receiver = DeviceReceiver(SPARE, step_input, least)
         tree, bucket = DeviceTree(8, torch.device(place), SPARE), receiver.bucket(text, size)
         sheet = receiver.sheet(text, table, moves)
-        array = tree.planted(growing, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES, sheet)
+        array = tree.planted(growing, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES)
+        array[TREE_AT["sheet"] : TREE_AT["sheet"] + len(sheet)] = sheet
         tree.state[: len(array)] = torch.from_numpy(array)
         (kernel if not found else DeviceReceiver.send)(receiver, tree, text, table, moves, bucket)
         read = receiver.read.cpu().tolist()

@@ -37,9 +37,9 @@ class Counting(GpuRunner):
 
     ran = 0
 
-    def _chosen(self, *given: Any) -> Any:
+    def _chosen(self, *given: Any, **named: Any) -> Any:
         self.ran += 1
-        return super()._chosen(*given)
+        return super()._chosen(*given, **named)
 
 
 @pytest.fixture(scope="module")

@@ -167,8 +167,12 @@ class Experience:
         """Whether a draft that does not pay may be asked once more; if so, it is paid for."""
         if self._credit < seconds:
             return False
-        self._credit -= seconds
+        self.spend()
         return True
+
+    def spend(self) -> None:
+        """The draft is asked: for a while nothing is saved by which it could be asked in vain."""
+        self._credit = 0.0
 
     def note(
         self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0, slowed: float = 1.0, company: int = 1

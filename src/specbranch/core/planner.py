@@ -188,10 +188,11 @@ class Planner:
         if not costs.knows_draft:
             return replace(growth, step=(0.0,), most=2)  # to be timed
         if grant.may:
+            self.experience.spend()
             return replace(growth, step=grant.steps) if grant.steps else growth
-        step = costs.draft_seconds(max(unread, 1), self._context)
+        once = costs.draft_setup + costs.draft_seconds(max(unread, 1), self._context) + costs.host
         # a setup that was measured too long once must not keep a draft from ever being asked again
-        if not tree.read and self.experience.affords(min(costs.draft_setup + step + costs.host, 2.0 * step)):
+        if not tree.read and self.experience.affords(min(once, 2.0 * self._target_seconds(1))):
             return replace(growth, step=(0.0,), most=0)
         return None
 

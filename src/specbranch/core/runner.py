@@ -258,8 +258,8 @@ class ReceivesTrees(Protocol):
         ...
 
     @property
-    def begun_ahead(self) -> Callable[[], float] | None:
-        """When the last verification began, if that was before it was asked for."""
+    def begun(self) -> Callable[[], float] | None:
+        """When the last verification began, which may be before it was asked for; nothing: when it was."""
         ...
 
 

@@ -81,7 +81,7 @@ class Verifying:
         self._error: Exception | None = None
         if orders:
             self._scored, self.failed = target.score(orders, heads)
-            stretch.begin(target.begun_ahead)
+            stretch.begin(target.begun)
         if reads:
             self.reached, short = target.read_on(reads)
             self.failed |= short

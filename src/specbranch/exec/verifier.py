@@ -51,9 +51,9 @@ class Verifier(Worker):
         self._receives = runner if isinstance(runner, ReceivesTrees) else None
 
     @property
-    def begun_ahead(self) -> Callable[[], float] | None:
-        """When the last verification began, if that was before it was asked for."""
-        return self._receives.begun_ahead if self._receives else None
+    def begun(self) -> Callable[[], float] | None:
+        """When the last verification began, which may be before it was asked for; nothing: when it was."""
+        return self._receives.begun if self._receives else None
 
     def receiver(self, session: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree that grows behind this text, so that verifying it begins at once; nothing: it is

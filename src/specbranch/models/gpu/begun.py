@@ -91,8 +91,7 @@ def chain_rows(table: Table, tokens: Sequence[int], start: int) -> Rows:
 def chain_choosing(request: Request, rows: Rows) -> Choosing:
     """What is asked of the rows of a chain: each leads to the next by its token."""
     count = len(rows.tokens)
-    choosing = asking.choosing_of(
-        count, enumerate(Spot(request, rows.start + row, list) for row in range(1, count + 1))
-    )
+    drawn = () if request.greedy else enumerate(Spot(request, rows.start + row, list) for row in range(1, count + 1))
+    choosing = asking.choosing_of(count, drawn)
     choosing.parent[1:], choosing.said[1:] = range(count - 1), rows.tokens[1:]  # type: ignore[assignment]
     return choosing

@@ -72,16 +72,20 @@ class TreeGrower:
         table: Table,
         room: int,
         moves: np.ndarray,
-        sheet: np.ndarray | None = None,
     ) -> None:
-        """Bring a tree to the device, and a receiver's sheet with it; its first step makes the moves."""
+        """Bring a tree to the device; its first step makes the moves."""
         unread = len(growing.unread)
         if growing.growth.deepest > DEEPEST:
             growing = replace(growing, growth=replace(growing.growth, deepest=DEEPEST))
         spot = _spot(request, slots, unread)
         tail = 0 if unread else len(slots.tokens)
-        array = self.tree.planted(growing, spot.position, tail, room, table.pages, _noise(spot), moves, sheet)
+        array = self.tree.planted(growing, spot.position, tail, room, table.pages, _noise(spot), moves)
         self._transfer.into(self.tree.state, array)
+
+    def bring_sheet(self, sheet: np.ndarray | None) -> None:
+        """Bring what a receiver needs, if it does, to where it finds it beside the tree."""
+        if sheet is not None:
+            self._transfer.into(self.tree.sheet, sheet)
 
     def choose(self, bucket: Bucket) -> None:
         """Have the first step chosen, of a tree whose text was read before."""

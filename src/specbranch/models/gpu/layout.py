@@ -179,24 +179,51 @@ def deepest(parents: np.ndarray | Tensor) -> int:
 def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
     """Write down the rows' positions, their places, how much they share, and their own lines, with their lengths."""
     positions, slots, shared, counts = per_row
-    tail = _tails(tuple([seen for part in work for seen in part.seen]))
     firsts = [max(part.prefix // GROUP - 1, 0) * GROUP for part in work]  # no own line begins before
     window = _window(work, firsts)
-    prefix, end = _prefixes(work, firsts)
-    np.add(tail.depth, prefix, out=positions)
-    np.maximum((positions & -GROUP) - GROUP, 0, out=shared)
+    if len(work) == 1:
+        placed = _placed_alone(tuple(work[0].seen), work[0].prefix - firsts[0])
+        np.add(placed.positions, firsts[0], out=positions)
+        np.add(placed.shared, firsts[0], out=shared)
+    else:
+        tail = _tails(tuple([seen for part in work for seen in part.seen]))
+        placed = _placed(tail, *_prefixes(work, firsts))
+        positions[:], shared[:] = placed.positions, placed.shared
+    counts[:] = placed.counts
+    window.take(placed.lines, out=own[:, : placed.lines.shape[1]], mode="clip")
+    slots[:] = own[_counting(len(own)), counts - 1]  # a row is the last of its own line
+
+
+class _Placed(NamedTuple):
+    """Where rows stand, how many positions each shares, and its own line, by places in the window."""
+
+    positions: np.ndarray  # [rows]
+    shared: np.ndarray  # [rows]
+    counts: np.ndarray  # [rows]
+    lines: np.ndarray  # [rows, longest]
+
+
+def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _Placed:
+    """Place rows behind prefixes that end at these places of the window."""
+    positions = tail.depth + prefix
+    shared = np.maximum((positions & -GROUP) - GROUP, 0)
     if tail.deepest > GROUP:
         np.minimum(shared, tail.run + prefix, out=shared)
-    np.subtract(positions, shared - 1, out=counts)
+    counts = positions - shared + 1
     longest = int(counts.max())
     if longest > OWN:
         raise ValueError(f"a row's own line has {longest} places, {OWN} fit; commit before the tail grows so deep")
     before = prefix - shared  # how much of a line is prefix
-    lines = (end - before)[:, None] + _counting(longest)  # by places in the window
+    lines = (end - before)[:, None] + _counting(longest)
     if tail.row.size:
         lines[tail.row, before[tail.row] + tail.rank] += tail.off
-    window.take(lines, out=own[:, :longest], mode="clip")
-    slots[:] = own[_counting(len(own)), counts - 1]  # a row is the last of its own line
+    return _Placed(positions, shared, counts, lines)
+
+
+@lru_cache(maxsize=4096)  # chains come again and again
+def _placed_alone(seen: tuple[int, ...], prefix: int) -> _Placed:
+    """The same for one sequence, counted from where its own lines may begin: a whole number of groups before."""
+    return _placed(_tails(seen), prefix, prefix)
 
 
 def _window(work: Sequence[Rows], firsts: Sequence[int]) -> np.ndarray:

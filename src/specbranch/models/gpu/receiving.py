@@ -43,11 +43,13 @@ AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), stric
 class DeviceReceiver:
     """Where a model's next step is written by a tree that has grown; one for all sequences."""
 
-    def __init__(self, spare: int, step_input: Tensor, least: Bucket) -> None:
-        """`spare`: the flat place for padding; `step_input`: where steps are read from."""
+    def __init__(self, spare: int, step_input: Tensor, least: Bucket, capture: bool = False) -> None:
+        """`spare`: the flat place for padding; `step_input`: where steps are read from; `capture`: launch by graphs,
+        which takes less of the host's time."""
         # how many rows there are, and of each its token and its parent
         self.read = torch.zeros(1 + LANES, 2, dtype=torch.int32, device=step_input.device)
-        self.spare, self.least, self._input = spare, least, step_input
+        self.spare, self.least, self._input, self._captures = spare, least, step_input, capture
+        self._sends: dict[tuple[int, Bucket], torch.cuda.CUDAGraph] = {}
 
     def bucket(self, text: Expected, nodes: int) -> Bucket:
         """The bucket of the step that verifies something of a tree of so many nodes."""
@@ -77,6 +79,19 @@ class DeviceReceiver:
         if self.read.device.type != "cuda":
             self._plainly(tree, text, table, moves, bucket)
             return
+        kind = tree.state.data_ptr(), bucket
+        if kind in self._sends:
+            self._sends[kind].replay()
+            return
+        self._by_kernel(tree, bucket)
+        if self._captures:
+            self._sends[kind] = graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(torch.cuda.Stream(self.read.device)):  # type: ignore[no-untyped-call]
+                graph.capture_begin(capture_error_mode="thread_local")
+                self._by_kernel(tree, bucket)
+                graph.capture_end()
+
+    def _by_kernel(self, tree: DeviceTree, bucket: Bucket) -> None:
         from specbranch.models.gpu.send_kernels import send
 
         step = views(self._input, bucket)

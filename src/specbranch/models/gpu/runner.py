@@ -82,9 +82,12 @@ class GpuRunner(NativeRunner):
         # still to be made: sequence, places, and the lowest that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
         self._ahead: Ahead | Received | Followed | None = None
-        self._receiver = DeviceReceiver(self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least)
-        self.begun_ahead: DeviceMoment | None = None
+        self._receiver = DeviceReceiver(
+            self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least, self._graphs.captures
+        )
+        self.begun: DeviceMoment | None = None
         self.grown_at: DeviceMoment | None = None
+        self._started = self._moment()  # the last step of which that is noted
         # Steps that were begun for a tree, and those of them that were asked for then; likewise for what follows.
         self.received = self.received_right = self.followed = self.followed_right = 0
 
@@ -170,10 +173,12 @@ class GpuRunner(NativeRunner):
                     return None
                 bucket = self._grower.bucket(places)
                 self._plant(growing, room, bucket)
+                if growing.receiver is not None:
+                    self._grower.bring_sheet(growing.receiver.prepare())
                 steps, count = self._grower.steps(bucket, done, self._grow_on)
+                self.grown_at = None if self._clock is None else self._clock.note()
                 if growing.receiver is not None:
                     growing.receiver.take(self._grower.tree, count)
-                self.grown_at = None if self._clock is None else self._clock.note()
                 return self._grower.grown(growing, held.slots, steps, count)
         finally:
             held.table.shrink(len(held.slots))
@@ -188,8 +193,7 @@ class GpuRunner(NativeRunner):
             if not self._grower.carries(moves):
                 moves = NO_MOVES
                 self._up({})
-        sheet = growing.receiver.prepare() if growing.receiver is not None else None
-        self._grower.plant(growing, held.slots, request, held.table, room, moves, sheet)
+        self._grower.plant(growing, held.slots, request, held.table, room, moves)
         if not count:
             self._grower.choose(bucket)
             return
@@ -240,7 +244,7 @@ class GpuRunner(NativeRunner):
     @torch.inference_mode()
     def verify(self, work: Sequence[Feed], trials: Sequence[Trial]) -> Verdicts:
         """Read new nodes and start judging; the verdicts wait for the device."""
-        self.begun_ahead = None
+        self.begun = None
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
@@ -288,15 +292,16 @@ class GpuRunner(NativeRunner):
             return
         held, bucket, transfer = self._held[seq], self._receiver.bucket(text, nodes), self.transfer
         around = None if self._stream is None else torch.cuda.current_stream(self.device)
-        transfer.mark(self._stream).wait(around)  # a step that nobody asked for may still be under way
-        self._receiver.send(tree, text, held.table, moves, bucket)
         transfer.mark(around).wait(self._stream)
         with self._here():
-            begun = _now() if self._clock is None else self._clock.note()
+            begun = self._moment()
+            self._receiver.send(tree, text, held.table, moves, bucket)
+            sent = transfer.mark(self._stream)
             with self._moving():
                 ran = self._graphs.run_brought(bucket, 0, 1)
             assert ran.lines is not None
             lines = transfer.later(ran.lines)
+        sent.wait(around)  # before another tree is written there
         self.received += 1
         self._ahead = Received(seq, held.table, text.prefix, transfer.later(self._receiver.read, around), lines, begun)
 
@@ -339,7 +344,7 @@ class GpuRunner(NativeRunner):
         if ahead is not None and not self._moves and ahead.reads(work, rows):
             if isinstance(ahead, Ahead):
                 return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
-            self.begun_ahead = ahead.begun
+            self.begun = ahead.begun
             if isinstance(ahead, Received):
                 self.received_right += 1
             else:
@@ -347,7 +352,9 @@ class GpuRunner(NativeRunner):
             return ahead.lines, places
         choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(chain(*places), spots, strict=True))
         asking.lead(choosing, trials, places)
-        return self._chosen(rows, choosing, 1)[1], places
+        lines = self._chosen(rows, choosing, 1, timed=True)[1]
+        self.begun = self._started
+        return lines, places
 
     def _go_on(
         self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]
@@ -383,23 +390,27 @@ class GpuRunner(NativeRunner):
             return
         rows = chain_rows(part.table, [found.token, *chain], start)
         with self._here():
-            begun = _now() if self._clock is None else self._clock.note()
-            _, lines = self._chosen([rows], chain_choosing(self._requests[seq], rows), 1)
+            _, lines = self._chosen([rows], chain_choosing(self._requests[seq], rows), 1, timed=True)
         self.followed += 1
-        self._ahead = Followed(seq, rows, part.table.pages[: start // PAGE + 1], lines, begun)
+        self._ahead = Followed(seq, rows, part.table.pages[: start // PAGE + 1], lines, self._started)
 
-    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int) -> tuple[Ran, Reading]:
+    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int, timed: bool = False) -> tuple[Ran, Reading]:
         """Run rows as one step that chooses, and start to read what it says of each."""
-        ran = self._start(rows, choosing, count)
+        ran = self._start(rows, choosing, count, timed=timed)
         assert ran.lines is not None
         return ran, self.transfer.later(ran.lines[: len(choosing.said)])
 
-    def _start(self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None) -> Ran:
-        """Run rows as one step that chooses; `tree_step`: the bucket of the steps of a tree that grows on from it."""
+    def _start(
+        self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False
+    ) -> Ran:
+        """Run rows as one step that chooses; `tree_step`: the bucket of the steps of a tree that grows on from it;
+        `timed`: note when the device began."""
         moves, least = self._moves_for(choosing), self._graphs.step.least
         if tree_step is not None:  # the graph writes the tree's first step, with as many pages as its own
             least = least._replace(pages=max(tree_step.pages, least.pages))
         packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, least)
+        if timed:
+            self._started = self._moment()
         with self._moving():
             self.transfer.into(self._graphs.input, packed)
             if moves is not None and not self._graphs.step.moves:
@@ -578,6 +589,13 @@ class GpuRunner(NativeRunner):
             self._up({})
             super()._extend(seq, tokens)
 
+    def _moment(self) -> DeviceMoment:
+        """Note when the device comes to this; where it is no device, the present moment."""
+        if self._clock is not None:
+            return self._clock.note()
+        moment = time.perf_counter()
+        return lambda: moment
+
     def _here(self) -> AbstractContextManager[Any]:
         """Have kernels launched on the runner's own stream, and so on its own device, whichever is the current one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -618,12 +636,6 @@ def _judged(
         if said is not None:
             said[trial.seq] = token
     return found
-
-
-def _now() -> DeviceMoment:
-    """The present moment."""
-    moment = time.perf_counter()
-    return lambda: moment
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ class DeviceTree:
         """`pages`: at most in a sequence's table; `spare`: the flat place for padding."""
         self._device, self._spare, self.first = device, spare, AT["pages"] + pages  # where nodes begin
         self.state = torch.zeros(self.first + NODES * len(FIELDS), dtype=torch.float64, device=device)
+        self.sheet = self.state[AT["sheet"] : AT["sheet"] + SHEET]
         # After each step: how many nodes there are, times 32, and how many are read next.
         self._told = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._growth: Growth | None = None
@@ -90,7 +91,6 @@ class DeviceTree:
         pages: Sequence[int],
         noise: NoiseKeys,
         moves: np.ndarray,
-        sheet: np.ndarray | None = None,
     ) -> np.ndarray:
         """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more."""
         growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
@@ -115,8 +115,6 @@ class DeviceTree:
         ):
             array[AT[name] : AT[name] + len(part)] = part
         array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
-        if sheet is not None:
-            array[AT["sheet"] : AT["sheet"] + len(sheet)] = sheet
         if nodes:
             array[self.first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
