@@ -118,7 +118,7 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
         receiver = DeviceReceiver(SPARE, step_input, least)
         tree, bucket = DeviceTree(8, torch.device(place), SPARE), receiver.bucket(text, size)
         sheet = receiver.sheet(text, table, moves)
-        array = tree.planted(growing, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES)
+        array = tree.planted(growing, -1, prefix + 1, 0, 50, table.pages, _noise(text.spot), NO_MOVES)
         array[TREE_AT["sheet"] : TREE_AT["sheet"] + len(sheet)] = sheet
         tree.state[: len(array)] = torch.from_numpy(array)
         (kernel if not found else DeviceReceiver.send)(receiver, tree, text, table, moves, bucket)

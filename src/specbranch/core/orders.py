@@ -18,8 +18,10 @@ from specbranch.core.trees import Growth, Tree
 
 Measure = Literal["top", "entropy"]
 Until = Literal["length", "target"]
-# By the tokens that a verdict adds: the chain that will most likely be judged behind them; None: who knows.
-Follows = Callable[[tuple[int, ...]], tuple[int, ...] | None]
+# By the tokens that a verdict adds: the chain that will most likely be judged behind them; "draft": the draft will be
+# asked before; None: who knows.
+Following = tuple[int, ...] | Literal["draft"] | None
+Follows = Callable[[tuple[int, ...]], Following]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class Context:
     def whole(self) -> Context:
         """The same sequence for a worker that holds nothing of it."""
         return Context(0, (*self.history[: self.base], *self.tail))
+
+    def plus(self, tokens: Sequence[int], held: int) -> Context:
+        """This sequence and some tokens behind it, for a worker that holds so many of its first."""
+        before = self.history[held : self.base] if held < self.base else ()
+        return Context(held, (*before, *self.tail[max(held - self.base, 0) :], *tokens))
 
 
 @dataclass(frozen=True, slots=True)

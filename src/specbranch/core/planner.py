@@ -16,7 +16,7 @@ from itertools import pairwise, takewhile
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
 from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, let_draft, step_prices
-from specbranch.core.orders import Follows, Orders, Reports
+from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class_of, look_class, match_class, standing
@@ -141,22 +141,31 @@ class Planner:
         growing.graft(tokens, words, self._growth.chances)
         return growing.tree()
 
-    def follows(self, tree: Tree, sent: list[int], unread: int) -> Follows | None:
-        """What comes after a round that only verifies looked-up text, and is begun with its verdict; None: not known,
-        or nothing is begun like this."""
+    def looks_up(self, tree: Tree, sent: list[int]) -> bool:
+        """Whether what is sent is nothing but one line of looked-up text, and something is begun with its verdict."""
         line = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
-        known = sent and line and self._company == 1 and self.costs.begins_ahead
-        return partial(self._looked_on, unread) if known else None
+        return line and self._begins_ahead
 
-    def _looked_on(self, unread: int, behind: tuple[int, ...]) -> tuple[int, ...] | None:
-        """What is looked up behind a verdict, if it is so likely that the draft will not be asked before."""
-        assert self._ngrams is not None
-        words, tokens = self._ngrams.find(LOOKED, behind)
-        if not tokens:
+    def follows(self, tree: Tree, unread: int) -> Follows | None:
+        """What comes after a round, and is begun with its verdict; None: nothing is begun like this."""
+        return partial(self._following, tree, unread) if self._begins_ahead else None
+
+    @property
+    def _begins_ahead(self) -> bool:
+        return self._company == 1 and self.costs.begins_ahead
+
+    def _following(self, tree: Tree, unread: int, behind: tuple[int, ...]) -> Following:
+        """What is looked up behind a verdict, if anything, unless the draft will be asked before; not known where that
+        has something to say already."""
+        node: int | None = ROOT
+        for token in behind:
+            node = None if node is None else tree.child(node, token)
+        if node is not None and tree.nodes[node].fed:
             return None
-        chance = self._chances.looked[look_class(match_class(words), UNREAD)]
+        words, tokens = self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
+        chance = self._chances.looked[look_class(match_class(words), UNREAD)] if tokens else 0.0
         offer = self._first_offer(1.0 - chance, unread + len(behind)) if self._knows_draft else None
-        return None if offer is not None and let_draft({0: offer})[0].may else tokens
+        return "draft" if offer is not None and let_draft({0: offer})[0].may else tokens
 
     def lane_offer(self, tree: Tree, unread: int) -> LaneOffer | None:
         """What the draft might read while the target waits; None: nothing. `unread`: tokens it has to read first."""

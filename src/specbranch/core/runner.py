@@ -243,6 +243,16 @@ class GrowsTrees(Protocol):
         asked for step by step."""
         ...
 
+    def read_ahead(self, feed: Feed) -> bool:
+        """Read what is unread of a text behind which a tree is to grow next; nobody waits for that. False: it has to
+        be read when that grows."""
+        ...
+
+    @property
+    def begun(self) -> Callable[[], float] | None:
+        """When the last tree began to grow, if that was before it was asked for."""
+        ...
+
     @property
     def grown_at(self) -> Callable[[], float] | None:
         """When the last thing that was drafted was there, if that was a tree, and before anybody had read it."""

@@ -16,6 +16,7 @@ from specbranch.core.orders import (
     Branch,
     Context,
     Draft,
+    Following,
     Follows,
     Grow,
     Orders,
@@ -146,11 +147,19 @@ class Session:
         return Context(base, (*self.tokens[base:], *pending), self.tokens)
 
     def _unless_ended(self, follows: Follows | None) -> Follows | None:
-        """Nothing follows on tokens that end the text."""
+        """Nothing follows on tokens that end the text. Both models may ask, which is worked out once."""
         if follows is None:
             return None
         told = follows
-        return lambda taken: None if len(taken) >= self.room or not self._ending.isdisjoint(taken) else told(taken)
+        said: dict[tuple[int, ...], Following] = {}
+
+        def following(taken: tuple[int, ...]) -> Following:
+            if taken not in said:
+                ended = len(taken) >= self.room or not self._ending.isdisjoint(taken)
+                said[taken] = None if ended else told(taken)
+            return said[taken]
+
+        return following
 
     def _append(self, token: int, origin: Origin) -> None:
         self.tokens.append(token)

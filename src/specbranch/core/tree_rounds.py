@@ -64,10 +64,10 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Me
     grant: RowGrant = yield planner.row_offer(tree, candidates)
     sent = sorted(candidates[: grant.count])
     tree = marked(tree, sent)
-    drafted = growth is not None
-    # What is begun with the verdict is begun sooner than the draft can help.
-    follows = None if drafted else planner.follows(tree, sent, session.untold)
-    growth = None if follows else _within(session, planner.while_verifying(tree, grant))
+    # What is begun with a verdict is begun sooner than a draft beside the target can help.
+    begins = growth is None and planner.looks_up(tree, sent)
+    growth = None if begins else _within(session, planner.while_verifying(tree, grant))
+    follows = None if growth else planner.follows(tree, session.untold)
     verify = session.verify_tree(chosen(tree, sent), follows=follows)
     orders = Orders(session.grow(tree, growth) if growth else None, verify, meanwhile)
     meanwhile.add(_count_kind, session, tree, sent, growth)

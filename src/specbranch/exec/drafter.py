@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from specbranch.core.orders import Branch, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
+from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
 from specbranch.core.runner import Ask, Done, Feed, Lanes, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import Tree
+from specbranch.core.trees import NO_TREE, Tree
 from specbranch.errors import CacheFull
 from specbranch.exec.grower import grow, never
 from specbranch.exec.worker import Worker, chain_after
@@ -79,6 +79,22 @@ class Drafter(Worker):
             **{session: self._reached(session, order) for session, order in orders.items() if isinstance(order, Read)},
         }
 
+    def read_ahead(self, session: int, on: Context) -> None:
+        """Read a text behind which a tree is to grow next, where that needs not be waited for."""
+        if self.grows_trees is None or not self.lets_grow or self.stale(session, on):
+            return
+        with suppress(CacheFull):
+            if not self._out_of_reach(session, on, 1):
+                rest, _ = self.settle(session, on, NO_TREE)
+                self.runner.demand(session, len(rest))
+                if self.grows_trees.read_ahead(Feed(session, tuple(rest), chain_after(ROOT, 0, len(rest)))):
+                    self.commit_line(session, range(len(rest)))
+
+    @property
+    def begun(self) -> Callable[[], float] | None:
+        """When a tree that was drafted last began to grow, if that was before it was asked for."""
+        return self.grows_trees.begun if self.grows_trees else None
+
     @property
     def grown_at(self) -> Callable[[], float] | None:
         """When a tree that was drafted last was there, on a device that works by itself."""
@@ -93,13 +109,13 @@ class Drafter(Worker):
     def _reached(self, session: int, order: Read) -> Reached:
         """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in pieces."""
         with suppress(CacheFull):
-            if not self._out_of_reach(session, order, 0):
+            if not self._out_of_reach(session, order.on, 0):
                 return Reached(self.read(session, order))
         return Reached(len(order.on))
 
     def _trees(self, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
         """Grow trees; one that has come out of reach stays as it is."""
-        within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order, 1)}
+        within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order.on, 1)}
         grown = grow(self, within, done)
         # one that a device grew by itself was not asked
         _check(node.said for tree in grown.values() for node in tree.nodes)
@@ -128,7 +144,7 @@ class Drafter(Worker):
         lines: dict[int, list[int]] = {}
         for session, order in orders.items():
             with suppress(CacheFull):  # a text there is no memory for goes on without a draft
-                if not self._out_of_reach(session, order, order.plan.length):
+                if not self._out_of_reach(session, order.on, order.plan.length):
                     feed, line = self._aligned(session, order)
                     work.append(feed)
                     lines[session] = line
@@ -147,12 +163,12 @@ class Drafter(Worker):
         line = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
         return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), line
 
-    def _out_of_reach(self, session: int, order: DraftOrder, length: int) -> bool:
+    def _out_of_reach(self, session: int, on: Context, length: int) -> bool:
         """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without
         one, for good."""
         held = self._held[session]
-        too_long = len(order.on) + length > self.runner.context_length
-        held.out_of_reach |= too_long or max(order.on.tail, default=0) >= self.runner.vocabulary
+        too_long = len(on) + length > self.runner.context_length
+        held.out_of_reach |= too_long or max(on.tail, default=0) >= self.runner.vocabulary
         return held.out_of_reach
 
     def _opened(self, session: int, order: Draft, answers: Iterator[Proposal]) -> list[Lane]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
+from typing import TypeVar
 
 from specbranch.core.loop import Places
-from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verify
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
@@ -23,6 +25,8 @@ from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 
 log = logging.getLogger("specbranch")
+
+Found = TypeVar("Found")
 
 
 class Serial:
@@ -54,6 +58,7 @@ class Serial:
         verifying = Verifying(self.target, verifies, heads, timed, reads_of(orders))
         do_meanwhile(orders)
         verdicts = verifying.judged()
+        self._read_ahead(verifies, verdicts)
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 
@@ -90,21 +95,35 @@ class Serial:
         if not orders or not self.draft:
             return {}, None
         timed = self._stretch(self.draft)
-        made = self._attempt(self.draft, orders, done, announce)
+        nothing: dict[int, Drafted] = {}
+        made = self._attempt(orders, partial(draft_or_whole, self.draft, orders, done, announce), nothing)
+        timed.begin(self.draft.begun)
         self._drafted_until = timed.end(self.draft.grown_at)
         return made, timed
 
-    def _attempt(
-        self, drafter: Drafter, orders: dict[int, DraftOrder], done: Done, announce: Announce
-    ) -> dict[int, Drafted]:
-        """Draft; where a device has no memory left, or a model makes no sense, these sessions go on without."""
+    def _read_ahead(self, verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> None:
+        """Have the draft read what a verdict adds to a text, if it will be asked next what follows there."""
+        session, order = next(iter(verifies.items()), (0, None))
+        if self.draft is None or order is None or order.follows is None or session not in verdicts:
+            return
+        verdict = verdicts[session]
+        taken = (*(order.tokens[node] for node in verdict.path), verdict.token)
+        if len(verifies) == 1 and session not in self._without and order.follows(taken) == "draft":
+            on = order.on.plus(taken, len(self.draft.slots(session).prefix))
+            self._attempt((session,), partial(self.draft.read_ahead, session, on), None)
+
+    def _attempt(self, sessions: Collection[int], work: Callable[[], Found], nothing: Found) -> Found:
+        """Have the draft work; where a device has no memory left, or a model makes no sense, these sessions go on
+        without."""
         try:
-            return draft_or_whole(drafter, orders, done, announce)
+            return work()
         except RuntimeError as error:  # as all are that torch raises
-            self._without |= orders.keys()
+            self._without |= set(sessions)
             said = f"{type(error).__name__}: {error}".partition("\n")[0]
-            log.warning("The draft failed (%s); %d request(s) go on without it, in plain decoding.", said, len(orders))
-            return {}
+            log.warning(
+                "The draft failed (%s); %d request(s) go on without it, in plain decoding.", said, len(sessions)
+            )
+            return nothing
 
 
 def draft_or_whole(

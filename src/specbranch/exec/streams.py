@@ -29,6 +29,7 @@ class Streams(Serial):
         do_meanwhile(orders)
         made, drafting = self._drafted(self._received(drafts, verifies), verifying.ready, verifying.tell)
         verdicts = verifying.judged()
+        self._read_ahead(verifies, verdicts)
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 

@@ -167,7 +167,7 @@ def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -
         verdict = verdicts.get(session)
         if order.follows is not None and verdict is not None:
             chain = order.follows((*order.tokens[: len(verdict.path)], verdict.token))
-            if chain is not None:
+            if isinstance(chain, tuple):
                 begun[session] = chain
     return begun
 

@@ -8,9 +8,10 @@ growth that is broken off has read is not in the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
 from specbranch.core.noise import keys
 from specbranch.core.request import Request, Spot
@@ -20,6 +21,7 @@ from specbranch.core.trees import GrowingTree, Node, Tree
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket
 from specbranch.models.gpu.step import Graphs
+from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.trees import (
     DEEPEST,
     ENTRIES,
@@ -38,6 +40,21 @@ from specbranch.models.transfer import Transfer
 NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class TextRead:
+    """A text that was read before anybody asked what follows it; that was chosen."""
+
+    seq: int
+    length: int
+    lines: Tensor  # as long as nothing else was run
+    row: int  # of its last token
+    begun: DeviceMoment
+
+    def ends(self, growing: Growing, length: int) -> bool:
+        """Whether a tree is to grow behind it, of which that is all it needs to know."""
+        return growing.seq == self.seq and length == self.length and not growing.unread and not growing.tree.read
+
+
 class TreeGrower:
     """Grows one tree at a time where its model is."""
 
@@ -46,10 +63,12 @@ class TreeGrower:
         self._graphs, self._transfer = graphs, transfer
         self.tree = graphs.tree = DeviceTree(most_pages, transfer.device, spare)
 
-    def room(self, growing: Growing, slots: Slots, request: Request) -> int:
-        """How many nodes of a tree may be read where its model is; 0: the tree is to be grown step by step."""
+    def room(self, growing: Growing, slots: Slots, request: Request, read: TextRead | None = None) -> int:
+        """How many nodes of a tree may be read where its model is; 0: the tree is to be grown step by step. `read`:
+        its text was read ahead."""
         growth, unread = growing.growth, len(growing.unread)
-        text_answered = unread > 0 or growing.tree.read  # the draft says what follows the text, or has said it before
+        # the draft says what follows the text, or has said it before
+        text_answered = unread > 0 or growing.tree.read or read is not None
         fits = len(growth.step) <= LANES and growth.children <= ENTRIES and unread <= self._graphs.step.most_rows
         if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, unread)):
             return 0
@@ -72,14 +91,16 @@ class TreeGrower:
         table: Table,
         room: int,
         moves: np.ndarray,
+        read: TextRead | None = None,
     ) -> None:
-        """Bring a tree to the device; its first step makes the moves."""
+        """Bring a tree to the device; its first step makes the moves, unless its text was read ahead."""
         unread = len(growing.unread)
+        asked = -1 if growing.tree.read else unread - 1 if read is None else read.row
         if growing.growth.deepest > DEEPEST:
             growing = replace(growing, growth=replace(growing.growth, deepest=DEEPEST))
         spot = _spot(request, slots, unread)
         tail = 0 if unread else len(slots.tokens)
-        array = self.tree.planted(growing, spot.position, tail, room, table.pages, _noise(spot), moves)
+        array = self.tree.planted(growing, asked, spot.position, tail, room, table.pages, _noise(spot), moves)
         self._transfer.into(self.tree.state, array)
 
     def bring_sheet(self, sheet: np.ndarray | None) -> None:
@@ -87,9 +108,9 @@ class TreeGrower:
         if sheet is not None:
             self._transfer.into(self.tree.sheet, sheet)
 
-    def choose(self, bucket: Bucket) -> None:
+    def choose(self, bucket: Bucket, read: TextRead | None = None) -> None:
         """Have the first step chosen, of a tree whose text was read before."""
-        self.tree.grow(None, self._graphs.input, bucket)
+        self.tree.grow(None if read is None else read.lines, self._graphs.input, bucket)
 
     def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
         """Launch the steps that the device chooses; returns how many nodes each read, and how many there are in the
@@ -102,13 +123,14 @@ class TreeGrower:
             count, width = self.tree.told(len(widths))
         return widths, count
 
-    def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int) -> Tree:
+    def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int, read: TextRead | None = None) -> Tree:
         """Read the tree back, and add to the sequence what was read of it."""
         nodes, places = self.tree.nodes(self._transfer.down(self.tree.held(count)))
         _add_read(nodes, places, slots)
         tree = GrowingTree(growing.tree)
         tree.nodes, tree.read = nodes, True
-        tree.steps = [len(growing.unread), *steps] if growing.unread else steps
+        text = len(growing.unread) if read is None else read.row + 1
+        tree.steps = [text, *steps] if text else steps
         return tree.tree()
 
 

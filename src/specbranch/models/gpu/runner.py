@@ -37,7 +37,7 @@ from specbranch.models.gpu import asking
 from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.begun import Ahead, Followed, Received, chain_choosing, chain_rows
 from specbranch.models.gpu.choice import Chooser
-from specbranch.models.gpu.growing import NO_MOVES, TreeGrower
+from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.layout import (
@@ -82,6 +82,7 @@ class GpuRunner(NativeRunner):
         # still to be made: sequence, places, and the lowest that is written
         self._moves: list[tuple[int, np.ndarray, int]] = []
         self._ahead: Ahead | Received | Followed | None = None
+        self._read: TextRead | None = None
         self._receiver = DeviceReceiver(
             self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least, self._graphs.captures
         )
@@ -90,6 +91,7 @@ class GpuRunner(NativeRunner):
         self._started = self._moment()  # the last step of which that is noted
         # Steps that were begun for a tree, and those of them that were asked for then; likewise for what follows.
         self.received = self.received_right = self.followed = self.followed_right = 0
+        self.read = self.read_right = 0  # likewise texts behind which trees were to grow
 
     @property
     def note(self) -> Callable[[], DeviceMoment] | None:
@@ -131,7 +133,7 @@ class GpuRunner(NativeRunner):
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Read new nodes, and answer what is asked about them, or about nodes read before."""
         work = [feed for feed in work if feed.tokens]
-        self._ahead = self.grown_at = None
+        self._ahead = self.grown_at = self.begun = None
         with self._here(), self._grown(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
             row_of = asking.rows_in(work, self._first_nodes(work))
@@ -160,8 +162,9 @@ class GpuRunner(NativeRunner):
     def grow(self, growing: Growing, done: Done) -> Tree | None:
         """Grow a tree by itself: one step after the other, each chosen by the device, of which the host hears no
         more than its width."""
-        held, self._ahead, self.grown_at = self._held[growing.seq], None, None
-        room = self._grower.room(growing, held.slots, self._requests[growing.seq])
+        held, read, self._ahead, self.grown_at, self.begun = self._held[growing.seq], self._read, None, None, None
+        read = read if read is not None and read.ends(growing, len(held.slots)) else None
+        room = self._grower.room(growing, held.slots, self._requests[growing.seq], read)
         places = len(held.slots) + len(growing.unread) + room
         if not room:
             return None
@@ -172,30 +175,48 @@ class GpuRunner(NativeRunner):
                 except CacheFull:  # step by step a tree may grow in what there is
                     return None
                 bucket = self._grower.bucket(places)
-                self._plant(growing, room, bucket)
+                self._plant(growing, room, bucket, read)
                 if growing.receiver is not None:
                     self._grower.bring_sheet(growing.receiver.prepare())
                 steps, count = self._grower.steps(bucket, done, self._grow_on)
                 self.grown_at = None if self._clock is None else self._clock.note()
                 if growing.receiver is not None:
                     growing.receiver.take(self._grower.tree, count)
-                return self._grower.grown(growing, held.slots, steps, count)
+                if read is not None:
+                    self.read_right += 1
+                    self.begun = read.begun
+                return self._grower.grown(growing, held.slots, steps, count, read)
         finally:
             held.table.shrink(len(held.slots))
 
-    def _plant(self, growing: Growing, room: int, bucket: Bucket) -> None:
+    @torch.inference_mode()
+    def read_ahead(self, feed: Feed) -> bool:
+        """Read what is unread of a text, and have chosen what follows it."""
+        seq, count, self._ahead = feed.seq, len(feed.tokens), None
+        spot = Spot(self._requests[seq], len(self.slots(seq).prefix) + count, list)
+        if not count or count > GROUP_ROWS or not asking.is_chosen_in_graph(spot):
+            return False
+        with self._here(), self._grown([feed]) as rows:
+            ran = self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, timed=True)
+            self._hold([feed], _wide(ran.logits), None)
+        assert ran.lines is not None
+        self._read = TextRead(seq, spot.position, ran.lines, count - 1, self._started)
+        self.read += 1
+        return True
+
+    def _plant(self, growing: Growing, room: int, bucket: Bucket, read: TextRead | None) -> None:
         """Bring a tree to the device, and have its first step chosen. What is unread of its text is read for that,
         and committed."""
         seq, count, moves = growing.seq, len(growing.unread), NO_MOVES
         held, request = self._held[seq], self._requests[seq]
         if not count and self._moves:  # else they are made with the text's step
             moves = self._waiting_moves()
-            if not self._grower.carries(moves):
+            if read is not None or not self._grower.carries(moves):
                 moves = NO_MOVES
                 self._up({})
-        self._grower.plant(growing, held.slots, request, held.table, room, moves)
+        self._grower.plant(growing, held.slots, request, held.table, room, moves, read)
         if not count:
-            self._grower.choose(bucket)
+            self._grower.choose(bucket, read)
             return
         spot = Spot(request, len(held.slots.prefix) + count, list)
         with self._grown([Feed(seq, growing.unread, tuple(range(ROOT, count - 1)))]) as rows:
@@ -206,13 +227,14 @@ class GpuRunner(NativeRunner):
 
     def _grow_on(self, bucket: Bucket) -> None:
         """Run the step that the device chose for the tree, and have the next one chosen."""
+        self._read = None
         with self._moving():
             self._graphs.run_brought(bucket, 0, ENTRIES, True)
 
     @torch.inference_mode()
     def run_ahead(self, lanes: Lanes, hear: Hear) -> int:
         """Draft on in lanes: a step is started, with what the device chose itself, before the last one is heard of."""
-        seq, width, self._ahead, self.grown_at = lanes.feed.seq, len(lanes.feed.tokens), None, None
+        seq, width, self._ahead, self.grown_at, self.begun = lanes.feed.seq, len(lanes.feed.tokens), None, None, None
         held, request = self._held[seq], self._requests[seq]
         spots = [Spot(request, held.slots.position(parent) + 2, list) for parent in lanes.feed.parents]
         count = asking.entries_of([Ask(seq, ROOT, measure=lanes.measure)], spots[:1])
@@ -386,7 +408,7 @@ class GpuRunner(NativeRunner):
         chain = order.follows((*order.tokens[: len(found.path)], found.token))
         start = part.start + root + 1 + len(found.path)
         room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
-        if chain is None or room < 1 + len(chain):
+        if not isinstance(chain, tuple) or room < 1 + len(chain):
             return
         rows = chain_rows(part.table, [found.token, *chain], start)
         with self._here():
@@ -405,7 +427,7 @@ class GpuRunner(NativeRunner):
     ) -> Ran:
         """Run rows as one step that chooses; `tree_step`: the bucket of the steps of a tree that grows on from it;
         `timed`: note when the device began."""
-        moves, least = self._moves_for(choosing), self._graphs.step.least
+        moves, least, self._read = self._moves_for(choosing), self._graphs.step.least, None
         if tree_step is not None:  # the graph writes the tree's first step, with as many pages as its own
             least = least._replace(pages=max(tree_step.pages, least.pages))
         packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, least)
@@ -514,7 +536,7 @@ class GpuRunner(NativeRunner):
 
     def _run(self, work: list[Rows], arrays: Arrays) -> tuple[tuple[Tensor, Tensor | None], Asked]:
         """Run all rows, beyond what a step takes in several; the last copy up carries the arrays too."""
-        self._ahead = None
+        self._ahead = self._read = None
         blocks: list[Tensor] = []
         states: list[Tensor] = []
         steps = list(dealt(work, self._most_rows(work)))

@@ -85,6 +85,7 @@ class DeviceTree:
     def planted(
         self,
         growing: Growing,
+        asked: int,
         prefix: int,
         tail: int,
         room: int,
@@ -92,9 +93,9 @@ class DeviceTree:
         noise: NoiseKeys,
         moves: np.ndarray,
     ) -> np.ndarray:
-        """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more."""
+        """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more.
+        `asked`: the row that says what follows the text; negative: that is known."""
         growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
-        asked = unread - 1 if not growing.tree.read else -1
         spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
         array = np.zeros(self.first + len(nodes) * len(FIELDS))
         array[: len(SCALARS)] = (
