@@ -241,15 +241,20 @@ class GrowingTree:
     def graft(self, tokens: Sequence[int], words: int, chances: Chances) -> None:
         """Take in what followed the same words earlier in the text, as a line from the root: each that is right makes
         the match longer."""
-        here = ROOT
+        nodes, here, reach, read, new = self.nodes, ROOT, 1.0, self.read, False
         for depth, token in enumerate(tokens, start=1):
-            known = next((n for n, node in enumerate(self.nodes) if node.parent == here and node.token == token), None)
+            look, known = match_class(words + depth - 1), None
+            if not new:  # what is new has no children
+                known = next((n for n, node in enumerate(nodes) if node.parent == here and node.token == token), None)
             if known is None:
-                known = len(self.nodes)
-                self.nodes.append(Node(token, here, 0.0, 0.0, depth, rank=1))
-            self.nodes[known] = self.nodes[known]._replace(look=match_class(words + depth - 1))
-            self._weigh(known, chances)
-            here = known
+                chance = chances.looked[look_class(look, ABSENT if read else UNREAD)]
+                reach *= chance
+                nodes.append(Node(token, here, chance, reach, depth, 1, 0.0, look))
+                here, read, new = len(nodes) - 1, False, True
+            else:
+                nodes[known] = nodes[known]._replace(look=look)
+                self._weigh(known, chances)
+                here, reach, read = known, nodes[known].reach, nodes[known].fed
 
     def _weigh(self, n: int, chances: Chances) -> None:
         """Say how likely a node is by all that is known of it."""
