@@ -42,7 +42,7 @@ PAIRS = {
 }
 
 
-HOST, ASKING, HEARING = 0.06e-3, 0.44e-3, 0.19e-3  # seconds of the host: see `CostProfile`
+HOST, ASKING, HEARING = 0.06e-3, 0.60e-3, 0.22e-3  # seconds of the host: see `CostProfile`
 # By draft: seconds before its first step, and of a step beyond its kernels.
 GROWING = {"68m": (0.52e-3, 0.045e-3), "1b": (0.40e-3, 0.026e-3), "1.3b": (0.40e-3, 0.026e-3)}
 

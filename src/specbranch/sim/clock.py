@@ -14,6 +14,7 @@ from specbranch.core.orders import (
     Draft,
     Drafted,
     DraftOrder,
+    Following,
     Grow,
     Orders,
     Read,
@@ -108,7 +109,7 @@ class VirtualClock(Serial):
         self.metered = draft
         self._now = 0.0
         # of the last round: sessions for which the target goes on by itself, and what was begun with the verdict
-        self._said: tuple[set[int], dict[int, tuple[int, ...]]] = set(), {}
+        self._said: tuple[set[int], dict[int, Following]] = set(), {}
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         """Carry out one round and charge it."""
@@ -127,7 +128,8 @@ class VirtualClock(Serial):
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
         verdicts = self.target.judge(scored, heads)
-        host = self.profile.host_seconds(self._beginning(drafts, verifies, reads, verdicts))
+        hidden = self._read_meanwhile(drafts)
+        host = max(self.profile.host_seconds(self._beginning(drafts, verifies, reads, verdicts)) - hidden, 0.0)
         start = self._now + host - self.profile.host  # it is asked for first
         self._now += charge.seconds + host
         begun = start + charge.target_start
@@ -154,24 +156,30 @@ class VirtualClock(Serial):
             return Beginning.ASKED  # what is drafted beside a target that has begun is asked for meanwhile
         return Beginning.BY_ITSELF if verifies.keys() <= before[0] else Beginning.HEARD
 
+    def _read_meanwhile(self, drafts: Mapping[int, DraftOrder]) -> float:
+        """How long a draft reads what a verdict added to a text while the host plans; see `Serial._read_ahead`."""
+        session, order = next(iter(drafts.items()), (0, None))
+        ahead = len(drafts) == 1 and isinstance(order, Grow) and self._said[1].get(session) == "draft"
+        return min(self.profile.draft_seconds(1), self.profile.asking) if ahead else 0.0
+
     def _mean_held(self, sessions: Iterable[int]) -> float:
         """How many tokens the target holds of a sequence, on average."""
         lengths = [len(self.target.slots(session).prefix) for session in sessions]
         return statistics.fmean(lengths) if lengths else 0.0
 
 
-def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> dict[int, tuple[int, ...]]:
+def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> dict[int, Following]:
     """What is begun with each verdict."""
-    begun: dict[int, tuple[int, ...]] = {}
+    begun: dict[int, Following] = {}
     for session, order in verifies.items():
         verdict = verdicts.get(session)
         if order.follows is not None and verdict is not None:
-            chain = order.follows((*order.tokens[: len(verdict.path)], verdict.token))
-            if isinstance(chain, tuple):
-                begun[session] = chain
+            following = order.follows((*(order.tokens[node] for node in verdict.path), verdict.token))
+            # of a tree that is no chain, places have to move before the target can go on
+            begun[session] = following if order.is_chain or following == "draft" else None
     return begun
 
 
-def _begins(chain: tuple[int, ...] | None, tokens: Sequence[int]) -> bool:
+def _begins(following: Following, tokens: Sequence[int]) -> bool:
     """Whether what was begun is what is asked for, or goes on behind it."""
-    return chain is not None and tuple(tokens) == chain[: len(tokens)]
+    return isinstance(following, tuple) and tuple(tokens) == following[: len(tokens)]
