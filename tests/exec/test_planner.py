@@ -12,9 +12,11 @@ import pytest
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally
+from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Loop
 from specbranch.core.market import LaneGrant, RowGrant, granted
 from specbranch.core.methods import METHODS
+from specbranch.core.orders import Context, Orders, Reports, Span, Verify
 from specbranch.core.planner import SPARED, SURE, Planner
 from specbranch.core.runner import Ask, Feed, Proposal
 from specbranch.core.session import Session
@@ -395,6 +397,45 @@ def test_what_reading_is_worth_does_not_rise_with_candidates_that_are_hardly_sen
 
 def growth_of(planner: Planner) -> Growth:
     return Growth((0.1,), planner.insight.chances())
+
+
+BEGINS_AHEAD = replace(TEN, asking=0.0005)
+
+
+def test_a_round_that_sends_nothing_may_have_the_draft_work_beside_it() -> None:
+    """What is begun with a verdict comes before that only where looked-up text is sent."""
+    planner = Planner(Experience(BEGINS_AHEAD))
+    planner.begin(10)
+    growing = GrowingTree(NO_TREE)
+    growing.graft((5, 6, 7), 4, planner.insight.chances())
+    assert planner.looks_up(growing.tree(), [0, 1]) and not planner.looks_up(NO_TREE, [])
+    assert not Planner(Experience(TEN)).looks_up(growing.tree(), [0, 1]), "nothing is begun with a verdict there"
+
+
+@pytest.mark.parametrize("step", [0.0001, 0.1])
+def test_what_follows_a_verdict_is_the_draft_where_that_pays_else_what_is_looked_up(step: float) -> None:
+    planner = Planner(Experience(replace(BEGINS_AHEAD, draft=((1, step),))), ngrams=Ngrams([1, 2, 3, 9, 8, 7], 4))
+    planner.begin(6)
+    growing = GrowingTree(NO_TREE)
+    growing.add_candidates(ROOT, growth_of(planner), (4, 5), (0.6, 0.2))
+    growing.feed([0])
+    follows = planner.follows(growing.tree(), 0)
+    assert follows is not None
+    assert follows((4,)) is None, "the draft has read it, and may have something to say"
+    assert follows((5,)) == ("draft" if step < 0.01 else ())
+    assert follows((5, 1, 2, 3)) == "draft" if step < 0.01 else follows((5, 1, 2, 3))[:3] == (9, 8, 7)  # type: ignore[index]
+
+
+def test_what_is_saved_for_a_draft_that_does_not_pay_is_gone_once_it_is_asked() -> None:
+    experience = Experience(TEN)
+    round_of = Orders(verify=Verify(Context(0, (1,)))), Reports(verifying=Span(0.0, 1.0))
+    for _ in range(10):
+        experience.note(*round_of, 1)
+    experience.spend()
+    assert not experience.affords(0.001), "it was saved up while the draft was asked"
+    for _ in range(10):
+        experience.note(*round_of, 1)
+    assert experience.affords(0.09) and not experience.affords(0.001)
 
 
 def test_a_price_is_paid_only_beyond_the_time_that_is_free() -> None:

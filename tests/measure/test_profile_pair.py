@@ -54,13 +54,16 @@ def test_a_profile_says_where_it_comes_from(measured: CostProfile, tmp_path: Pat
 class Lazy:
     """A model that is waited for when its verdicts are called for, and grows trees by itself."""
 
-    grown_at = None
+    begun = grown_at = None
 
     def verify(self, work: object, trials: object) -> Verdicts:
         return Verdicts(lambda: time.sleep(0.01) or [], lambda: False)
 
     def grow(self, growing: object, done: object) -> None:
         time.sleep(0.01)
+
+    def read_ahead(self, feed: object) -> bool:
+        return False
 
     def slots(self, seq: int) -> None:
         time.sleep(0.1)

@@ -4,6 +4,7 @@ changes by it."""
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
-from specbranch.core.orders import Following, Reports
+from specbranch.core.orders import Context, Following, Orders, Read, Reports
 from specbranch.core.planner import Planner
 from specbranch.core.request import Request
 from specbranch.core.session import Session
@@ -61,7 +62,7 @@ def counts(works: Serial) -> tuple[int, int]:
     assert works.draft is not None
     draft = works.draft.runner
     assert isinstance(draft, GpuRunner)
-    return draft.read, draft.read_right
+    return draft.texts_read, draft.texts_right
 
 
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
@@ -104,6 +105,27 @@ def test_a_text_that_was_read_for_nothing_changes_no_text(
         assert planned(works, "specbranch", params, number, prompt)[0][: len(expected)] == expected[:295]
     begun, right = counts(works)
     assert begun > right > 0
+
+
+def test_what_is_only_read_does_not_begin_where_an_earlier_tree_began(decoders: tuple[Any, Any]) -> None:
+    works = executor(decoders)[0]
+    planned(works, "tree", PARAMS[0], 1)
+    assert works.draft is not None and works.draft.begun is not None
+    prompt = tuple(some_tokens(40))
+    works.open(9, Request(PARAMS[0], 0, len(prompt)))
+    now = time.perf_counter()
+    report = works.run({9: Orders(Read(Context(0, prompt[:-1], prompt), 64))})[9]
+    assert report.drafting is not None and report.drafting.start > now
+    works.leave(9)
+
+
+def test_a_text_is_told_from_where_it_is_held() -> None:
+    text = list(range(20))
+    on = Context(12, tuple(text[12:15]), text)
+    assert [on.plus((15, 16), held) for held in (5, 12, 14, 15)] == [
+        Context(held, tuple(text[held:17])) for held in (5, 12, 14, 15)
+    ]
+    assert on.plus((15, 16), 17) == Context(15, (15, 16)), "where the same was read before, it is told again"
 
 
 @pytest.mark.parametrize("shaping", [{"top_p": 0.8}, {"presence_penalty": 0.5}])

@@ -63,7 +63,7 @@ class Context:
 
     def plus(self, tokens: Sequence[int], held: int) -> Context:
         """This sequence and some tokens behind it, for a worker that holds so many of its first."""
-        before = self.history[held : self.base] if held < self.base else ()
+        before, held = self.history[held : self.base], min(held, len(self))
         return Context(held, (*before, *self.tail[max(held - self.base, 0) :], *tokens))
 
 

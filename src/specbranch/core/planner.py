@@ -144,7 +144,7 @@ class Planner:
     def looks_up(self, tree: Tree, sent: list[int]) -> bool:
         """Whether what is sent is nothing but one line of looked-up text, and something is begun with its verdict."""
         line = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
-        return line and self._begins_ahead
+        return bool(sent) and line and self._begins_ahead
 
     def follows(self, tree: Tree, unread: int) -> Follows | None:
         """What comes after a round, and is begun with its verdict; None: nothing is begun like this."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from specbranch.core.costs import MOST_UNREAD
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
 from specbranch.core.runner import Ask, Done, Feed, Lanes, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
@@ -67,12 +68,15 @@ class Lane:
 class Drafter(Worker):
     """The draft model at work."""
 
+    _grew = False  # whether the last orders had a tree grown
+
     def draft(
         self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
     ) -> dict[int, Drafted]:
         """Carry out the orders; `done` ends those that draft only until the target is done."""
         trees = {session: order for session, order in orders.items() if isinstance(order, Grow)}
         chains = {session: order for session, order in orders.items() if isinstance(order, Draft)}
+        self._grew = False
         return {
             **(self._branches(chains, done, announce) if chains else {}),
             **(self._trees(trees, done) if trees else {}),
@@ -81,7 +85,7 @@ class Drafter(Worker):
 
     def read_ahead(self, session: int, on: Context) -> None:
         """Read a text behind which a tree is to grow next, where that needs not be waited for."""
-        if self.grows_trees is None or not self.lets_grow or self.stale(session, on):
+        if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNREAD:
             return
         with suppress(CacheFull):
             if not self._out_of_reach(session, on, 1):
@@ -93,12 +97,12 @@ class Drafter(Worker):
     @property
     def begun(self) -> Callable[[], float] | None:
         """When a tree that was drafted last began to grow, if that was before it was asked for."""
-        return self.grows_trees.begun if self.grows_trees else None
+        return self.grows_trees.begun if self.grows_trees and self._grew else None
 
     @property
     def grown_at(self) -> Callable[[], float] | None:
         """When a tree that was drafted last was there, on a device that works by itself."""
-        return self.grows_trees.grown_at if self.grows_trees else None
+        return self.grows_trees.grown_at if self.grows_trees and self._grew else None
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
         """Feed nodes and ask about some; raises NoNumber where the answer is none."""
@@ -117,6 +121,7 @@ class Drafter(Worker):
         """Grow trees; one that has come out of reach stays as it is."""
         within = {session: order for session, order in orders.items() if not self._out_of_reach(session, order.on, 1)}
         grown = grow(self, within, done)
+        self._grew = bool(grown)
         # one that a device grew by itself was not asked
         _check(node.said for tree in grown.values() for node in tree.nodes)
         return {session: order.tree for session, order in orders.items()} | grown

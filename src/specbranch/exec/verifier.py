@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
-from specbranch.core.orders import Aside, Branch, Context, Read, Receiver, Verdict, Verify
+from specbranch.core.orders import UNREAD, Aside, Branch, Context, Read, Receiver, Verdict, Verify
 from specbranch.core.runner import Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
@@ -53,7 +53,8 @@ class Verifier(Worker):
     @property
     def begun(self) -> Callable[[], float] | None:
         """When the last verification began, which may be before it was asked for; nothing: when it was."""
-        return self._receives.begun if self._receives else None
+        read = any(held.prompt is not UNREAD for held in self._held.values())  # before that step, in the same order
+        return self._receives.begun if self._receives and not read else None
 
     def receiver(self, session: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree that grows behind this text, so that verifying it begins at once; nothing: it is

@@ -21,7 +21,7 @@ from specbranch.measure.loaded_pair import LoadedPair
 from specbranch.measure.one_request import greedy_session, start
 
 METHODS_TIMED = ("autoregressive", "speculative", "specbranch")
-WORK = ("feed", "extend", "propose", "verify", "grow")  # what a runner's model does
+WORK = ("feed", "extend", "propose", "verify", "grow", "read_ahead")  # what a runner's model does
 BY_ITSELF: dict[ExecutorName, Who] = {"process": "draft", "streams": "target"}  # who works beside this thread
 
 

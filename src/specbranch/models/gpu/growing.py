@@ -42,7 +42,7 @@ NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class TextRead:
-    """A text that was read before anybody asked what follows it; that was chosen."""
+    """A text that was read before anybody asked what follows it, which is chosen by now."""
 
     seq: int
     length: int

@@ -220,7 +220,7 @@ def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _P
     return _Placed(positions, shared, counts, lines)
 
 
-@lru_cache(maxsize=4096)  # chains come again and again
+@lru_cache(maxsize=1024)  # chains come again and again: there are 32 of each length
 def _placed_alone(seen: tuple[int, ...], prefix: int) -> _Placed:
     """The same for one sequence, counted from where its own lines may begin: a whole number of groups before."""
     return _placed(_tails(seen), prefix, prefix)
@@ -238,10 +238,8 @@ def _window(work: Sequence[Rows], firsts: Sequence[int]) -> np.ndarray:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def _prefixes(work: Sequence[Rows], firsts: Sequence[int]) -> tuple[int | np.ndarray, int | np.ndarray]:
-    """How long each row's prefix is, and where in the window it ends; where there is one sequence, one number."""
-    if len(work) == 1:
-        return work[0].prefix, work[0].prefix - firsts[0]
+def _prefixes(work: Sequence[Rows], firsts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """How long each row's prefix is, and where in the window it ends."""
     sizes = [part.start + len(part.tokens) - first for part, first in zip(work, firsts, strict=True)]
     ends = [
         at - first + part.prefix for part, first, at in zip(work, firsts, accumulate(sizes, initial=0), strict=False)

@@ -49,7 +49,7 @@ class DeviceReceiver:
         # how many rows there are, and of each its token and its parent
         self.read = torch.zeros(1 + LANES, 2, dtype=torch.int32, device=step_input.device)
         self.spare, self.least, self._input, self._captures = spare, least, step_input, capture
-        self._sends: dict[tuple[int, Bucket], torch.cuda.CUDAGraph] = {}
+        self._sends: dict[tuple[int, int, Bucket], torch.cuda.CUDAGraph] = {}
 
     def bucket(self, text: Expected, nodes: int) -> Bucket:
         """The bucket of the step that verifies something of a tree of so many nodes."""
@@ -79,17 +79,20 @@ class DeviceReceiver:
         if self.read.device.type != "cuda":
             self._plainly(tree, text, table, moves, bucket)
             return
-        kind = tree.state.data_ptr(), bucket
+        kind = tree.state.data_ptr(), tree.first, bucket
         if kind in self._sends:
             self._sends[kind].replay()
             return
         self._by_kernel(tree, bucket)
         if self._captures:
-            self._sends[kind] = graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(torch.cuda.Stream(self.read.device)):  # type: ignore[no-untyped-call]
                 graph.capture_begin(capture_error_mode="thread_local")
-                self._by_kernel(tree, bucket)
-                graph.capture_end()
+                try:
+                    self._by_kernel(tree, bucket)
+                finally:
+                    graph.capture_end()
+            self._sends[kind] = graph
 
     def _by_kernel(self, tree: DeviceTree, bucket: Bucket) -> None:
         from specbranch.models.gpu.send_kernels import send

@@ -91,7 +91,7 @@ class GpuRunner(NativeRunner):
         self._started = self._moment()  # the last step of which that is noted
         # Steps that were begun for a tree, and those of them that were asked for then; likewise for what follows.
         self.received = self.received_right = self.followed = self.followed_right = 0
-        self.read = self.read_right = 0  # likewise texts behind which trees were to grow
+        self.texts_read = self.texts_right = 0  # likewise texts behind which trees were to grow
 
     @property
     def note(self) -> Callable[[], DeviceMoment] | None:
@@ -183,7 +183,7 @@ class GpuRunner(NativeRunner):
                 if growing.receiver is not None:
                     growing.receiver.take(self._grower.tree, count)
                 if read is not None:
-                    self.read_right += 1
+                    self.texts_right += 1
                     self.begun = read.begun
                 return self._grower.grown(growing, held.slots, steps, count, read)
         finally:
@@ -201,7 +201,7 @@ class GpuRunner(NativeRunner):
             self._hold([feed], _wide(ran.logits), None)
         assert ran.lines is not None
         self._read = TextRead(seq, spot.position, ran.lines, count - 1, self._started)
-        self.read += 1
+        self.texts_read += 1
         return True
 
     def _plant(self, growing: Growing, room: int, bucket: Bucket, read: TextRead | None) -> None:
@@ -318,12 +318,11 @@ class GpuRunner(NativeRunner):
         with self._here():
             begun = self._moment()
             self._receiver.send(tree, text, held.table, moves, bucket)
-            sent = transfer.mark(self._stream)
+            transfer.mark(self._stream).wait(around)  # before another tree is written there
             with self._moving():
                 ran = self._graphs.run_brought(bucket, 0, 1)
             assert ran.lines is not None
             lines = transfer.later(ran.lines)
-        sent.wait(around)  # before another tree is written there
         self.received += 1
         self._ahead = Received(seq, held.table, text.prefix, transfer.later(self._receiver.read, around), lines, begun)
 
