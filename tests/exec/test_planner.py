@@ -160,8 +160,8 @@ def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledg
         script, experience = Scripted.of(fresh(300), hits, seed), KNOWLEDGE[knowledge](HOPELESS)
         sessions = [play(script, AUTO, HOPELESS, experience) for _ in range(3)]
         first, second, third = [speedup(script, HOPELESS, session) for session in sessions]
-        # many rows are sent once or twice before their cost is known
-        assert first >= 0.85 and second >= 0.93 and third >= 0.98, seed
+        # Many rows are sent once or twice before their cost is known; a draft is tried for 1 % of the time of all.
+        assert first >= 0.85 and second >= 0.93 and third >= 0.97 and (second + third) / 2 >= 0.97, seed
         assert sessions[-1].stats.by_method["plain"] >= 0.95 * 300
 
 

@@ -199,9 +199,9 @@ class Planner:
         if grant.may:
             self.experience.spend()
             return replace(growth, step=grant.steps) if grant.steps else growth
-        once = costs.draft_setup + costs.draft_seconds(max(unread, 1), self._context) + costs.host
         # a setup that was measured too long once must not keep a draft from ever being asked again
-        if not tree.read and self.experience.affords(min(once, 2.0 * self._target_seconds(1))):
+        once = min(costs.draft_setup + costs.host, 2.0 * self._target_seconds(1))
+        if not tree.read and self.experience.affords(once + costs.draft_seconds(max(unread, 1), self._context)):
             return replace(growth, step=(0.0,), most=0)
         return None
 
