@@ -201,6 +201,10 @@ class Verify:
         """Whether every token has the one before it as its parent."""
         return self.parents is None or self.parents == tuple(range(-1, len(self.tokens) - 1))
 
+    def taken(self, verdict: Verdict) -> tuple[int, ...]:
+        """Return the tokens that a verdict on this adds to the text."""
+        return (*(self.tokens[node] for node in verdict.path), verdict.token)
+
     def parent(self, node: int) -> int:
         """Return the index of the node's parent, -1 for the root."""
         return node - 1 if self.parents is None else self.parents[node]

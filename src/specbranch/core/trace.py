@@ -76,7 +76,7 @@ class Trace:
             return {}
         told: dict[str, Any] = {
             "accepted": len(verdict.path),
-            "tokens": (*(order.tokens[node] for node in verdict.path), verdict.token),
+            "tokens": order.taken(verdict),
             "refused": tuple(token for node, token in enumerate(order.tokens) if node not in verdict.path),
         }
         if order.parents is not None:

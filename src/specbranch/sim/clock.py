@@ -174,7 +174,7 @@ def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -
     for session, order in verifies.items():
         verdict = verdicts.get(session)
         if order.follows is not None and verdict is not None:
-            following = order.follows((*(order.tokens[node] for node in verdict.path), verdict.token))
+            following = order.follows(order.taken(verdict))
             # of a tree that is no chain, places have to move before the target can go on
             begun[session] = following if order.is_chain or following == "draft" else None
     return begun
