@@ -20,8 +20,10 @@ from specbranch.core.slots import ROOT
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
+from specbranch.models.gpu import runner as runner_module
 from specbranch.models.gpu import stream_clock
-from specbranch.models.gpu.runner import GpuRunner, _own_stream
+from specbranch.models.gpu.own_stream import own_stream
+from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.stream_clock import StreamClock
 from specbranch.models.native import load_native
 from test_streams_models import decode
@@ -79,7 +81,7 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def streaming(monkeypatch: pytest.MonkeyPatch) -> Streaming:
     found = Streaming()
-    monkeypatch.setattr(torch.cuda, "stream", found.on)
+    monkeypatch.setattr(runner_module, "OnStream", found.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.current[-1])
     return found
 
@@ -163,7 +165,7 @@ class Owner:
 def test_what_a_stream_may_still_write_to_is_held_until_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, owner = Stream(), Owner()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    assert _own_stream(owner, torch.device("cpu")) is stream
+    assert own_stream(owner, torch.device("cpu")) is stream
     assert stream.synchronized == 0
     del owner
     gc.collect()

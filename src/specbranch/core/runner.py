@@ -86,16 +86,21 @@ class Trial:
         """The node of the order's token `index`, −1 for the root."""
         return self.nodes[index] if index >= 0 else self.root
 
+    def line(self, path: Sequence[int]) -> list[int]:
+        """The nodes from the prefix to the end of a path of the order's tokens."""
+        return [*range(self.root + 1), *(self.nodes[index] for index in path)]
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
     """Indices of the taken tokens, then the target's own next one; `said` is what a probe made of the row behind the
-    last taken."""
+    last taken, `kept` whether what was taken joined the prefix already."""
 
     path: tuple[int, ...]
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each taken token, then one for `token`
     said: tuple[float, ...] | None = None
+    kept: bool = False
 
 
 def _at_once() -> bool:
@@ -241,6 +246,10 @@ class GrowsTrees(Protocol):
     def grow(self, growing: Growing, done: Done) -> Tree | None:
         """Grow a tree until nothing pays or it is done; the text is committed then. Nothing: this one has to be
         asked for step by step."""
+        ...
+
+    def make_ready(self, seq: int, done: Done) -> None:
+        """Write down what can be known of texts that it may have to read ahead, until something else is to be done."""
         ...
 
     def read_ahead(self, feed: Feed) -> bool:

@@ -98,6 +98,14 @@ class Slots:
         """Where the node lies in the cache."""
         return len(self.prefix) + node
 
+    @property
+    def depth(self) -> int:
+        """How many nodes the longest line of the tail has."""
+        depths = [0]  # of ROOT, then of each node
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        return max(depths)
+
     def path(self, node: int) -> list[int]:
         """The nodes from the root down to `node`, itself included."""
         line: list[int] = []

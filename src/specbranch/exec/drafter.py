@@ -83,6 +83,11 @@ class Drafter(Worker):
             **{session: self._reached(session, order) for session, order in orders.items() if isinstance(order, Read)},
         }
 
+    def make_ready(self, session: int, done: Done) -> None:
+        """Write down what can be known of texts that may have to be read ahead, until something else is to be done."""
+        if self.grows_trees is not None and self.lets_grow and session in self._held:
+            self.grows_trees.make_ready(session, done)
+
     def read_ahead(self, session: int, on: Context) -> None:
         """Read a text behind which a tree is to grow next, where that needs not be waited for."""
         if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNREAD:

@@ -23,7 +23,7 @@ from specbranch.core.orders import (
     as_drafted,
 )
 from specbranch.errors import SpecBranchError
-from specbranch.exec.verifier import Scored, Verifier
+from specbranch.exec.verifier import Scored, Tell, Verifier
 from specbranch.exec.worker import Worker
 
 Moment = Callable[[], float]  # when something was, in seconds on the executor's clock; asked too early it says: now
@@ -107,14 +107,17 @@ class Verifying:
         except Exception as error:
             self._error = error
 
-    def judged(self) -> dict[int, Verdict]:
-        """Wait for the verdicts."""
+    def judged(self, tell: Tell) -> dict[int, Verdict]:
+        """Wait for the verdicts; `tell` is called with them as soon as they are there."""
         if self._error is not None:
             raise self._error
-        found = self._target.judge(self._scored, {}) if self._scored else {}
-        if not self._stretch.by_device:
-            self._stretch.end()
-        return found
+
+        def heard(verdicts: Mapping[int, Verdict]) -> None:
+            if not self._stretch.by_device:
+                self._stretch.end()
+            tell(verdicts)
+
+        return self._target.judge(self._scored, {}, heard) if self._scored else {}
 
     def _launched(self) -> None:
         if self._stretch.by_device:

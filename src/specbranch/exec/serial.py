@@ -57,8 +57,7 @@ class Serial:
         timed = self._stretch(self.target)
         verifying = Verifying(self.target, verifies, heads, timed, reads_of(orders))
         do_meanwhile(orders)
-        verdicts = verifying.judged()
-        self._read_ahead(verifies, verdicts)
+        verdicts = verifying.judged(partial(self._read_ahead, verifies))
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 
@@ -100,6 +99,12 @@ class Serial:
         timed.begin(self.draft.begun)
         self._drafted_until = timed.end(self.draft.grown_at)
         return made, timed
+
+    def _make_ready(self, verifies: Mapping[int, Verify], done: Done) -> None:
+        """Have the draft make ready for what it may have to read ahead, until the verdicts are there."""
+        session, order = next(iter(verifies.items()), (0, None))
+        if self.draft is not None and order is not None and order.follows is not None and len(verifies) == 1:
+            self._attempt((session,), partial(self.draft.make_ready, session, done), None)
 
     def _read_ahead(self, verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> None:
         """Have the draft read what a verdict adds to a text, if it will be asked next what follows there."""

@@ -8,6 +8,7 @@ nothing left to draft; what is said is what the serial executor says.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from specbranch.core.orders import Orders, Reports
 from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, reads_of, reports_of
@@ -28,8 +29,8 @@ class Streams(Serial):
         verifying = Verifying(self.target, verifies, None if awaited else {}, timed, reads_of(orders))
         do_meanwhile(orders)
         made, drafting = self._drafted(self._received(drafts, verifies), verifying.ready, verifying.tell)
-        verdicts = verifying.judged()
-        self._read_ahead(verifies, verdicts)
+        self._make_ready(verifies, verifying.ready)
+        verdicts = verifying.judged(partial(self._read_ahead, verifies))
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 

@@ -21,6 +21,8 @@ from specbranch.exec.worker import Stale, Worker, chain_after
 
 NOTHING_ASIDE = Aside((), (), ())
 
+Tell = Callable[[Mapping[int, Verdict]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -106,8 +108,9 @@ class Verifier(Worker):
         waiting = tuple(_with_head(trial, heads) for trial in scored.waiting)
         return replace(scored, waiting=waiting, last=self.runner.verify((), waiting) if waiting else Verdicts(list))
 
-    def judge(self, scored: Scored, heads: Mapping[int, Branch]) -> dict[int, Verdict]:
-        """Decide each order; `heads` as for `score`, for those that were told none so far."""
+    def judge(self, scored: Scored, heads: Mapping[int, Branch], tell: Tell | None = None) -> dict[int, Verdict]:
+        """Decide each order; `heads` as for `score`, for those that were told none so far. `tell` is called with the
+        verdicts before the cache is brought in line with them."""
         found = scored.verdicts()
         scored = scored if scored.last else self.tell(scored, heads)
         assert scored.last
@@ -116,7 +119,16 @@ class Verifier(Worker):
         for trial, one in zip(scored.told, found[len(scored.judged) :], strict=True):
             said.setdefault(trial.seq, []).append(one.token)
         trials = (*scored.judged, *scored.waiting)
-        return {t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in zip(trials, judged, strict=True)}
+        verdicts = {
+            t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in zip(trials, judged, strict=True)
+        }
+        if tell is not None:
+            tell(verdicts)
+        for trial, one in zip(trials, judged, strict=True):
+            if not one.kept:
+                line = trial.line(one.path)
+                self.runner.keep(trial.seq, line, len(line))
+        return verdicts
 
     def margin(self, session: int, tokens: Sequence[int], first: int, second: int) -> float:
         """Return by how many logits the target prefers `first` to `second` after these tokens; 0 is a tie."""
@@ -149,8 +161,6 @@ class Verifier(Worker):
         return Feed(session, (*rest, *order.tokens, *aside.tokens), (*chain_after(ROOT, 0, len(rest)), *below)), trial
 
     def _verdict(self, trial: Trial, found: Judged, told: tuple[int, ...]) -> Verdict:
-        line = [*range(trial.root + 1), *(trial.nodes[n] for n in found.path)]
-        self.runner.keep(trial.seq, line, len(line))
         signal = None
         if trial.wants_forecast and self.forecaster is not None:
             signal = self.forecaster.signal(found.said, len(trial.order.on) + len(found.path))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 ALIGNED = 16  # bytes: where an array may begin
 BUFFERS = 4  # that copies may be under way from at once
+MOST_WAYS = 1024  # that are remembered: to cut tensors takes longer than to copy them
 
 
 class Reading:
@@ -52,6 +53,8 @@ class Transfer:
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] = []
         self._there: list[Tensor] = []
         self._next = 0
+        # by buffer, address and length: part of a buffer, as an array and as a tensor, and where it is brought
+        self._ways: dict[tuple[int, int, int], tuple[np.ndarray, Tensor, Tensor]] = {}
 
     def up(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Bring arrays to the device, all in one copy that nobody waits for."""
@@ -75,8 +78,15 @@ class Transfer:
             there[: len(array)] = torch.from_numpy(array)
             return
         held, _ = self._buffer(array.nbytes)
-        held.numpy()[: array.nbytes] = array.view(np.uint8)
-        there[: len(array)].copy_(held[: array.nbytes].view(there.dtype), non_blocking=True)
+        key = self._next, there.data_ptr(), len(array)
+        if key not in self._ways:
+            if len(self._ways) >= MOST_WAYS:
+                self._ways.clear()
+            part = held[: array.nbytes].view(there.dtype)
+            self._ways[key] = as_numpy(part), part, there[: len(array)]
+        numbers, part, to = self._ways[key]
+        numbers[:] = array
+        to.copy_(part, non_blocking=True)
         self._pinned[self._next][1].record(self._current)
         self._next = (self._next + 1) % BUFFERS
 
@@ -131,6 +141,7 @@ class Transfer:
             there = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
             pinned = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), _event()) for _ in range(BUFFERS)]
             self._pinned, self._there = pinned, there  # both or neither: there may be no memory for one of them
+            self._ways.clear()
         held, copied = self._pinned[self._next]
         copied.synchronize()
         return held, self._there[self._next]

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from specbranch.core.pages import PAGE
-from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Feed
 from specbranch.models.batch import Rows
-from specbranch.models.gpu import asking
-from specbranch.models.gpu.layout import GROUP_ROWS, Choosing
+from specbranch.models.gpu.layout import GROUP_ROWS
 from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.kv import Table
 from specbranch.models.transfer import Reading
@@ -81,17 +78,3 @@ class Followed:
             and list(part.seen) == self.rows.seen[: len(feed.tokens)]
             and part.table.pages[: len(self.pages)] == self.pages
         )
-
-
-def chain_rows(table: Table, tokens: Sequence[int], start: int) -> Rows:
-    """The rows of a chain behind a committed text."""
-    return Rows(table, list(tokens), start, start, list(accumulate(1 << row for row in range(len(tokens)))))
-
-
-def chain_choosing(request: Request, rows: Rows) -> Choosing:
-    """What is asked of the rows of a chain: each leads to the next by its token."""
-    count = len(rows.tokens)
-    drawn = () if request.greedy else enumerate(Spot(request, rows.start + row, list) for row in range(1, count + 1))
-    choosing = asking.choosing_of(count, drawn)
-    choosing.parent[1:], choosing.said[1:] = range(count - 1), rows.tokens[1:]  # type: ignore[assignment]
-    return choosing

@@ -151,6 +151,27 @@ def pack(
     return packed, bucket
 
 
+class Sheet:
+    """A packed step whose tokens and moves are written over."""
+
+    def __init__(self, packed: np.ndarray, bucket: Bucket) -> None:
+        self.packed, self.bucket = packed, bucket
+        per_row = _section(packed, bucket, 0)
+        self._tokens, self._said = per_row[0], per_row[-1]
+        self._counts, self._moves = (_section(packed, bucket, number) for number in (COUNTS, MOVES))
+
+    def say(self, tokens: Sequence[int]) -> None:
+        """Have its first rows be a chain of these tokens."""
+        self._tokens[: len(tokens)] = tokens
+        self._said[1 : len(tokens)] = tokens[1:]
+
+    def move(self, moves: np.ndarray | None) -> None:
+        """Have places moved before, or none."""
+        self._counts[0] = count = 0 if moves is None else moves.shape[1]
+        if moves is not None:
+            self._moves[:, :count] = moves
+
+
 def padding(bucket: Bucket, spare: int) -> np.ndarray:
     """A packed step without a row: it reads and writes the flat place `spare`."""
     packed = _blank(bucket, spare).copy()

@@ -11,7 +11,6 @@ nothing of one has to wait for the other.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -35,7 +34,8 @@ from specbranch.models.batch import Rows, dealt
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.attention import blocks_of
-from specbranch.models.gpu.begun import Ahead, Followed, Received, chain_choosing, chain_rows
+from specbranch.models.gpu.begun import Ahead, Followed, Received
+from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
 from specbranch.models.gpu.kernel_step import step_of
@@ -50,10 +50,12 @@ from specbranch.models.gpu.layout import (
     pack,
     power_of_four,
 )
+from specbranch.models.gpu.own_stream import OnStream, own_stream
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
 from specbranch.models.gpu.trees import ENTRIES, MOVES, DeviceTree
+from specbranch.models.kv import Table
 from specbranch.models.model import PIECES, ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
@@ -71,7 +73,7 @@ class GpuRunner(NativeRunner):
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
         self._fused, self.piece = None, PIECES["cuda"]
-        self._stream = _own_stream(self, self.device) if self.device.type == "cuda" else None
+        self._stream = own_stream(self, self.device) if self.device.type == "cuda" else None
         self._clock = None if self._stream is None else StreamClock(self._stream)
         self.transfer.stream = self._stream
         most = -(-(context_length + tail) // PAGE)
@@ -83,6 +85,7 @@ class GpuRunner(NativeRunner):
         self._moves: list[tuple[int, np.ndarray, int]] = []
         self._ahead: Ahead | Received | Followed | None = None
         self._read: TextRead | None = None
+        self._chains = ChainSheets(self.pool.pages * PAGE, self._graphs.step.least)
         self._receiver = DeviceReceiver(
             self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least, self._graphs.captures
         )
@@ -189,6 +192,14 @@ class GpuRunner(NativeRunner):
         finally:
             held.table.shrink(len(held.slots))
 
+    def make_ready(self, seq: int, done: Done) -> None:
+        """Write out the steps of texts that it may have to read ahead: those that end in its tail, and one or a few
+        tokens behind that."""
+        held = self._held[seq]
+        first = len(held.slots.prefix)
+        starts = range(first, first + held.slots.depth + 1)
+        self._chains.write(seq, self._requests[seq], held.table, starts, done, (1, 4))
+
     @torch.inference_mode()
     def read_ahead(self, feed: Feed) -> bool:
         """Read what is unread of a text, and have chosen what follows it."""
@@ -196,8 +207,12 @@ class GpuRunner(NativeRunner):
         spot = Spot(self._requests[seq], len(self.slots(seq).prefix) + count, list)
         if not count or count > GROUP_ROWS or not asking.is_chosen_in_graph(spot):
             return False
-        with self._here(), self._grown([feed]) as rows:
-            ran = self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, timed=True)
+        with self._here(), self._grown([feed]) as (rows,):
+            moves = self._moves_for(count)
+            step = self._chains.take(seq, rows.table, rows.start, feed.tokens, moves)
+            if step is None:
+                step = self._packed([rows], asking.choosing_of(count, [(count - 1, spot)]), moves)
+            ran = self._run_packed(*step, moves, ENTRIES, timed=True)
             self._hold([feed], _wide(ran.logits), None)
         assert ran.lines is not None
         self._read = TextRead(seq, spot.position, ran.lines, count - 1, self._started)
@@ -277,10 +292,11 @@ class GpuRunner(NativeRunner):
             said = self._go_on(rows, trials, spots, at)
 
         def judged() -> list[Judged]:
+            follows = len(trials) == 1 and trials[0].order.follows is not None and rows[0].start == rows[0].prefix
+            if follows:
+                self._write_chains(trials[0].seq, rows[0], at[0][0], lines.ready)
             found = _judged(trials, at, lines(), said)
-            if len(trials) == 1 and trials[0].order.follows is not None:
-                self._follow(trials[0], rows[0], at[0][0], found[0])
-            return found
+            return [self._follow(trials[0], rows[0].table, found[0])] if follows else found
 
         return Verdicts(judged, lines.ready)
 
@@ -397,46 +413,86 @@ class GpuRunner(NativeRunner):
         self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
         return self._ahead.tokens
 
+    def _write_chains(self, seq: int, part: Rows, root: int, hurry: Callable[[], bool]) -> None:
+        """Write out the steps that may follow on a verdict, those first that follow if all is taken or nothing."""
+        first, last = part.start + root + 1, part.start + max(map(int.bit_count, part.seen))
+        self._chains.write(seq, self._requests[seq], part.table, (last, *range(first, last)), hurry, (GROUP_ROWS, 1))
+
     @torch.inference_mode()
-    def _follow(self, trial: Trial, part: Rows, root: int, found: Judged) -> None:
+    def _follow(self, trial: Trial, table: Table, found: Judged) -> Judged:
         """Start the step that most likely follows on a verdict, at the places behind it, where all of them lie on a
-        page that it keeps: what was verified is a chain, so nothing has to move."""
+        page that it keeps."""
         order, seq = trial.order, trial.seq
-        if order.follows is None or not order.is_chain or part.start != part.prefix or self._moves:
-            return
-        chain = order.follows((*order.tokens[: len(found.path)], found.token))
-        start = part.start + root + 1 + len(found.path)
+        if order.follows is None or self._moves:
+            return found
+        chain = order.follows((*(order.tokens[node] for node in found.path), found.token))
+        start = len(self.slots(seq).prefix) + trial.root + 1 + len(found.path)
         room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
         if not isinstance(chain, tuple) or room < 1 + len(chain):
-            return
-        rows = chain_rows(part.table, [found.token, *chain], start)
+            return found
+        if not order.is_chain:  # what was taken has to move to its places
+            line = trial.line(found.path)
+            self.keep(seq, line, len(line))
+            found = Judged(found.path, found.token, kept=True)
+        tokens = (found.token, *chain)
         with self._here():
-            _, lines = self._chosen([rows], chain_choosing(self._requests[seq], rows), 1, timed=True)
+            moves = self._moves_for(len(tokens))
+            step = self._chains.take(seq, table, start, tokens, moves)
+            if step is None:
+                rows = chain_rows(table, tokens, start)
+                step = self._packed([rows], chain_choosing(self._requests[seq], rows), moves)
+            lines = self._read_later(self._run_packed(*step, moves, 1, timed=True), len(tokens))
         self.followed += 1
-        self._ahead = Followed(seq, rows, part.table.pages[: start // PAGE + 1], lines, self._started)
+        pages = table.pages[: start // PAGE + 1]
+        self._ahead = Followed(seq, chain_rows(table, tokens, start), pages, lines, self._started)
+        return found
 
     def _chosen(self, rows: list[Rows], choosing: Choosing, count: int, timed: bool = False) -> tuple[Ran, Reading]:
         """Run rows as one step that chooses, and start to read what it says of each."""
         ran = self._start(rows, choosing, count, timed=timed)
+        return ran, self._read_later(ran, len(choosing.said))
+
+    def _read_later(self, ran: Ran, rows: int) -> Reading:
         assert ran.lines is not None
-        return ran, self.transfer.later(ran.lines[: len(choosing.said)])
+        return self.transfer.later(ran.lines[:rows])
 
     def _start(
         self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False
     ) -> Ran:
         """Run rows as one step that chooses; `tree_step`: the bucket of the steps of a tree that grows on from it;
         `timed`: note when the device began."""
-        moves, least, self._read = self._moves_for(choosing), self._graphs.step.least, None
+        moves = self._moves_for(len(choosing.said))
+        return self._run_packed(
+            *self._packed(rows, choosing, moves, tree_step), moves, count, tree_step is not None, timed
+        )
+
+    def _packed(
+        self, rows: list[Rows], choosing: Choosing, moves: np.ndarray | None, tree_step: Bucket | None = None
+    ) -> tuple[np.ndarray, Bucket]:
+        """Write a step out."""
+        least = self._graphs.step.least
         if tree_step is not None:  # the graph writes the tree's first step, with as many pages as its own
             least = least._replace(pages=max(tree_step.pages, least.pages))
-        packed, bucket = pack(rows, self.pool.pages * PAGE, choosing, moves, least)
+        return pack(rows, self.pool.pages * PAGE, choosing, moves, least)
+
+    def _run_packed(
+        self,
+        packed: np.ndarray,
+        bucket: Bucket,
+        moves: np.ndarray | None,
+        count: int,
+        grows: bool = False,
+        timed: bool = False,
+    ) -> Ran:
+        """Run a step that is written out, with the moves that it makes."""
+        self._read = None
         if timed:
             self._started = self._moment()
         with self._moving():
             self.transfer.into(self._graphs.input, packed)
             if moves is not None and not self._graphs.step.moves:
                 self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
-            return self._graphs.run_brought(bucket, 0, count, tree_step is not None)
+            return self._graphs.run_brought(bucket, 0, count, grows)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -451,14 +507,14 @@ class GpuRunner(NativeRunner):
     def _waiting_moves(self) -> np.ndarray:
         return np.concatenate([places for _, places, _ in self._moves], axis=1)
 
-    def _moves_for(self, choosing: Choosing) -> np.ndarray | None:
-        """The moves that go with a step; where it has no room for them, they are made before it."""
+    def _moves_for(self, rows: int) -> np.ndarray | None:
+        """The moves that go with a step of so many rows; where it has no room for them, they are made before it."""
         if not self._moves:
             return None
         moves = self._waiting_moves()
         # a place may be left by one keep and filled by the next
         in_order = self._graphs.step.moves or len(self._moves) == 1
-        if in_order and moves.shape[1] <= most_moves(len(choosing.said)):
+        if in_order and moves.shape[1] <= most_moves(rows):
             return moves
         self._up({})
         return None
@@ -592,6 +648,7 @@ class GpuRunner(NativeRunner):
         super()._rewind(seq, length)
 
     def _close(self, seq: int) -> None:
+        self._chains.forget()
         if isinstance(self._ahead, Ahead):
             self._ahead.rows.pop(seq, None)  # the others' rows stay good
         elif self._ahead is not None and self._ahead.seq == seq:
@@ -618,8 +675,8 @@ class GpuRunner(NativeRunner):
         return lambda: moment
 
     def _here(self) -> AbstractContextManager[Any]:
-        """Have kernels launched on the runner's own stream, and so on its own device, whichever is the current one."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        """Have kernels launched on the runner's own stream."""
+        return nullcontext() if self._stream is None else OnStream(self._stream)
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -636,23 +693,14 @@ class GpuRunner(NativeRunner):
                 around.wait_stream(self._stream)
 
 
-def _own_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
-    """A stream that is waited for before what its owner holds is given back: a step that nobody asked for may still
-    write there."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    weakref.finalize(owner, stream.synchronize).atexit = False
-    return stream
-
-
 def _judged(
     trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
     """Make verdicts of lines; notes what each sequence says, where a step was started that presumes it."""
-    tokens, reached = lines[:, :2].T.tolist()
-    found = []
+    told, found = lines[:, :2].tolist(), []
     for trial, (root, *nodes) in zip(trials, at, strict=True):
-        path = tuple(index for index, row in enumerate(nodes) if reached[row])
-        token = int(tokens[nodes[path[-1]] if path else root])
+        path = tuple([index for index, row in enumerate(nodes) if told[row][1]])
+        token = int(told[nodes[path[-1]] if path else root][0])
         found.append(Judged(path, token))
         if said is not None:
             said[trial.seq] = token
