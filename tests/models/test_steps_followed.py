@@ -8,18 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
+from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
+from specbranch.models import transfer
+from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
+from specbranch.models.gpu.layout import LEAST, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
 from tiny_models import saved, some_tokens, tiny
@@ -67,6 +73,62 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
             GpuRunner(decoder, 600), "autoregressive", params, prompt, Serial
         )
     assert runner.followed > 20 and runner.followed_right >= 0.9 * runner.followed
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_what_was_written_out_before_a_verdict_is_taken(
+    params: SamplingParams, decoder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_here_already", lambda: False)  # so that there is time to write
+    taken, take = [], ChainSheets.take
+
+    def noting(self: ChainSheets, *given: Any) -> Any:
+        taken.append(take(self, *given))
+        return taken[-1]
+
+    monkeypatch.setattr(ChainSheets, "take", noting)
+    runner = GpuRunner(decoder, 600)
+    for prompt in prompts():
+        expected = decode(GpuRunner(decoder, 600), "autoregressive", params, prompt, Serial)
+        assert decode(runner, "lookup", params, prompt, Streams) == expected
+    assert sum(step is not None for step in taken) > 0.7 * len(taken) > 20
+    assert runner.followed_right >= 0.9 * runner.followed
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decoder: Any) -> None:
+    runner, request = GpuRunner(decoder, 600), Request(params, 5, 20)
+    runner.open(0, request)
+    runner.extend(0, some_tokens(270))
+    table, spare = runner._held[0].table, runner.pool.pages * PAGE
+    sheets = ChainSheets(spare, LEAST)
+    starts = (3, 40, 190, 200, 256, 300)
+    sheets.write(0, request, table, starts, lambda: False, (16, 4, 1))
+    moves = np.array([[5, 9], [3, 4]])
+    for start in starts:
+        for count in (16, 16, 11, 4, 3, 1):
+            for wanted in (moves, None):
+                tokens = some_tokens(count, seed=start + count)
+                found = sheets.take(0, table, start, tokens, wanted)
+                rows = chain_rows(table, tokens, start)
+                packed, bucket = pack([rows], spare, chain_choosing(request, rows), wanted)
+                assert found is not None and found[1] == bucket
+                there, expected = (views(torch.from_numpy(one), bucket) for one in (found[0], packed))
+                for name in ("tokens", "positions", "slots", "shared", "own_count"):
+                    assert torch.equal(getattr(there, name)[:count], getattr(expected, name)[:count]), name
+                for row, length in enumerate(expected.own_count[:count].tolist()):
+                    assert torch.equal(there.own[row, :length], expected.own[row, :length])
+                assert torch.equal(there.choosing[:, :count], expected.choosing[:, :count])
+                assert torch.equal(there.tables, expected.tables)
+                made = int(there.counts[0])
+                assert made == int(expected.counts[0]) and torch.equal(there.moves[:, :made], expected.moves[:, :made])
+    assert sheets.take(0, table, 200, some_tokens(17), None) is None
+    assert sheets.take(1, table, 200, some_tokens(3), None) is None
+    sheets.forget()
+    assert sheets.take(0, table, 200, some_tokens(3), None) is None
+    stopped = ChainSheets(spare, LEAST)
+    stopped.write(0, request, table, starts, lambda: True, (1,))
+    assert stopped.take(0, table, 3, [8], None) and stopped.take(0, table, 40, [8], None) is None
 
 
 def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

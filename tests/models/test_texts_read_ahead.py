@@ -4,6 +4,7 @@ changes by it."""
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from specbranch.core.session import Session
 from specbranch.core.trees import Tree
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
+from specbranch.models import transfer
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.runner import GpuRunner
 from test_streams_models import decode, decoders, executor
@@ -35,10 +37,10 @@ AHEAD = replace(PROFILE, asking=1e-6, slow_down=1.0)
 
 
 def planned(
-    works: Serial, method: str, params: SamplingParams, number: int, length: int = 25
+    works: Serial, method: str, params: SamplingParams, number: int, length: int = 25, repeats: int = 1
 ) -> tuple[list[int], list[Tree]]:
-    """The text of a request, and the trees that grew."""
-    prompt = some_tokens(length, seed=number)
+    """The text of a request, and the trees that grew; `repeats`: how often its prompt says the same."""
+    prompt = some_tokens(length, seed=number) * repeats
     session = Session(number, prompt, Request(params, number, len(prompt), eos_ids=(7,)), 295)
     trees: list[Tree] = []
 
@@ -63,6 +65,28 @@ def counts(works: Serial) -> tuple[int, int]:
     draft = works.draft.runner
     assert isinstance(draft, GpuRunner)
     return draft.texts_read, draft.texts_right
+
+
+def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
+    decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_here_already", lambda: False)  # so that there is time to write steps out
+    params = PARAMS[0]
+    works = executor(decoders, Streams)[0]
+    target, plain = works.target.runner, executor(decoders, Serial)[0]
+    assert isinstance(target, GpuRunner)
+    keep, moved = target.keep, list[int]()
+
+    def kept(seq: int, nodes: Any, commit: int) -> None:
+        keep(seq, nodes, commit)
+        if sys._getframe(1).f_code.co_name == "_follow":
+            moved.append(len(target._moves))
+
+    monkeypatch.setattr(target, "keep", kept)
+    for number in range(8):
+        text = planned(works, "specbranch", params, number, 40, repeats=4)[0]
+        assert text == planned(plain, "autoregressive", params, number, 40, repeats=4)[0]
+    assert len(moved) > 5 and any(moved) and target.followed_right >= 0.8 * target.followed
 
 
 @pytest.mark.parametrize("method", ["tree", "specbranch"])

@@ -170,14 +170,11 @@ class VirtualClock(Serial):
 
 def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> dict[int, Following]:
     """What is begun with each verdict."""
-    begun: dict[int, Following] = {}
-    for session, order in verifies.items():
-        verdict = verdicts.get(session)
-        if order.follows is not None and verdict is not None:
-            following = order.follows(order.taken(verdict))
-            # of a tree that is no chain, places have to move before the target can go on
-            begun[session] = following if order.is_chain or following == "draft" else None
-    return begun
+    return {
+        session: order.follows(order.taken(verdicts[session]))
+        for session, order in verifies.items()
+        if order.follows is not None and session in verdicts
+    }
 
 
 def _begins(following: Following, tokens: Sequence[int]) -> bool:
