@@ -57,6 +57,11 @@ class Costs(Protocol):
         ...
 
     @property
+    def ahead_saves(self) -> float:
+        """Seconds that this saves, about."""
+        ...
+
+    @property
     def draft_setup(self) -> float:
         """Seconds that a draft takes once for all the steps of a round."""
         ...
@@ -125,6 +130,11 @@ class LearnedCosts:
     def host(self) -> float:
         """Seconds between two rounds."""
         return _at(self._points("host"), 0, 0.0)
+
+    @property
+    def ahead_saves(self) -> float:
+        """What is begun with a verdict waits for nearly nothing, the others longer than rounds do on average."""
+        return self.host
 
     @property
     def knows_target(self) -> bool:

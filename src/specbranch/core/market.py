@@ -90,6 +90,11 @@ def let_draft(
     return {session: LaneGrant(session in chosen, steps) for session in offers}
 
 
+def pays_alone(offer: LaneOffer) -> bool:
+    """Whether a session that is alone may draft: what `let_draft` says of it, sooner."""
+    return _best_group([offer], offer.first_rate, 0) > 0
+
+
 def _best_group(ranked: list[LaneOffer], rate: float, others: int) -> int:
     """How many of the sessions that promise most to let draft: as many as promise most beyond what they cost all."""
     best, most = 0, 0.0

@@ -15,7 +15,7 @@ from itertools import pairwise, takewhile
 
 from specbranch.core.experience import Experience
 from specbranch.core.lookup import Ngrams
-from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, let_draft, step_prices
+from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pays_alone, step_prices
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
@@ -23,6 +23,7 @@ from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class
 
 # A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
 # step that all sessions share.
+AT_FIRST = 0.5  # of what the steps beside the target promise, the first one does
 SPARED = 0.7
 LOOKED = 15  # tokens looked up at a time
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
@@ -165,7 +166,7 @@ class Planner:
         words, tokens = self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
         chance = self._chances.looked[look_class(match_class(words), UNREAD)] if tokens else 0.0
         offer = self._first_offer(1.0 - chance, unread + len(behind)) if self._knows_draft else None
-        return "draft" if offer is not None and let_draft({0: offer})[0].may else tokens
+        return "draft" if offer is not None and pays_alone(offer) else tokens
 
     def lane_offer(self, tree: Tree, unread: int) -> LaneOffer | None:
         """What the draft might read while the target waits; None: nothing. `unread`: tokens it has to read first."""
@@ -247,7 +248,9 @@ class Planner:
             row_price=0.0,
             children=waiting.children if self._branches else 1,
         )
-        return growth if growth.pace(0.0, self._gains(tree, growth)) else None
+        # after a round in which the draft is at work, nothing is begun with the verdict
+        lost = AT_FIRST * rate * costs.ahead_saves if self._begins_ahead else 0.0
+        return growth if growth.best_step(0.0, self._gains(tree, growth))[1] > lost else None
 
     def _gains(self, tree: Tree, growth: Growth) -> list[float]:
         """What may be read next, by how much it promises; the end of the text itself if that was not read."""

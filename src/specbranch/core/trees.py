@@ -143,6 +143,10 @@ class Growth:
 
     def pace(self, spent: float, gains: Sequence[float]) -> int:
         """Return how many of the nodes that promise most to read next, after so much time; 0: none pays."""
+        return self.best_step(spent, gains)[0]
+
+    def best_step(self, spent: float, gains: Sequence[float]) -> tuple[int, float]:
+        """The same, and what that step promises beyond its price."""
         best, best_profit, total = 0, 0.0, 0.0
         for width, gain in enumerate(gains[: min(self.lanes, len(self.step))], start=1):
             if gain < self.least:
@@ -151,7 +155,7 @@ class Growth:
             profit = total - self.price(spent, width)
             if profit > best_profit:
                 best, best_profit = width, profit
-        return best
+        return best, best_profit
 
     def price(self, spent: float, width: int) -> float:
         """Return what a step costs beyond the time that is free."""

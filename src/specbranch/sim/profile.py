@@ -92,6 +92,11 @@ class CostProfile:
         """Whether it tells what is saved where a round is begun with the verdict before it."""
         return self.asking > 0.0
 
+    @property
+    def ahead_saves(self) -> float:
+        """Seconds that this saves."""
+        return max(self.asking - self.hearing, 0.0)
+
     def target_seconds(self, tokens: int, context: float | None = None) -> float:
         """Seconds of one target forward over `tokens` rows; `context`: after how many others, nothing: as measured."""
         return self._at(self.target, self.target_per_context, tokens, context)
