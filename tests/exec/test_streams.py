@@ -16,7 +16,7 @@ from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS, MethodRounds
-from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Verify
+from specbranch.core.orders import Context, Draft, Grow, Orders, Plan, Read, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Trial, Verdicts
 from specbranch.core.session import Session
@@ -37,6 +37,8 @@ from toybench import (
     next_number,
     plainly,
     run_out,
+    serial,
+    streams,
     wandering,
 )
 
@@ -359,3 +361,11 @@ def test_an_interrupt_at_any_call_of_either_model_leaves_both_usable(method: str
             run_out(loop)  # the orders of the round are carried out again
         assert answer(session) == plainly(case, law())
     assert struck > 20
+
+
+@pytest.mark.parametrize("works", [serial, streams])
+def test_a_round_that_only_reads_takes_the_time_that_it_takes(works: Callable[[float], Serial]) -> None:
+    executor, prompt = works(0.3), tuple(range(3, 15)) * 20
+    executor.open(0, Request(SamplingParams(), 0, len(prompt)))
+    span = executor.run({0: Orders(read=Read(Context(0, prompt), len(prompt)))})[0].verifying
+    assert span is not None and span.tokens > 100 and span.end > span.start

@@ -65,6 +65,8 @@ class Lazy:
     def read_ahead(self, feed: object) -> bool:
         return False
 
+    def make_ready(self, seq: int, done: object) -> None: ...
+
     def slots(self, seq: int) -> None:
         time.sleep(0.1)
 

@@ -101,9 +101,10 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
     runner.open(0, request)
     runner.extend(0, some_tokens(270))
     table, spare = runner._held[0].table, runner.pool.pages * PAGE
-    sheets = ChainSheets(spare, LEAST)
+    sheets = ChainSheets(spare, LEAST, 316)
     starts = (3, 40, 190, 200, 256, 300)
-    sheets.write(0, request, table, starts, lambda: False, (16, 4, 1))
+    sheets.write(0, request, table, (*starts, 301), lambda: False, (16, 4, 1))
+    assert sheets.take(0, table, 301, some_tokens(15), None) is None, "a row would lie beyond the last position"
     moves = np.array([[5, 9], [3, 4]])
     for start in starts:
         for count in (16, 16, 11, 4, 3, 1):
@@ -126,7 +127,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
     assert sheets.take(1, table, 200, some_tokens(3), None) is None
     sheets.forget()
     assert sheets.take(0, table, 200, some_tokens(3), None) is None
-    stopped = ChainSheets(spare, LEAST)
+    stopped = ChainSheets(spare, LEAST, 316)
     stopped.write(0, request, table, starts, lambda: True, (1,))
     assert stopped.take(0, table, 3, [8], None) and stopped.take(0, table, 40, [8], None) is None
 

@@ -23,8 +23,8 @@ from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class
 
 # A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
 # step that all sessions share.
-AT_FIRST = 0.5  # of what the steps beside the target promise, the first one does
 SPARED = 0.7
+AT_FIRST = 0.5  # of what the steps beside the target promise, the first one does
 LOOKED = 15  # tokens looked up at a time
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
 IN_A_ROW = 4  # a wide step is made beside the target only if so many of them fit in: wide reading is not deep

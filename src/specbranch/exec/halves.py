@@ -117,7 +117,10 @@ class Verifying:
                 self._stretch.end()
             tell(verdicts)
 
-        return self._target.judge(self._scored, {}, heard) if self._scored else {}
+        if self._scored is None:
+            heard({})
+            return {}
+        return self._target.judge(self._scored, {}, heard)
 
     def _launched(self) -> None:
         if self._stretch.by_device:

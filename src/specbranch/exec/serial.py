@@ -103,7 +103,8 @@ class Serial:
     def _make_ready(self, verifies: Mapping[int, Verify], done: Done) -> None:
         """Have the draft make ready for what it may have to read ahead, until the verdicts are there."""
         session, order = next(iter(verifies.items()), (0, None))
-        if self.draft is not None and order is not None and order.follows is not None and len(verifies) == 1:
+        follows = order is not None and order.follows is not None and len(verifies) == 1
+        if self.draft is not None and follows and session not in self._without:
             self._attempt((session,), partial(self.draft.make_ready, session, done), None)
 
     def _read_ahead(self, verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> None:

@@ -25,9 +25,10 @@ from specbranch.models.kv import Table
 class ChainSheets:
     """Steps of one sequence, by where they begin and how many rows they have."""
 
-    def __init__(self, spare: int, least: Bucket) -> None:
-        """`spare`: the flat place for padding; `least`: how large a step's bucket is at the least."""
-        self._spare, self._least = spare, least
+    def __init__(self, spare: int, least: Bucket, longest: int) -> None:
+        """`spare`: the flat place for padding; `least`: how large a step's bucket is at the least; `longest`: how many
+        positions there are, which no row may go beyond."""
+        self._spare, self._least, self._longest = spare, least, longest
         self._seq, self._pages = -1, list[int]()
         self._sheets: dict[tuple[int, int], Sheet] = {}
 
@@ -45,7 +46,7 @@ class ChainSheets:
             self._seq, self._pages, self._sheets = seq, table.pages[:], {}
         for start, size in product(starts, sizes):
             on_page = start % PAGE <= PAGE - size and start // PAGE < len(table.pages)
-            if on_page and (start, size) not in self._sheets:
+            if on_page and start + size <= self._longest and (start, size) not in self._sheets:
                 rows = chain_rows(table, (0,) * size, start)
                 packed, bucket = pack([rows], self._spare, chain_choosing(request, rows), least=self._least)
                 self._sheets[start, size] = Sheet(packed, bucket)

@@ -85,7 +85,7 @@ class GpuRunner(NativeRunner):
         self._moves: list[tuple[int, np.ndarray, int]] = []
         self._ahead: Ahead | Received | Followed | None = None
         self._read: TextRead | None = None
-        self._chains = ChainSheets(self.pool.pages * PAGE, self._graphs.step.least)
+        self._chains = ChainSheets(self.pool.pages * PAGE, self._graphs.step.least, context_length)
         self._receiver = DeviceReceiver(
             self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least, self._graphs.captures
         )
