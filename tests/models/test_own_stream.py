@@ -20,8 +20,7 @@ from specbranch.core.slots import ROOT
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.models.gpu import runner as runner_module
-from specbranch.models.gpu import stream_clock
+from specbranch.models.gpu import launching, stream_clock
 from specbranch.models.gpu.own_stream import own_stream
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.stream_clock import StreamClock
@@ -81,7 +80,7 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def streaming(monkeypatch: pytest.MonkeyPatch) -> Streaming:
     found = Streaming()
-    monkeypatch.setattr(runner_module, "OnStream", found.on)
+    monkeypatch.setattr(launching, "OnStream", found.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found.current[-1])
     return found
 

@@ -1,28 +1,22 @@
-"""The native Runner on a GPU: steps are graphs, questions are answered where the logits are.
+"""The native Runner on a GPU: questions are answered where the logits are.
 
-Owns the order of a step: nodes are added on the host, all that the device needs goes up in one copy, the graph is
-started, and one read brings the answers. What a graph does not choose by itself (shaped logits, the ratio rule, laws,
-log-probabilities) is worked out behind it. Where plain decoding goes on, the next step is started before anybody asks
-for it. Invariants: nothing waits for the device but that read; places that are to move move before anything else is
-read or written; all that a runner launches goes on its one stream (`_here`), so that two models work at once and
-nothing of one has to wait for the other.
+Owns what is asked of a step. What a graph does not choose by itself (shaped logits, the ratio rule, laws,
+log-probabilities) is worked out behind it. Where it is known what comes next, that step is started before anybody asks
+for it (`begun`). Invariant: a step that was begun and is not asked for is as if it had not been.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specbranch.core.orders import Context, Receiver
-from specbranch.core.pages import PAGE, Copy
+from specbranch.core.pages import PAGE
 from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Done, Feed, Growing, Hear, Judged, Lanes, Proposal, Trial, Verdicts
 from specbranch.core.sending import SendingLater
@@ -30,107 +24,44 @@ from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
 from specbranch.models import sample, verdict
-from specbranch.models.batch import Rows, dealt
+from specbranch.models.batch import Rows
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu import asking
-from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
-from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.lanes import LaneSteps
+from specbranch.models.gpu.launching import StepLauncher, wide
 from specbranch.models.gpu.layout import (
     GROUP_ROWS,
     MOST_ROWS,
     Bucket,
-    Choosing,
-    brought_moves,
-    most_moves,
-    pack,
-    power_of_four,
 )
-from specbranch.models.gpu.own_stream import OnStream, own_stream
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
-from specbranch.models.gpu.step import Graphs, Ran
-from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
+from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.trees import ENTRIES, MOVES, DeviceTree
 from specbranch.models.kv import Table
-from specbranch.models.model import PIECES, ProbeNetwork
-from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
-from specbranch.models.sample import Asked
 from specbranch.models.sampling import proposed
-from specbranch.models.sheet import Arrays
 from specbranch.models.transfer import Reading
 
-PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
 
-
-class GpuRunner(NativeRunner):
-    """A Runner whose steps are captured; on a CPU, as in tests, they are run as they are."""
+class GpuRunner(StepLauncher):
+    """A Runner that asks its steps."""
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
-        self._fused, self.piece = None, PIECES["cuda"]
-        self._stream = own_stream(self, self.device) if self.device.type == "cuda" else None
-        self._clock = None if self._stream is None else StreamClock(self._stream)
-        self.transfer.stream = self._stream
-        most = -(-(context_length + tail) // PAGE)
-        with self._in_turn():  # weights and pages were made on the caller's stream
-            self._graphs = Graphs(step_of(decoder, self.memory), most)
-            self._graphs.choose_with(self._chooser())
-            self._grower = TreeGrower(self._graphs, most, self.pool.pages * PAGE, self.transfer)
-        # still to be made: sequence, places, and the lowest that is written
-        self._moves: list[tuple[int, np.ndarray, int]] = []
-        self._ahead: Ahead | Received | Followed | None = None
-        self._read: TextRead | None = None
-        self._chains = ChainSheets(self.pool.pages * PAGE, self._graphs.step.least, context_length)
-        self._receiver = DeviceReceiver(
-            self.pool.pages * PAGE, self._graphs.input, self._graphs.step.least, self._graphs.captures
-        )
+        spare, step = self.pool.pages * PAGE, self._graphs.step
+        with self._in_turn():
+            self._grower = TreeGrower(self._graphs, self._most_pages, spare, self.transfer)
+        self._chains = ChainSheets(spare, step.least, context_length)
+        self._receiver = DeviceReceiver(spare, self._graphs.input, step.least, self._graphs.captures)
         self.begun: DeviceMoment | None = None
         self.grown_at: DeviceMoment | None = None
-        self._started = self._moment()  # the last step of which that is noted
         # Steps that were begun for a tree, and those of them that were asked for then; likewise for what follows.
         self.received = self.received_right = self.followed = self.followed_right = 0
         self.texts_read = self.texts_right = 0  # likewise texts behind which trees were to grow
-
-    @property
-    def note(self) -> Callable[[], DeviceMoment] | None:
-        """How to note the moment at which the device has done all it was given so far; nothing where it does not
-        work by itself."""
-        return None if self._clock is None else self._clock.note
-
-    def padded(self, rows: int) -> int:
-        """With how many rows a step of so many is computed."""
-        return max(power_of_four(rows), self._graphs.step.least.rows)
-
-    def limit(self, vocabulary: int) -> None:
-        """Never say a token from this id on, as one that is unknown to the other model."""
-        super().limit(vocabulary)
-        with self._in_turn():
-            self._graphs.choose_with(self._chooser())
-
-    def probe(self, layers: int, network: ProbeNetwork | None) -> None:
-        """Have verdicts carry what a network makes of hidden states; see `TorchRunner`."""
-        with self._in_turn():
-            super().probe(layers, network)
-
-    def feed(self, work: Sequence[Feed]) -> None:
-        """Read new nodes of several sequences in one forward."""
-        with self._here():
-            super().feed(work)
-
-    def score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
-        """Read new nodes; returns one row a node, for the caller's stream to read."""
-        with self._in_turn():
-            return super().score(work)
-
-    def margin(self, seq: int, node: int, first: int, second: int) -> float:
-        """Return by how many logits `first` is preferred to `second` after a node; 0 is a tie."""
-        with self._here():
-            return super().margin(seq, node, first, second)
 
     @torch.inference_mode()
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
@@ -146,7 +77,7 @@ class GpuRunner(NativeRunner):
             if count is not None:
                 choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(places, spots, strict=True))
                 ran, lines = self._chosen(rows, choosing, count)
-                self._hold(work, _wide(ran.logits), None)
+                self._hold(work, wide(ran.logits), None)
             else:
                 sent = self._launch(
                     work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {}
@@ -213,7 +144,7 @@ class GpuRunner(NativeRunner):
             if step is None:
                 step = self._packed([rows], asking.choosing_of(count, [(count - 1, spot)]), moves)
             ran = self._run_packed(*step, moves, ENTRIES, timed=True)
-            self._hold([feed], _wide(ran.logits), None)
+            self._hold([feed], wide(ran.logits), None)
         assert ran.lines is not None
         self._read = TextRead(seq, spot.position, ran.lines, count - 1, self._started)
         self.texts_read += 1
@@ -447,78 +378,6 @@ class GpuRunner(NativeRunner):
         self._ahead = Followed(seq, chain_rows(table, tokens, start), pages, lines, self._started)
         return found
 
-    def _chosen(self, rows: list[Rows], choosing: Choosing, count: int, timed: bool = False) -> tuple[Ran, Reading]:
-        """Run rows as one step that chooses, and start to read what it says of each."""
-        ran = self._start(rows, choosing, count, timed=timed)
-        return ran, self._read_later(ran, len(choosing.said))
-
-    def _read_later(self, ran: Ran, rows: int) -> Reading:
-        assert ran.lines is not None
-        return self.transfer.later(ran.lines[:rows])
-
-    def _start(
-        self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False
-    ) -> Ran:
-        """Run rows as one step that chooses; `tree_step`: the bucket of the steps of a tree that grows on from it;
-        `timed`: note when the device began."""
-        moves = self._moves_for(len(choosing.said))
-        return self._run_packed(
-            *self._packed(rows, choosing, moves, tree_step), moves, count, tree_step is not None, timed
-        )
-
-    def _packed(
-        self, rows: list[Rows], choosing: Choosing, moves: np.ndarray | None, tree_step: Bucket | None = None
-    ) -> tuple[np.ndarray, Bucket]:
-        """Write a step out."""
-        least = self._graphs.step.least
-        if tree_step is not None:  # the graph writes the tree's first step, with as many pages as its own
-            least = least._replace(pages=max(tree_step.pages, least.pages))
-        return pack(rows, self.pool.pages * PAGE, choosing, moves, least)
-
-    def _run_packed(
-        self,
-        packed: np.ndarray,
-        bucket: Bucket,
-        moves: np.ndarray | None,
-        count: int,
-        grows: bool = False,
-        timed: bool = False,
-    ) -> Ran:
-        """Run a step that is written out, with the moves that it makes."""
-        self._read = None
-        if timed:
-            self._started = self._moment()
-        with self._moving():
-            self.transfer.into(self._graphs.input, packed)
-            if moves is not None and not self._graphs.step.moves:
-                self.memory.move(*brought_moves(self._graphs.input, bucket, moves.shape[1]))
-            return self._graphs.run_brought(bucket, 0, count, grows)
-
-    @contextmanager
-    def _moving(self) -> Iterator[None]:
-        """What is launched in here makes the moves that wait; where it fails, what was to move is forgotten."""
-        try:
-            yield
-            self._moves = []
-        except BaseException:
-            self._forget_moves()
-            raise
-
-    def _waiting_moves(self) -> np.ndarray:
-        return np.concatenate([places for _, places, _ in self._moves], axis=1)
-
-    def _moves_for(self, rows: int) -> np.ndarray | None:
-        """The moves that go with a step of so many rows; where it has no room for them, they are made before it."""
-        if not self._moves:
-            return None
-        moves = self._waiting_moves()
-        # a place may be left by one keep and filled by the next
-        in_order = self._graphs.step.moves or len(self._moves) == 1
-        if in_order and moves.shape[1] <= most_moves(rows):
-            return moves
-        self._up({})
-        return None
-
     def _verify_shaped(
         self, work: Sequence[Feed], rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot]
     ) -> Verdicts:
@@ -564,89 +423,6 @@ class GpuRunner(NativeRunner):
         seen = torch.stack([torch.zeros_like(like) if state is None else state for state in states])
         return self._probe[1](torch.cat((seen, self.decoder.embedding[tokens]), dim=-1))
 
-    def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
-        return self._run(work, {})[0]
-
-    def _launch(self, work: Sequence[Feed], rows: list[Rows], arrays: Arrays) -> Asked:
-        """Send everything up, start the forward, and hold its rows; returns the arrays as they are on the device."""
-        if not rows:
-            return self._up(arrays)
-        (block, states), sent = self._run(rows, arrays)
-        self._hold(work, block, states)
-        return sent
-
-    def _hold(self, work: Sequence[Feed], block: Tensor, states: Tensor | None) -> None:
-        """Keep the rows of a forward: they may be asked about later."""
-        made = iter(range(block.shape[0]))
-        for feed, start in zip(work, self._first_nodes(work), strict=True):
-            held = (
-                (start + at, TensorRow(block, next(made), self.decoder.columns, states))
-                for at in range(len(feed.tokens))
-            )
-            self._rows[feed.seq].update(held)
-
-    def _first_nodes(self, work: Sequence[Feed]) -> list[int]:
-        """The nodes that the first tokens of some work became, once they were added."""
-        return [len(self.slots(feed.seq).tokens) - len(feed.tokens) for feed in work]
-
-    def _run(self, work: list[Rows], arrays: Arrays) -> tuple[tuple[Tensor, Tensor | None], Asked]:
-        """Run all rows, beyond what a step takes in several; the last copy up carries the arrays too."""
-        self._ahead = self._read = None
-        blocks: list[Tensor] = []
-        states: list[Tensor] = []
-        steps = list(dealt(work, self._most_rows(work)))
-        for number, step in enumerate(steps, 1):
-            packed, bucket = pack(step, self.pool.pages * PAGE, least=self._graphs.step.least)
-            sent = self._up({"step": packed, **(arrays if number == len(steps) else {})})
-            self._graphs.bring(sent["step"])
-            ran = self._graphs.run_brought(bucket, self._tapped)
-            rows = sum(len(part.tokens) for part in step)
-            blocks.append(_wide(ran.logits[:rows]))
-            states += [] if ran.states is None else [ran.states[:rows].clone()]
-        return (torch.cat(blocks) if len(blocks) > 1 else blocks[0], torch.cat(states) if states else None), sent
-
-    def _most_rows(self, work: Sequence[Rows]) -> int:
-        """How many rows a step takes: behind long texts fewer, as each row has a partial result for every block."""
-        arch, pages = self.architecture, max(-(-(part.start + len(part.tokens)) // PAGE) for part in work)
-        blocks = blocks_of(2 * pages)  # a bucket may have twice as many pages
-        row = arch.heads * (arch.head_dim * self.dtype.itemsize + 8) * (1 + blocks)
-        return min(self._graphs.step.most_rows, max(PARTIAL_BYTES // row // GROUP_ROWS, 1) * GROUP_ROWS)
-
-    def _is_one_step(self, rows: list[Rows]) -> bool:
-        count = sum([len(part.tokens) for part in rows])
-        return 0 < count <= GROUP_ROWS or GROUP_ROWS < count <= self._most_rows(rows)
-
-    def _chooser(self) -> Chooser:
-        columns = self.decoder.columns
-        return Chooser(self._graphs.step.picks, self.sampler.width(columns), columns)
-
-    def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
-        self._moves.append((seq, moves, first))
-
-    @torch.inference_mode()
-    def _up(self, arrays: Arrays) -> Asked:
-        """Send arrays up, and with them the moves that wait, which are made at once. Where that fails, what was to
-        move is forgotten."""
-        if not arrays and not self._moves:
-            return {}
-        waiting = {f"moves {number}": moves for number, (_, moves, _) in enumerate(self._moves)}
-        with self._moving():
-            sent = self.transfer.up({**waiting, **arrays})
-            for name in waiting:
-                self.memory.move(*sent[name])
-        return sent
-
-    def _forget_moves(self) -> None:
-        """Forget what was to move, and the places it was to move to: its worker will have them read again."""
-        for seq, _, first in self._moves:
-            if seq in self._held:
-                self.rewind(seq, min(first, len(self.slots(seq).prefix)))
-        self._moves = []
-
-    def _rewind(self, seq: int, length: int) -> None:
-        self._ahead = None
-        super()._rewind(seq, length)
-
     def _close(self, seq: int) -> None:
         self._chains.forget()
         if isinstance(self._ahead, Ahead):
@@ -654,43 +430,6 @@ class GpuRunner(NativeRunner):
         elif self._ahead is not None and self._ahead.seq == seq:
             self._ahead = None
         super()._close(seq)
-
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        self._ahead = None
-        with self._here():
-            self._up({})
-            super()._copy(copies)
-
-    def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        self._ahead = None  # a page it wrote to may have been given back, and may be written to now
-        with self._here():
-            self._up({})
-            super()._extend(seq, tokens)
-
-    def _moment(self) -> DeviceMoment:
-        """Note when the device comes to this; where it is no device, the present moment."""
-        if self._clock is not None:
-            return self._clock.note()
-        moment = time.perf_counter()
-        return lambda: moment
-
-    def _here(self) -> AbstractContextManager[Any]:
-        """Have kernels launched on the runner's own stream."""
-        return nullcontext() if self._stream is None else OnStream(self._stream)
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """The same, behind what the caller has launched and before what it launches next: for tensors that pass
-        between the two."""
-        around = None if self._stream is None else torch.cuda.current_stream(self.device)
-        if self._stream is not None and around is not None:
-            self._stream.wait_stream(around)
-        try:
-            with self._here():
-                yield
-        finally:
-            if self._stream is not None and around is not None:
-                around.wait_stream(self._stream)
 
 
 def _judged(
@@ -705,8 +444,3 @@ def _judged(
         if said is not None:
             said[trial.seq] = token
     return found
-
-
-def _wide(logits: Tensor) -> Tensor:
-    """Copy logits out of the graph's own memory, in float32 or better."""
-    return logits.float() if logits.dtype.itemsize < 4 else logits.clone()
