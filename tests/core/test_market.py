@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from specbranch.core.market import LaneOffer, RowOffer, granted, let_draft
+from specbranch.core.market import LaneOffer, RowOffer, granted, let_draft, pays_alone
 from specbranch.sim.profile import CostProfile
 
 FLAT = CostProfile(target=((1, 0.01), (512, 0.011)), draft=((1, 0.001), (64, 0.0011)))
@@ -102,3 +102,14 @@ def test_steps_are_priced_by_what_a_second_is_worth_to_all_and_alone_by_the_sess
     grants = let_draft({number: lanes(0.5, MIXED) for number in range(4)}, waiting=60.0)
     assert grants[0].steps[7] == pytest.approx(300.0 * MIXED.draft_seconds(8))
     assert let_draft({1: lanes(0.5, MIXED)})[1].steps == ()
+
+
+def test_one_that_is_alone_is_told_the_same_at_once() -> None:
+    rng, told = random.Random(3), set[bool]()
+    for costs in (FLAT, STEEP, MIXED) * 60:
+        rate = rng.uniform(5.0, 900.0)
+        gains = tuple(sorted((rng.random() for _ in range(rng.randint(1, 6))), reverse=True))
+        offer = LaneOffer(gains, rng.choice([0, 1, 7]), rate, rng.uniform(0.5, 1.0) * rate, costs, 100)
+        assert pays_alone(offer) == let_draft({4: offer})[4].may
+        told.add(pays_alone(offer))
+    assert told == {True, False}

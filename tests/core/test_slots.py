@@ -211,3 +211,11 @@ def test_a_broken_invariant_is_noticed() -> None:
     slots.tokens.append(1)
     with pytest.raises(AssertionError, match="out of shape"):
         slots.check()
+
+
+def test_the_depth_is_that_of_the_longest_line() -> None:
+    slots = Slots(40)
+    slots.extend([1, 2])
+    assert slots.depth == 0
+    slots.grow([3, 4, 5, 6], [ROOT, 0, ROOT, 1])
+    assert slots.depth == 3 == max(len(slots.path(node)) for node in range(4))

@@ -201,9 +201,9 @@ class Verify:
         """Whether every token has the one before it as its parent."""
         return self.parents is None or self.parents == tuple(range(-1, len(self.tokens) - 1))
 
-    def taken(self, verdict: Verdict) -> tuple[int, ...]:
-        """Return the tokens that a verdict on this adds to the text."""
-        return (*(self.tokens[node] for node in verdict.path), verdict.token)
+    def taken(self, path: Sequence[int], token: int) -> tuple[int, ...]:
+        """Return the tokens that a verdict on this adds to the text: those of a path, and the target's own."""
+        return (*(self.tokens[node] for node in path), token)
 
     def parent(self, node: int) -> int:
         """Return the index of the node's parent, -1 for the root."""

@@ -76,7 +76,7 @@ class Trace:
             return {}
         told: dict[str, Any] = {
             "accepted": len(verdict.path),
-            "tokens": order.taken(verdict),
+            "tokens": order.taken(verdict.path, verdict.token),
             "refused": tuple(token for node, token in enumerate(order.tokens) if node not in verdict.path),
         }
         if order.parents is not None:

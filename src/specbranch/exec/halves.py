@@ -23,7 +23,7 @@ from specbranch.core.orders import (
     as_drafted,
 )
 from specbranch.errors import SpecBranchError
-from specbranch.exec.verifier import Scored, Tell, Verifier
+from specbranch.exec.verifier import Heed, Scored, Verifier
 from specbranch.exec.worker import Worker
 
 Moment = Callable[[], float]  # when something was, in seconds on the executor's clock; asked too early it says: now
@@ -107,15 +107,15 @@ class Verifying:
         except Exception as error:
             self._error = error
 
-    def judged(self, tell: Tell) -> dict[int, Verdict]:
-        """Wait for the verdicts; `tell` is called with them as soon as they are there."""
+    def judged(self, heed: Heed) -> dict[int, Verdict]:
+        """Wait for the verdicts; `heed` is called with them as soon as they are there."""
         if self._error is not None:
             raise self._error
 
         def heard(verdicts: Mapping[int, Verdict]) -> None:
             if not self._stretch.by_device:
                 self._stretch.end()
-            tell(verdicts)
+            heed(verdicts)
 
         if self._scored is None:
             heard({})

@@ -112,7 +112,7 @@ class Serial:
         session, order = next(iter(verifies.items()), (0, None))
         if self.draft is None or order is None or order.follows is None or session not in verdicts:
             return
-        taken = order.taken(verdicts[session])
+        taken = order.taken(verdicts[session].path, verdicts[session].token)
         if len(verifies) == 1 and session not in self._without and order.follows(taken) == "draft":
             on = order.on.plus(taken, len(self.draft.slots(session).prefix))
             self._attempt((session,), partial(self.draft.read_ahead, session, on), None)

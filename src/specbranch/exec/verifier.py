@@ -21,7 +21,7 @@ from specbranch.exec.worker import Stale, Worker, chain_after
 
 NOTHING_ASIDE = Aside((), (), ())
 
-Tell = Callable[[Mapping[int, Verdict]], None]
+Heed = Callable[[Mapping[int, Verdict]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class Verifier(Worker):
         waiting = tuple(_with_head(trial, heads) for trial in scored.waiting)
         return replace(scored, waiting=waiting, last=self.runner.verify((), waiting) if waiting else Verdicts(list))
 
-    def judge(self, scored: Scored, heads: Mapping[int, Branch], tell: Tell | None = None) -> dict[int, Verdict]:
-        """Decide each order; `heads` as for `score`, for those that were told none so far. `tell` is called with the
+    def judge(self, scored: Scored, heads: Mapping[int, Branch], heed: Heed | None = None) -> dict[int, Verdict]:
+        """Decide each order; `heads` as for `score`, for those that were told none so far. `heed` is called with the
         verdicts before the cache is brought in line with them."""
         found = scored.verdicts()
         scored = scored if scored.last else self.tell(scored, heads)
@@ -122,8 +122,8 @@ class Verifier(Worker):
         verdicts = {
             t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in zip(trials, judged, strict=True)
         }
-        if tell is not None:
-            tell(verdicts)
+        if heed is not None:
+            heed(verdicts)
         for trial, one in zip(trials, judged, strict=True):
             if not one.kept:
                 line = trial.line(one.path)

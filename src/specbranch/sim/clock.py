@@ -171,9 +171,9 @@ class VirtualClock(Serial):
 def _followed(verifies: Mapping[int, Verify], verdicts: Mapping[int, Verdict]) -> dict[int, Following]:
     """What is begun with each verdict."""
     return {
-        session: order.follows(order.taken(verdicts[session]))
+        session: order.follows(order.taken(verdict.path, verdict.token))
         for session, order in verifies.items()
-        if order.follows is not None and session in verdicts
+        if order.follows is not None and (verdict := verdicts.get(session)) is not None
     }
 
 

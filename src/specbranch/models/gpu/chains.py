@@ -9,13 +9,14 @@ what nobody asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, product
 
 import numpy as np
 
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request, Spot
+from specbranch.core.runner import Done
 from specbranch.models.batch import Rows
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket, Choosing, Sheet, pack, power_of_four
@@ -38,10 +39,11 @@ class ChainSheets:
         request: Request,
         table: Table,
         starts: Iterable[int],
-        hurry: Callable[[], bool],
+        done: Done,
         sizes: Sequence[int],
     ) -> None:
-        """Write out the steps of some sizes that begin at some places, as far as they are not; stop in a hurry."""
+        """Write out the steps of some sizes that begin at some places, as far as they are not, until something else
+        is to be done."""
         if (seq, table.pages) != (self._seq, self._pages):
             self._seq, self._pages, self._sheets = seq, table.pages[:], {}
         for start, size in product(starts, sizes):
@@ -50,7 +52,7 @@ class ChainSheets:
                 rows = chain_rows(table, (0,) * size, start)
                 packed, bucket = pack([rows], self._spare, chain_choosing(request, rows), least=self._least)
                 self._sheets[start, size] = Sheet(packed, bucket)
-                if hurry():
+                if done():
                     return
 
     def forget(self) -> None:

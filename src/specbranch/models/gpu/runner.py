@@ -7,7 +7,7 @@ for it (`begun`). Invariant: a step that was begun and is not asked for is as if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -344,10 +344,10 @@ class GpuRunner(StepLauncher):
         self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
         return self._ahead.tokens
 
-    def _write_chains(self, seq: int, part: Rows, root: int, hurry: Callable[[], bool]) -> None:
+    def _write_chains(self, seq: int, part: Rows, root: int, done: Done) -> None:
         """Write out the steps that may follow on a verdict, those first that follow if all is taken or nothing."""
         first, last = part.start + root + 1, part.start + max(map(int.bit_count, part.seen))
-        self._chains.write(seq, self._requests[seq], part.table, (last, *range(first, last)), hurry, (GROUP_ROWS, 1))
+        self._chains.write(seq, self._requests[seq], part.table, (last, *range(first, last)), done, (GROUP_ROWS, 1))
 
     @torch.inference_mode()
     def _follow(self, trial: Trial, table: Table, found: Judged) -> Judged:
@@ -356,7 +356,7 @@ class GpuRunner(StepLauncher):
         order, seq = trial.order, trial.seq
         if order.follows is None or self._moves:
             return found
-        chain = order.follows((*(order.tokens[node] for node in found.path), found.token))
+        chain = order.follows(order.taken(found.path, found.token))
         start = len(self.slots(seq).prefix) + trial.root + 1 + len(found.path)
         room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
         if not isinstance(chain, tuple) or room < 1 + len(chain):
