@@ -1,8 +1,8 @@
 """Check and time a GPU's step: graphs over random weights, against what its memory can read, and against bars.
 
 Median milliseconds of a graph's replay, the choice of a token included, for 1, 16 and 64 rows of one sequence and 1 row
-of each of 4. A case is a shape, its weights and the context before the rows, such as 7b, 1b:int8 or 8b@8000. Last line:
-JSON.
+of each of 4; with --sequences 1 row of each of so many, too. A case is a shape, its weights and the context before the
+rows, such as 7b, 1b:int8 or 8b@8000. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main() -> None:
         "cases", nargs="*", type=Case.of, default=[Case.of(case) for case in CASES], help=f"[{' '.join(CASES)}]"
     )
     options.add_argument("--replays", type=int, default=60)
+    options.add_argument("--sequences", type=int, nargs="*", default=[], help="time 1 row of each of so many, too")
     options.add_argument(
         "--plain", action="store_true", help="products by torch, as where the kernels do not suit a model"
     )
@@ -86,7 +87,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
             print(
                 case.named,
-                *(f"{entry['work']} {entry['ms']:.3f} ms" for entry in found[-len(WORKS) :]),
+                *(f"{entry['work']} {entry['ms']:.3f} ms" for entry in found if entry["case"] == case.named),
                 sep=", ",
                 flush=True,
             )
@@ -113,10 +114,13 @@ def main() -> None:
 def measure(case: Case, given: argparse.Namespace, peak: float) -> list[dict[str, Any]]:
     """Time the steps of one case, with attention and without."""
     device = torch.device(given.device)
-    model = Shaped(case.shape, device, case.context, sequences=7, stored=case.stored)
+    sizes = WORKS | {f"{count} sequences": (1, count) for count in given.sequences}
+    model = Shaped(
+        case.shape, device, case.context, sequences=3 + sum(size[1] for size in sizes.values()), stored=case.stored
+    )
     arch = model.arch
     chosen = attention.choose_attend(device, DTYPE, arch.heads, arch.kv_heads, arch.head_dim)
-    works = {label: model.rows(*size) for label, size in WORKS.items()}
+    works = {label: model.rows(*size) for label, size in sizes.items()}
     timed = {}
     for attend in (chosen, without_attention):
         step = GpuStep(model.decoder, model.memory) if given.plain else step_of(model.decoder, model.memory)
@@ -126,7 +130,7 @@ def measure(case: Case, given: argparse.Namespace, peak: float) -> list[dict[str
     return [
         {"case": case.named, "work": label, "kernels": chosen is attention.attend_by_kernels}
         | {**timed[chosen][label], "no_attention_ms": timed[without_attention][label]["ms"]}
-        | shares(model, WORKS[label][1], timed[chosen][label]["ms"], peak)
+        | shares(model, sizes[label][1], timed[chosen][label]["ms"], peak)
         for label in works
     ]
 

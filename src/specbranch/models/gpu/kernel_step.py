@@ -49,6 +49,27 @@ class Cut:
 
 Cuts = dict[tuple[str, int, int], Cut]  # by what the product is for and its shape: outputs, inputs
 
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a product of many rows is cut up: rows of a program, the rest, and the programs that make this worth it."""
+
+    rows: int
+    cut: Cut
+    programs: int = 80  # of fewer, too many of an H200's 132 multiprocessors would be idle
+
+
+# Steps of 64 rows and more, from the largest tile on. On Hopper all of these give a row the same bits, also those of
+# other instructions: only the number of parts decides over them. (`tests/gpu/test_products_on_gpu.py`)
+WIDE_TILES = (
+    Tiles(128, Cut(256, 64, 1, False, 8, 4)),
+    Tiles(128, Cut(128, 64, 1, False, 8, 5)),
+    Tiles(64, Cut(256, 64, 1, False, 4, 4)),
+    Tiles(64, Cut(128, 64, 1, True, 8, 5)),
+    Tiles(64, Cut(64, 128, 1, True, 4, 4), 64),
+)
+WIDEST = {"qkv": 128, "out": 128, "down": 128}  # columns of a tile; of other products any number
+
 # What won on one H200 (`scripts/find_cuts.py`). Other shapes, and all on another kind of GPU, take what `safe_cut`
 # says.
 CUTS: Cuts = {
@@ -116,7 +137,7 @@ def safe_cut(purpose: str, outs: int, ins: int, stored: Stored) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix as kernels read it: its weights, the scales of stored ones, and how it is cut up."""
+    """A matrix as kernels read it: its weights, the scales of stored ones, and how it is cut up for few rows."""
 
     weight: Tensor
     bias: Tensor | None
@@ -124,28 +145,37 @@ class Product:
     outs: int
     ins: int
     cut: Cut
+    wide: tuple[Tiles, ...] = ()  # what may be taken instead where there are many rows
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weight, bias and scale; a kernel wants some tensor also where it reads none."""
         return self.weight, _or(self.bias, self.weight), _or(self.scale, self.weight)
 
+    def tiles(self, rows: int) -> Tiles:
+        """How so many rows are cut up: what a program reads of the weights serves all of its rows."""
+        for tiles in self.wide:
+            if tiles.rows <= rows and self._programs(tiles, rows) >= tiles.programs:
+                return tiles
+        return Tiles(min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap]), self.cut)
+
     def how(self, rows: int, early: bool) -> dict[str, Any]:
-        """What a kernel is told of a product: whether tiles and steps come out even, so that nothing has to be
-        masked."""
-        cut, together = self.cut, self.together(rows)
-        shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": cut.parts, "SWAP": cut.swap}
+        """The kernel's constants; whether tiles and steps come out even decides if anything has to be masked."""
+        tiles = self.tiles(rows)
+        cut, together = tiles.cut, tiles.rows
+        shape = {"ROWS": together, "TILE": cut.tile, "STEP": cut.step, "PARTS": self.cut.parts, "SWAP": cut.swap}
         shape["STORED"] = BITS[stored_as(self.weight)]
         shape |= {"EVEN": self.ins % cut.step == 0, "FULL": self.outs % cut.tile == 0, "EARLY": early}
         stages = min(cut.stages, FAST_MEMORY // (cut.step * (cut.tile * self.weight.element_size() + together * 2)))
         return {**shape, "num_warps": cut.warps, "num_stages": stages, "enable_fp_fusion": False, **launch(early)}
 
-    def together(self, rows: int) -> int:
-        """How many rows a program takes: what it reads of the weights serves all of them."""
-        return min(max(power_of_two(rows), ROW_TILE), MOST_TOGETHER[self.cut.swap])
+    def grid(self, rows: int, outs: int | None = None) -> tuple[int, int]:
+        """Tiles of rows and of columns; `outs` where two columns make one output."""
+        tiles = self.tiles(rows)
+        columns = tiles.cut.tile if outs is None else tiles.cut.tile * outs // self.outs
+        return -(-rows // tiles.rows), -(-(self.outs if outs is None else outs) // columns)
 
-    def row_tiles(self, rows: int) -> int:
-        """How many tiles some rows make."""
-        return -(-rows // self.together(rows))
+    def _programs(self, tiles: Tiles, rows: int) -> int:
+        return -(-rows // tiles.rows) * -(-self.outs // tiles.cut.tile) * self.cut.parts
 
 
 class KernelStep(GpuStep):
@@ -173,9 +203,8 @@ class KernelStep(GpuStep):
         cuts = {name: self._products[0][name].cut for name in ("out", "down")}
         self._norms = {name: power_of_two(-(-arch.hidden // cut.tile)) for name, cut in cuts.items()}
         self._squares = {name: torch.zeros(MOST_ROWS, count, device=device) for name, count in self._norms.items()}
-        self._parts = torch.zeros(
-            max(MOST_ROWS * -(-arch.hidden // cut.tile) * cut.tile * cut.parts for cut in cuts.values()), device=device
-        )
+        widest = -(-arch.hidden // WIDEST["out"]) * WIDEST["out"]
+        self._parts = torch.zeros(MOST_ROWS * widest * max(cut.parts for cut in cuts.values()), device=device)
         self._arrived = torch.zeros(
             MOST_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device
         ).int()
@@ -217,7 +246,7 @@ class KernelStep(GpuStep):
     def _attended(self, index: int, product: Product, step: Views, rows: int) -> Tensor:
         arch, (keys, values) = self.decoder.arch, self._sides[index]
         norm = self.decoder.layers[index].qk_norm
-        self._kernels.qkv[(product.row_tiles(rows), product.outs // product.cut.tile)](
+        self._kernels.qkv[product.grid(rows)](
             self._scaled, *product.tensors(), self._squares["down"], _or(norm, product.weight), self.decoder.cos,
             self.decoder.sin, step.positions, step.slots, self._queries, keys, values, keys.stride(0), arch.rms_eps,
             rows, arch.hidden, HEADS=arch.heads, KV_HEADS=arch.kv_heads, DIM=arch.head_dim, PAGE=PAGE,
@@ -228,15 +257,15 @@ class KernelStep(GpuStep):
         return self.attend(queries, keys, values, step)
 
     def _add(self, name: str, product: Product, x: Tensor, norm: Tensor, rows: int) -> None:
-        self._kernels.added[(product.row_tiles(rows), -(-product.outs // product.cut.tile), product.cut.parts)](
+        self._kernels.added[(*product.grid(rows), product.cut.parts)](
             x, *product.tensors(), self._stream, self._scaled, norm, self._squares[name], self._parts, self._arrived,
             rows, product.outs, product.ins, BIASED=product.bias is not None, NORMS=self._norms[name],
-            **product.how(rows, self._early),
+            NORM_TILE=product.cut.tile, **product.how(rows, self._early),
         )  # fmt: skip
 
     def _gate(self, product: Product, rows: int) -> None:
         outs = product.outs // 2
-        self._kernels.gated[(product.row_tiles(rows), -(-outs // (product.cut.tile // 2)))](
+        self._kernels.gated[product.grid(rows, outs)](
             self._scaled, *product.tensors(), self._squares["out"], self._gated, self.decoder.arch.rms_eps, rows, outs,
             product.ins, BIASED=product.bias is not None, NORMS=self._norms["out"], **product.how(rows, self._early),
         )  # fmt: skip
@@ -248,7 +277,7 @@ class KernelStep(GpuStep):
                 :rows
             ]
         out, (weight, _, scale) = self._scored[rows], product.tensors()
-        self._kernels.scored[(product.row_tiles(rows), -(-product.outs // product.cut.tile))](
+        self._kernels.scored[product.grid(rows)](
             self._scaled, weight, scale, self._squares["down"], out, self.decoder.arch.rms_eps, rows, product.outs,
             product.ins, NORMS=self._norms["down"], **product.how(rows, self._early),
         )  # fmt: skip
@@ -267,7 +296,15 @@ def product_of(name: str, linear: Linear, arch: Architecture) -> Product:
     cut = cut_of(name, outs, ins, stored, hopper)
     if name == "qkv" and arch.qk_norm:
         cut = Cut(arch.head_dim, cut.step, swap=cut.swap)  # a norm is over a whole head
-    return Product(weight, linear.bias, scale, outs, ins, cut)
+    wide = wide_tiles(name, cut, arch.head_dim) if hopper and stored == "plain" else ()
+    return Product(weight, linear.bias, scale, outs, ins, cut, wide)
+
+
+def wide_tiles(name: str, cut: Cut, head_dim: int) -> tuple[Tiles, ...]:
+    """The tiles that many rows of a product may take: whole tiles of its cut, and of queries and keys part of a
+    head."""
+    widest = min(WIDEST.get(name, 256), head_dim if name == "qkv" else 256)
+    return tuple(tiles for tiles in WIDE_TILES if cut.tile <= tiles.cut.tile <= widest)
 
 
 def kernels_fit(decoder: Decoder, memory: Memory) -> bool:

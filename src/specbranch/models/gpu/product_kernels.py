@@ -243,10 +243,11 @@ def qkv(x, w, bias, scale, squares, head_norm, cos, sin, positions, slots, queri
 
 @triton.jit(do_not_specialize=["rows"])
 def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows, N, K,
-          BIASED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-          PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, STORED: tl.constexpr,
-          EARLY: tl.constexpr):  # fmt: skip
-    """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order."""
+          BIASED: tl.constexpr, NORMS: tl.constexpr, NORM_TILE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+          STEP: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
+          STORED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Add a product to the stream. Where it is made in parts, the last to arrive adds them up in their order. Squares
+    are summed over NORM_TILE columns at a time, however many a tile has."""
     if EARLY:
         gdc_wait()
     first = tl.program_id(0) * ROWS
@@ -281,7 +282,17 @@ def added(x, w, bias, scale, stream, scaled, norm, squares, sums, arrived, rows,
         wide = tl.where(kept, new.to(tl.float32), 0.0)
         tl.store(stream + at, new, mask=kept)
         tl.store(scaled + at, (wide * by[None, :]).to(scaled.dtype.element_ty), mask=kept)
-        tl.store(squares + r * NORMS + tile, _summed(wide * wide, TILE), mask=r < rows)
+        SUMS: tl.constexpr = TILE // NORM_TILE
+        if SUMS == 1:
+            tl.store(squares + r * NORMS + tile, _summed(wide * wide, TILE), mask=r < rows)
+        else:
+            of_tiles = _summed(tl.reshape(wide * wide, (ROWS * SUMS, NORM_TILE)), NORM_TILE)
+            n = tile * SUMS + tl.arange(0, SUMS)
+            tl.store(
+                squares + r[:, None] * NORMS + n[None, :],
+                tl.reshape(of_tiles, (ROWS, SUMS)),
+                mask=(r < rows)[:, None] & (n < NORMS)[None, :],
+            )
 
 
 @triton.jit(do_not_specialize=["rows"])
