@@ -101,7 +101,7 @@ class Answer:
         method: str,
         given: tuple[int, ...] = (),
     ) -> None:
-        """`given`: what the target is to say, whatever it would say; nothing: it is free."""
+        """`given`: what the target is to say first, whatever it would say; then it is free."""
         params = request.params
         self.method, self.given = method, given
         self._reader = StopStrings(params.stop, Detokenizer(tokenizer), params.min_tokens)

@@ -104,6 +104,7 @@ class Parts:
     dtype: str
     weights: str
     cache_dtype: str
+    device: str
     captures: bool  # whether steps of a new size have something to set up
 
 
@@ -371,14 +372,15 @@ def torch_device(choice: ModelChoice) -> str:
     return chosen_device(choice.device).partition(":")[0]
 
 
-def _described(runner: Runner) -> tuple[RunnerName, str, str, str]:
-    """Return which runner it is, its precision, and how its matrices, and its keys and values, are stored."""
+def _described(runner: Runner) -> tuple[RunnerName, str, str, str, str]:
+    """Return which runner it is, its precision, how its matrices, and its keys and values, are stored, and where it
+    computes."""
     from specbranch.models.native import NativeRunner
 
-    dtype = str(getattr(runner, "dtype", None)).removeprefix("torch.")
+    dtype, device = str(getattr(runner, "dtype", None)).removeprefix("torch."), str(getattr(runner, "device", "cpu"))
     if isinstance(runner, NativeRunner):
-        return "native", dtype, runner.weights, runner.cache_dtype
-    return "transformers", dtype, dtype, dtype
+        return "native", dtype, runner.weights, runner.cache_dtype, device
+    return "transformers", dtype, dtype, dtype, device
 
 
 def half_the_threads() -> int:

@@ -193,6 +193,11 @@ class LLM:
         return self._parts.weights
 
     @property
+    def device(self) -> str:
+        """The device that the target computes on."""
+        return self._parts.device
+
+    @property
     def vocabulary(self) -> int:
         """How many token ids the target scores."""
         return self._verifier.runner.vocabulary
@@ -245,10 +250,19 @@ class LLM:
         _raise_failure(output)
         return output.logprobs or ()
 
-    def repeat(self, prompt: Sequence[int], params: SamplingParams, seed: int, sample: int) -> Output:
-        """Answer a prompt again with the noise of an earlier answer."""
+    def repeat(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        sample: int,
+        given: tuple[int, ...] = (),
+        most: int | None = None,
+    ) -> Output:
+        """Answer a prompt again with the noise of an earlier answer. The answer starts with the `given` tokens, and
+        has `most` tokens at most."""
         request = replace(self._request(prompt, params, seed), sample=sample)
-        answer = self._answer(list(prompt), request)
+        answer = self._answer(list(prompt), request, given, most)
         self._finish([answer])
         output = answer.output()
         _raise_failure(output)
@@ -391,10 +405,11 @@ class LLM:
         if self._loop.closed:
             raise BadParameter("This LLM was closed; make a new one.")
 
-        def start() -> MethodRounds:
-            if answer.given:
-                return given(answer.session, answer.given)
+        def free() -> MethodRounds:
             return self._method.start(answer.session, self.config, self._experiences.of(self.config))
+
+        def start() -> MethodRounds:
+            return given(answer.session, answer.given, free) if answer.given else free()
 
         return self.scheduler.submit(answer.session, start, priority, within, counted)
 
@@ -417,9 +432,12 @@ class LLM:
     def _request(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         return Request(params, seed, len(prompt), 0, self.config.rule, self.tokenizer.eos_ids, self._wants_forecast)
 
-    def _answer(self, prompt: list[int], request: Request) -> Answer:
+    def _answer(
+        self, prompt: list[int], request: Request, given: tuple[int, ...] = (), most: int | None = None
+    ) -> Answer:
         self.check_length(prompt)
-        return Answer(next(self._numbers), prompt, request, self.context_length, self.tokenizer, self.method)
+        limit = self.context_length if most is None else min(self.context_length, len(prompt) + most)
+        return Answer(next(self._numbers), prompt, request, limit, self.tokenizer, self.method, given)
 
     def check_length(self, prompt: Sequence[int]) -> None:
         """Refuse a prompt that leaves no room for an answer, and an empty one."""

@@ -103,16 +103,23 @@ def source_commit() -> str | None:
 
 def trained_with(device: str) -> dict[str, Any]:
     """Describe what something was trained with, and when, for the card that travels with it."""
+    return {**build(), "hardware": hardware(device), "date": datetime.now(UTC).date().isoformat()}
+
+
+def build() -> dict[str, str]:
+    """Describe the code that runs here."""
+    import torch
+
+    commit = source_commit() or os.environ.get("SPECBRANCH_COMMIT", "unknown")
+    return {"specbranch": __version__, "commit": commit, "torch": torch.__version__}
+
+
+def hardware(device: str) -> str:
+    """Name what a torch device stands for."""
     import torch
 
     gpu = torch.device(device).type == "cuda"
-    return {
-        "specbranch": __version__,
-        "commit": source_commit() or os.environ.get("SPECBRANCH_COMMIT", "unknown"),
-        "torch": torch.__version__,
-        "hardware": torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})",
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+    return torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})"
 
 
 def _git(*arguments: str) -> str:

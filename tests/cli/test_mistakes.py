@@ -198,6 +198,15 @@ ODD = {
     "a huge sample": {"sample": 2**70},
     "an unknown rule": {"rule": "guess"},
     "a rule of a list": {"rule": ["match"]},
+    "a text of a number": {"text": 5},
+    "a reason of a list": {"finish_reason": []},
+    "words of a number": {"prompt": 5},
+    "words that are no text": {"prompt": "\ud800"},
+    "statistics of a list": {"stats": []},
+    "a number of tokens of a text": {"stats": {"tokens": "x"}},
+    "log-probabilities of numbers": {"logprobs": [1.0]},
+    "log-probabilities without the likeliest": {"logprobs": [{"logprob": -1.0}]},
+    "likeliest tokens of numbers": {"logprobs": [{"logprob": -1.0, "top": [1]}]},
 }
 
 

@@ -58,9 +58,11 @@ def test_an_answer_is_verified_as_it_was_made(pair: tuple[str, str], tmp_path: P
     assert (answer["context_length"], answer["dtype"], answer["weights"]) == (40, "float64", "float64")
     assert answer["runner"] == "transformers"
     file = saved(answer, tmp_path)
-    assert command("verify", file, "--device", "cpu").code == 0
-    longer = command("verify", file, "--device", "cpu", "--context-length", "60", "--json")
-    assert longer.code == 1 and record(longer.out)["position"] == len(answer["token_ids"])
+    assert command("verify", file, "--device", "cpu", "--context-length", "40").code == 0
+    for given in ((), ("--context-length", "60")):
+        longer = command("verify", file, "--device", "cpu", *given, "--json")
+        assert longer.code == 1 and record(longer.out)["position"] == len(answer["token_ids"])
+        assert record(longer.out)["claimed_context_length"] == 40
 
 
 def test_an_answer_of_stored_weights_is_verified_with_these(
@@ -89,8 +91,18 @@ def test_the_saved_circumstances_reach_the_model(
 
     monkeypatch.setattr(engine, "LLM", loaded)
     command("verify", "-", "--runner", "transformers", stdin=json.dumps(answer))
-    assert (asked["target"], asked["dtype"], asked["context_length"]) == (answer["target"], "float64", 256)
+    assert (asked["target"], asked["dtype"]) == (answer["target"], "float64")
+    assert answer["context_length"] == 256 and "context_length" not in asked, "a claim could cut the answer short"
     assert asked["runner"] == "transformers" and "draft" not in asked
+
+
+def test_an_answer_notes_the_build_and_the_device_that_made_it(answer: dict[str, Any]) -> None:
+    import torch
+
+    from specbranch import __version__
+
+    assert answer["build"]["specbranch"] == __version__ and answer["build"]["torch"] == torch.__version__
+    assert answer["build"]["commit"] and answer["device"].startswith("CPU (")
 
 
 def test_every_sample_is_verified_with_its_own_noise(models: list[str], command: Command) -> None:
@@ -108,7 +120,7 @@ def test_a_biased_answer_verifies(models: list[str], command: Command) -> None:
 def test_a_line_separator_inside_an_answer_ends_no_line(
     answer: dict[str, Any], tmp_path: Path, command: Command
 ) -> None:
-    answer["text"] = "one\u2028two\x85three"
+    answer["note"] = "one\u2028two\x85three"
     assert command("verify", saved(answer, tmp_path), "--device", "cpu").code == 0
 
 

@@ -76,8 +76,9 @@ def generate(
     llm = load_llm(given)
     recorder = llm.record() if trace_file else None
     with llm:
+        noted = _circumstances(llm) if as_json else None
         for one in tracked(prompts, "Prompts"):
-            _answer(llm, one, encoded(llm, one, as_chat), params, as_json, wants_colour(colour))
+            _answer(llm, one, encoded(llm, one, as_chat), params, noted, wants_colour(colour))
     if recorder and trace_file:
         _write(recorder, trace_file)
 
@@ -120,10 +121,13 @@ def _write(recorder: Trace, file: Path) -> None:
         raise BadParameter(f"The trace could not be written to {file}: {error}.") from error
 
 
-def _answer(llm: LLM, prompt: str, ids: list[int], params: SamplingParams, as_json: bool, colour: bool) -> None:
-    if as_json:
+def _answer(
+    llm: LLM, prompt: str, ids: list[int], params: SamplingParams, noted: dict[str, Any] | None, colour: bool
+) -> None:
+    """Print an answer; as JSON if there is something noted that belongs to it."""
+    if noted is not None:
         output = llm.generate([ids], params)[0]
-        click.echo(json.dumps({**output.to_dict(), "prompt": prompt, **_circumstances(llm)}, ensure_ascii=False))
+        click.echo(json.dumps({**output.to_dict(), "prompt": prompt, **noted}, ensure_ascii=False))
     elif params.n > 1:
         _numbered(llm, ids, params)
     else:
@@ -133,10 +137,12 @@ def _answer(llm: LLM, prompt: str, ids: list[int], params: SamplingParams, as_js
 
 
 def _circumstances(llm: LLM) -> dict[str, Any]:
-    """Return what `verify` needs to decode in the same way."""
-    from specbranch.recheck import NOTED
+    """Return what `verify` needs to decode in the same way, and which build made the answer on which device."""
+    from specbranch.provenance import build, hardware
+    from specbranch.recheck.saved import NOTED
 
-    return {name: getattr(llm, name) for name in NOTED}
+    made = {name: getattr(llm, name) for name in (*NOTED, "context_length")}
+    return {**made, "build": build(), "device": hardware(llm.device)}
 
 
 def _numbered(llm: LLM, ids: list[int], params: SamplingParams) -> None:

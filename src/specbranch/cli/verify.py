@@ -17,7 +17,7 @@ from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
-    from specbranch.recheck import Recheck
+    from specbranch.recheck.compare import Departure, Recheck
 
 
 @click.command(cls=SectionedCommand)
@@ -28,28 +28,34 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     """Check that saved answers are what plain decoding gives.
 
     FILE ('-' for standard input) holds what `generate --json` printed. For each answer it says whether autoregressive
-    decoding gives the same; a first difference is named with both tokens and how close the target's choice was between
-    them. Exit code 1 if an answer differs by more than a near-tie (1e-4 in logits). On GPUs rounding alone can make it
-    larger with the transformers runner.
+    decoding gives the same tokens, and whether text, finish_reason, logprobs, prompt and the number of tokens fit them.
+    A difference is named with both tokens and how close the target's choice was between them. One near-tie (1e-4 in
+    logits) in an answer passes, as another machine may round otherwise; the rest is then decoded behind the saved
+    token. Exit code 1 if an answer differs by more. On GPUs rounding alone can make it larger with the transformers
+    runner.
 
-    Target, precision, weights, runner and context length are those the answers were saved with, unless given; of a
-    --pair its target is taken.
+    Target, precision, weights and runner are those the answers were saved with, unless given; of a --pair its target
+    is taken. What a file says of them is a claim, and so are the sampling parameters: name the target you trust. The
+    context length is never taken from a file, which could cut an answer short: it is the model's own (at most 8,192)
+    unless given. What cannot be recomputed, such as origins and times, is named as not checked.
     """
     from specbranch.cli.progress import tracked
-    from specbranch.recheck import common_settings, naming, read_answers, recheck
+    from specbranch.recheck.compare import recheck
+    from specbranch.recheck.saved import claimed_settings, common_settings, naming, read_answers
 
     answers, pair = read_answers(_read(file), str(file)), given.pop("pair")
     if pair is not None:
         given["target"], _ = chosen_models(pair, given["target"], None)
-    settings = common_settings(answers, given)
+    settings, claimed = common_settings(answers, given), claimed_settings(answers, given)
     results: list[Recheck] = []
     with load_llm({**given, **settings, "method": "autoregressive"}) as plain:
         for number, answer in enumerate(tracked(answers, "Answers")):
             with naming(str(file), number):
                 results.append(recheck(plain, answer))
-            click.echo(json.dumps(_record(number, results[-1])) if as_json else _sentence(plain, number, results[-1]))
+            told = _record(number, results[-1], claimed) if as_json else _sentence(plain, number, results[-1])
+            click.echo(told)
     if not as_json:
-        click.echo(_total(results), err=True)
+        click.echo(_total(results, claimed), err=True)
     return int(any(result.finding == "different" for result in results))
 
 
@@ -60,23 +66,38 @@ def _read(file: Path) -> str:
         raise BadParameter(f"The answers in {file} cannot be read: {error}.") from error
 
 
-def _record(number: int, result: Recheck) -> dict[str, Any]:
-    where = {} if result.departure is None else asdict(result.departure)
-    return {"answer": number, "tokens": result.tokens, "verdict": result.finding, **where}
+def _record(number: int, result: Recheck, claimed: list[str]) -> str:
+    """Return a result as JSON; position, tokens and margin are those of the departure that decided."""
+    departures = [asdict(departure) for departure in result.departures]
+    found = {"answer": number, "tokens": result.tokens, "verdict": result.finding, **(departures or [{}])[-1]}
+    found |= {"departures": departures, "mismatches": [asdict(one) for one in result.mismatches]}
+    if result.claimed_context is not None:
+        found["claimed_context_length"] = result.claimed_context
+    return json.dumps({**found, "not_checked": list(result.not_checked), "claimed": claimed})
 
 
 def _sentence(plain: LLM, number: int, result: Recheck) -> str:
-    departure = result.departure
-    if departure is None:
-        return f"answer {number}: {result.tokens} tokens, identical"
+    """Say what was found: what decided comes first."""
+    findings = [f"{one.field} is {one.saved}, expected {one.plain}" for one in result.mismatches]
+    findings += [_departed(plain, departure) for departure in reversed(result.departures)]
+    if result.claimed_context is not None:
+        claim = f"the file claims a context of {result.claimed_context} tokens"
+        findings.append(f"{claim}: if that was the setting, give --context-length {result.claimed_context}")
+    return f"answer {number}: {result.tokens} tokens, {'; '.join([result.finding, *findings])}"
+
+
+def _departed(plain: LLM, departure: Departure) -> str:
     tokens = (departure.saved, departure.plain)
     saved, own = ("the end" if token is None else repr(plain.tokenizer.token(token)) for token in tokens)
     apart = "" if departure.margin is None else f", {departure.margin:.2g} logits apart"
-    where = f"{result.finding} at token {departure.position}"
-    return f"answer {number}: {where}: saved {saved}, plain decoding {own}{apart}"
+    return f"at token {departure.position} saved {saved}, plain decoding {own}{apart}"
 
 
-def _total(results: list[Recheck]) -> str:
+def _total(results: list[Recheck], claimed: list[str]) -> str:
     findings = [result.finding for result in results]
     counts = ", ".join(f"{findings.count(kind)} {kind}" for kind in ("identical", "near-tie", "different"))
-    return f"{sum(result.tokens for result in results)} tokens in {len(results)} answers: {counts}"
+    lines = [f"{sum(result.tokens for result in results)} tokens in {len(results)} answers: {counts}"]
+    left = dict.fromkeys(name for result in results for name in result.not_checked)
+    lines += [f"Not checked: {', '.join(left)}."] if left else []
+    lines.append(f"Claimed by the file, and believed: {', '.join([*claimed, 'sampling parameters'])}.")
+    return "\n".join(lines)

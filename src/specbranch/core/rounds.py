@@ -80,12 +80,17 @@ def specbranch(session: Session, config: SpeculativeConfig, policy: Policy) -> M
     _abandon(session, pending)
 
 
-def given(session: Session, tokens: Sequence[int]) -> MethodRounds:
-    """Have the target say a text that is given, to learn how likely it finds each token."""
+def given(session: Session, tokens: Sequence[int], then: Callable[[], MethodRounds]) -> MethodRounds:
+    """Have the target say a text that is given, to learn how likely it finds each token; `then` decodes what is
+    left of the request."""
     for at in range(0, len(tokens), GIVEN_AT_ONCE):
+        if session.finished:
+            return
         piece = tokens[at : at + GIVEN_AT_ONCE]
         reports = yield Orders(verify=session.verify_given(piece))
         session.commit(piece, verdict_of(reports))
+    if not session.finished:
+        yield from then()
 
 
 def whole(

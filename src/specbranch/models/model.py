@@ -33,6 +33,7 @@ class TorchRunner(RowRunner[TensorRow]):
     sampler: TorchSampler
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.device = device
         self.transfer = Transfer(device)
         self.piece = PIECES.get(device.type, PIECES["cuda"])
         super().__init__(TorchSampler(vocabulary, shared_noise(), self.transfer))

@@ -82,7 +82,7 @@ class NativeRunner(TorchRunner):
         super().__init__(decoder.arch.vocabulary, decoder.norm.device)
         self.decoder = decoder
         self.architecture = decoder.arch
-        self.device, self.dtype = decoder.norm.device, decoder.norm.dtype
+        self.dtype = decoder.norm.dtype
         self.tail = tail
         self._context_length = context_length
         room = decoder.arch, self.dtype, self.device, context_length, tail

@@ -105,6 +105,11 @@ class Tokenizer:
         """Whether the model says how a conversation is to be written."""
         return self._template is not None
 
+    @property
+    def dates_chats(self) -> bool:
+        """Whether the chat template may write the date, so that another day gives other ids."""
+        return self._template is not None and "strftime_now" in self._template.source
+
     def chat(
         self,
         messages: Sequence[Message],

@@ -1,30 +1,27 @@
-"""Checking a saved answer against plain decoding: token for token, and where they part, how close the choice was.
+"""A saved answer as `specbranch generate --json` wrote it: what it must hold, and how it is read.
 
-Owns what a saved answer must hold, and the comparison. Invariant: an answer passes only if it equals autoregressive
-decoding, or first departs from it at a near-tie, which another order of float32 sums can turn either way. The
-transformers runner on a GPU in bfloat16 may turn more.
+Owns the checks of its shape, and which of its fields can be recomputed. Invariant: every field is either used,
+recomputed by `compare`, or named as not checked.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from specbranch.config import Rule, SamplingParams
-from specbranch.core.request import Request
-from specbranch.engine import LLM
+from specbranch.core.orders import TokenLogprobs
 from specbranch.errors import BadParameter
 from specbranch.text.line_files import json_value, numbered_lines
 
-NEAR = 1e-4  # logits
 EXPECTED = "expected what `specbranch generate --json` prints"
-# how an answer was made, saved with it
-NOTED = ("target", "context_length", "dtype", "weights", "cache_dtype", "runner")
-
-Sameness = Literal["identical", "near-tie", "different"]
+# how an answer was made, saved with it: claims that decide how it is decoded again
+NOTED = ("target", "dtype", "weights", "cache_dtype", "runner")
+USED = (*NOTED, "prompt_token_ids", "token_ids", "params", "seed", "sample", "rule", "alternatives")
+RECOMPUTED = ("text", "finish_reason", "logprobs", "prompt")  # and the number of tokens in `stats`
+STATS = "stats (all but tokens)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +34,17 @@ class Saved:
     seed: int
     sample: int = 0
     target: str | None = None
-    context_length: int | None = None
     dtype: str | None = None
     weights: str | None = None
     cache_dtype: str | None = None
     runner: str | None = None
+    context_length: int | None = None  # never believed: it could cut an answer short
+    prompt_text: str | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    counted: int | None = None  # tokens, as the statistics have them
+    not_checked: tuple[str, ...] = ()  # fields that nothing here can recompute
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -53,41 +56,25 @@ class Saved:
                 "The answer was sampled under the ratio rule, which promises the distribution, not the tokens; "
                 "nothing to compare."
             )
-        noted = {name: values.get(name) for name in NOTED}
+        logprobs = values.get("logprobs")
         return cls(
             tuple(values["prompt_token_ids"]),
             tuple(values["token_ids"]),
             params,
             values["seed"],
             values.get("sample") or 0,
-            **noted,
+            **{name: values.get(name) for name in (*NOTED, "context_length", "text", "finish_reason")},
+            prompt_text=values.get("prompt"),
+            logprobs=None if logprobs is None else tuple(map(_logprobs, logprobs)),
+            counted=(values.get("stats") or {}).get("tokens"),
+            not_checked=_beyond_checking(values),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """Where a saved answer first differs from plain decoding."""
-
-    position: int  # in the answer
-    saved: int | None  # None: the saved answer ends here
-    plain: int | None
-    margin: float | None  # logits by which the target prefers its own token; None where one of the two is no choice
-
-
-@dataclass(frozen=True, slots=True)
-class Recheck:
-    """The outcome for one answer."""
-
-    tokens: int
-    departure: Departure | None = None
-
     @property
-    def finding(self) -> Sameness:
-        """Whether the answer is what plain decoding gives."""
-        if self.departure is None:
-            return "identical"
-        margin = self.departure.margin
-        return "near-tie" if margin is not None and abs(margin) < NEAR else "different"
+    def recomputed(self) -> tuple[str, ...]:
+        """The fields of this answer that are compared once its tokens are those of plain decoding."""
+        found = (self.text, self.finish_reason, self.logprobs, self.prompt_text)
+        return tuple(name for name, value in zip(RECOMPUTED, found, strict=True) if value is not None)
 
 
 def read_answers(text: str, name: str) -> list[Saved]:
@@ -118,24 +105,19 @@ def common_settings(answers: Sequence[Saved], given: Mapping[str, Any]) -> dict[
     return settings
 
 
-def recheck(plain: LLM, saved: Saved) -> Recheck:
-    """Decode the saved answer's prompt again, autoregressively with its own noise, and compare."""
-    if max(saved.prompt, default=0) >= plain.vocabulary:
-        raise BadParameter(
-            f"The saved prompt has token {max(saved.prompt)}, but the target knows {plain.vocabulary}. Name its own "
-            "--target."
-        )
-    tokens, again = saved.tokens, plain.repeat(saved.prompt, saved.params, saved.seed, saved.sample).token_ids
-    if tokens == again:
-        return Recheck(len(tokens))
-    at = next((i for i, (a, b) in enumerate(zip(tokens, again, strict=False)) if a != b), min(len(tokens), len(again)))
-    ours = again[at] if at < len(again) else None
-    theirs = tokens[at] if at < len(tokens) else None
-    return Recheck(len(tokens), Departure(at, theirs, ours, _margin(plain, saved, at, ours, theirs)))
+def claimed_settings(answers: Sequence[Saved], given: Mapping[str, Any]) -> list[str]:
+    """Name the settings that come from the file alone."""
+    return [name for name in NOTED if given[name] is None and _agreed(name, answers) is not None]
+
+
+def short(value: object) -> str:
+    """Return a value as it is shown in a sentence."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}…"
 
 
 def _objects(text: str, name: str) -> Iterator[dict[str, Any]]:
-    """Yield each answer, and the further samples it holds, which were made in the same way."""
+    """Yield each answer, and the further samples it holds, which answer the same prompt in the same way."""
     for where, line in numbered_lines(text, name):
         answer = json_value(line, where, f"{EXPECTED}.")
         if not isinstance(answer, dict):
@@ -143,9 +125,9 @@ def _objects(text: str, name: str) -> Iterator[dict[str, Any]]:
         others = answer.get("alternatives") or []
         if not isinstance(others, list) or not all(isinstance(other, dict) for other in others):
             raise BadParameter(f"{where} has alternatives that are no answers; {EXPECTED}.")
-        noted = {setting: answer[setting] for setting in NOTED if setting in answer}
+        shared = {name: answer[name] for name in (*NOTED, "context_length", "prompt") if name in answer}
         yield answer
-        yield from ({**noted, **other} for other in others)
+        yield from ({**shared, **other} for other in others)
 
 
 def _agreed(name: str, answers: Sequence[Saved]) -> Any:
@@ -158,16 +140,18 @@ def _agreed(name: str, answers: Sequence[Saved]) -> Any:
     return found.pop()
 
 
-def _margin(plain: LLM, saved: Saved, at: int, ours: int | None, theirs: int | None) -> float | None:
-    if ours is None or theirs is None or theirs >= plain.vocabulary:
-        return None
-    request = Request(saved.params, saved.seed, len(saved.prompt), saved.sample, "match", plain.tokenizer.eos_ids)
-    margin = plain.margin([*saved.prompt, *saved.tokens[:at]], request, ours, theirs)
-    return margin if math.isfinite(margin) else None
+def _beyond_checking(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name the fields that are neither used nor recomputed, unknown ones too."""
+    names = (name for name in values if name not in USED and name not in RECOMPUTED and values[name] is not None)
+    return tuple(STATS if name == "stats" else name for name in names)
 
 
 def _is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _are_ids(value: object) -> bool:
@@ -175,7 +159,30 @@ def _are_ids(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: object) -> bool:
     return isinstance(value, str) and value != ""
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_count(value[0]) and _is_number(value[1])
+
+
+def _is_entry(value: object) -> bool:
+    if not isinstance(value, dict) or not _is_number(value.get("logprob")):
+        return False
+    top = value.get("top")
+    return isinstance(top, list) and all(map(_is_pair, top))
+
+
+def _are_logprobs(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_entry, value))
+
+
+def _are_stats(value: object) -> bool:
+    return isinstance(value, dict) and (value.get("tokens") is None or _is_count(value["tokens"]))
 
 
 Check = tuple[Callable[[object], bool], str]  # whether a value will do, and what was expected
@@ -188,12 +195,17 @@ _NEEDED: dict[str, Check] = {
 _OPTIONAL: dict[str, Check] = {
     "sample": (_is_count, "a whole number ≥ 0"),
     "rule": (lambda value: value in get_args(Rule), " or ".join(get_args(Rule))),
-    "target": (_is_text, "the name of a model"),
+    "target": (_is_name, "the name of a model"),
     "context_length": (lambda value: _is_count(value, 2), "a whole number ≥ 2"),
-    "dtype": (_is_text, "a name"),
-    "weights": (_is_text, "a name"),
-    "cache_dtype": (_is_text, "a name"),
-    "runner": (_is_text, "a name"),
+    "dtype": (_is_name, "a name"),
+    "weights": (_is_name, "a name"),
+    "cache_dtype": (_is_name, "a name"),
+    "runner": (_is_name, "a name"),
+    "prompt": (_is_text, "a text"),
+    "text": (_is_text, "a text"),
+    "finish_reason": (_is_text, "a text"),
+    "logprobs": (_are_logprobs, 'a list of {"logprob": …, "top": [[id, …], …]}'),
+    "stats": (_are_stats, "an object of numbers"),
 }
 
 
@@ -204,21 +216,20 @@ def _check(values: Mapping[str, Any]) -> None:
     noted = {name: check for name, check in _OPTIONAL.items() if values.get(name) is not None}
     for name, (fits, expected) in {**_NEEDED, **noted}.items():
         if not fits(values[name]):
-            raise BadParameter(f"{name} is {_short(values[name])}; expected {expected}.")
+            raise BadParameter(f"{name} is {short(values[name])}; expected {expected}.")
+
+
+def _logprobs(entry: Mapping[str, Any]) -> TokenLogprobs:
+    return TokenLogprobs(entry["logprob"], tuple((token, value) for token, value in entry["top"]))
 
 
 def _params(values: Mapping[str, Any]) -> SamplingParams:
     """Read the sampling parameters; JSON made texts of the ids in logit_bias."""
     bias = values.get("logit_bias", {})
     if not isinstance(bias, Mapping):
-        raise BadParameter(f"logit_bias is {_short(bias)}; expected an object of token ids with numbers.")
+        raise BadParameter(f"logit_bias is {short(bias)}; expected an object of token ids with numbers.")
     try:
         numbers = {int(token): added for token, added in bias.items()}
     except ValueError:
-        raise BadParameter(f"logit_bias is {_short(bias)}; expected token ids with numbers.") from None
+        raise BadParameter(f"logit_bias is {short(bias)}; expected token ids with numbers.") from None
     return SamplingParams.from_dict({**values, "logit_bias": numbers})
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}…"
