@@ -176,6 +176,8 @@ ODD = {
     "bias for a word": {"params": {"logit_bias": {"the": 1}}},
     "bias of a text": {"params": {"logit_bias": "abc"}},
     "bias by a text": {"params": {"logit_bias": {"5": "x"}}},
+    "bias by what no float holds": {"params": {"logit_bias": {"5": 10**400}}},
+    "a temperature that no float holds": {"params": {"temperature": 10**400}},
     "a prompt of a number": {"prompt_token_ids": 5},
     "no prompt": {"prompt_token_ids": []},
     "a prompt of texts": {"prompt_token_ids": ["a"]},
@@ -204,6 +206,7 @@ ODD = {
     "words that are no text": {"prompt": "\ud800"},
     "statistics of a list": {"stats": []},
     "a number of tokens of a text": {"stats": {"tokens": "x"}},
+    "a log-probability that no float holds": {"logprobs": [{"logprob": -(10**400), "top": []}]},
     "log-probabilities of numbers": {"logprobs": [1.0]},
     "log-probabilities without the likeliest": {"logprobs": [{"logprob": -1.0}]},
     "likeliest tokens of numbers": {"logprobs": [{"logprob": -1.0, "top": [1]}]},
@@ -225,7 +228,15 @@ def test_an_odd_answer_to_verify_gets_a_sentence(
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("", "holds no answer"), ("\n", "holds no answer"), ("[]", "no JSON object"), ("{", "no JSON")],
+    [
+        ("", "holds no answer"),
+        ("\n", "holds no answer"),
+        ("[]", "no JSON object"),
+        ("{", "no JSON"),
+        ("[" * 200_000, "no JSON"),
+        ('{"text": "one", "text": "another"}', "the key 'text' comes twice"),
+    ],
+    ids=["nothing", "a blank line", "a list", "half an object", "lists in lists", "a key twice"],
 )
 def test_a_file_without_answers_gets_a_sentence(text: str, sentence: str, tmp_path: Path, command: Command) -> None:
     file = tmp_path / "answers.jsonl"

@@ -151,7 +151,8 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is a number that can be subtracted: NaN and infinities too, which then differ."""
+    return isinstance(value, float) or (_is_count(abs(value)) if isinstance(value, int) else False)
 
 
 def _are_ids(value: object) -> bool:

@@ -24,10 +24,10 @@ def numbered_lines(text: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def json_value(line: str, where: str, expected: str) -> Any:
-    """Return what a line of JSON holds."""
+    """Return what a line of JSON holds. A key that comes twice is refused: readers differ in which one they take."""
     try:
-        return json.loads(line)
-    except ValueError as error:
+        return json.loads(line, object_pairs_hook=_with_each_key_once)
+    except (ValueError, RecursionError) as error:
         raise BadParameter(f"{where} is no JSON ({error}); {expected}") from None
 
 
@@ -45,6 +45,14 @@ def prompts_in(file: Path) -> list[str]:
     if not prompts:
         raise BadParameter(f"{file} holds no prompt; expected one a line.")
     return prompts
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    return found
 
 
 def _prompt(line: str, where: str) -> str:
