@@ -158,7 +158,7 @@ class LLM:
         other._experiences = Experiences(profile, self._has_draft)
         draft = MeteredDrafter(self.drafter.runner) if self.drafter else None
         other._loop = Loop(VirtualClock(Verifier(self.target_runner), draft, profile), limits=self._loop.limits)
-        other.scheduler = Scheduler(other._loop)
+        other.scheduler = Scheduler(other._loop, first=self.scheduler.first or self.scheduler)
         return other
 
     @property

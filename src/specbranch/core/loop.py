@@ -19,7 +19,7 @@ from specbranch.core.market import MOST_LANES, MOST_ROWS, Grant, LaneOffer, Offe
 from specbranch.core.methods import MethodRounds
 from specbranch.core.orders import Context, Draft, Orders, Read, Reports
 from specbranch.core.request import Request
-from specbranch.core.session import Session
+from specbranch.core.session import RoundWatcher, Session
 from specbranch.core.trace import Trace
 from specbranch.errors import PoolFull, SpecBranchError
 
@@ -35,6 +35,11 @@ class Places:
     of: Literal["target", "draft"]
     total: int
     free: int
+    page: int = 1  # places that are taken at once
+
+    def missing(self, length: int, held: int = 0) -> int:
+        """How many places a sequence of some length takes beyond those it holds, in whole pages."""
+        return (-(-length // self.page) + held // -self.page) * self.page
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +222,12 @@ class Loop:
             seat.session.stats.draft_restarts += self.executor.restarts - restarts
         took_part = [self._live[number].session for number in reports]
         for number, report in reports.items():
+            seat = self._live[number]
             if isinstance(report.error, PoolFull) and self.patient:
                 self.short[number] = report.error
+                seat.held = None if seat.held is None else 0  # it has released what it was reading
             else:
-                self._advance(self._live[number], now[number], report)
+                self._advance(seat, now[number], report)
         return took_part
 
     def put_back(self, session: Session) -> None:
@@ -250,6 +257,8 @@ class Loop:
             return
         try:
             seat.rounds.close()
+        except Exception as error:  # of a method that is not needed any more
+            log.error("A method failed while it was closed; its request has ended.", exc_info=error)
         finally:
             session.stats.finished = self.executor.now()
             verify = seat.orders.verify if seat.orders else None
@@ -264,10 +273,13 @@ class Loop:
         self.executor.close()
 
     def _run(self, now: Mapping[int, Orders]) -> dict[int, Reports]:
-        """Carry out a round. What one session's orders raise is its own error: each is tried alone then."""
+        """Carry out a round. What one session's orders raise is its own error: each is tried alone then. If the pool is
+        full nobody has failed: all orders stand, and are repeated once a session was preempted."""
         try:
             return self.executor.run(now)
         except Exception as error:
+            if isinstance(error, PoolFull) and self.patient:
+                return {number: Reports(error=error) for number in now}
             if len(self._live) == 1:
                 raise
             tried = {number: self._tried(number, orders) for number, orders in now.items()}
@@ -331,6 +343,15 @@ class Loop:
         )
 
     def _advance(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
+        """Hand a session its reports; whatever goes wrong, the others have theirs to take."""
+        try:
+            self._take(seat, orders, reports)
+        except Exception as error:
+            _blame(seat.session, error)
+        if seat.session.finished:
+            self.leave(seat.session)
+
+    def _take(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
         session, before = seat.session, seat.session.stats.emitted
         session.now = self.executor.now()
         session.stats.note_prompt(session.number, reports)
@@ -342,9 +363,7 @@ class Loop:
             self._send(seat, told)
             self._clock(session, told, before == 0)
         if session.on_round:
-            session.on_round(orders, reports, session.stats.emitted - before)
-        if session.finished:
-            self.leave(session)
+            _watched(session, session.on_round, orders, reports, session.stats.emitted - before)
 
     def _note_read(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
         """Note how far the models have read; a draft that does not say so is waited for no longer."""
@@ -367,11 +386,8 @@ class Loop:
         except StopIteration:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))
-        except Exception as error:  # whatever it is, the other sessions have their reports to take
-            # a mistake of ours: who reads the output alone would see no traceback
-            if not isinstance(error, SpecBranchError):
-                log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
-            session.fail(error)
+        except Exception as error:
+            _blame(session, error)
 
     def _ready(self) -> dict[int, _Seat]:
         """The sessions whose texts are read as far as what they want presumes; others are read to in pieces first."""
@@ -425,6 +441,22 @@ class Loop:
             session.stats.clock(reports)
         elif session.stats.emitted:
             session.stats.first_token = self.executor.now()
+
+
+def _blame(session: Session, error: Exception) -> None:
+    """End one session with an error."""
+    if not isinstance(error, SpecBranchError):  # a mistake of ours: the output alone has no traceback
+        log.error("A request failed by a mistake of the program; others go on.", exc_info=error)
+    session.fail(error)
+
+
+def _watched(session: Session, watcher: RoundWatcher, orders: Orders, reports: Reports, added: int) -> None:
+    """Tell a watcher of a round; one that raises is not called again, and its request goes on."""
+    try:
+        watcher(orders, reports, added)
+    except Exception as error:
+        session.on_round = None
+        log.error("An on_round watcher raised an error and is not called again; its request goes on.", exc_info=error)
 
 
 def _unhurried(orders: Orders) -> Orders:

@@ -92,6 +92,16 @@ class Pool:
         """Whether a page has several users."""
         return self._users[page] > 1
 
+    def copies_due(self, tables: Iterable[PageTable]) -> int:
+        """How many free pages copy-on-write will take: each user of a page that is not full yet writes to it, and only
+        the last of them finds it unshared."""
+        ends = {table.pages[-1] for table in tables if table.pages}
+        return sum(self._users[page] - 1 for page in ends if self.is_shared(page) and not self._is_full(page))
+
+    def _is_full(self, page: int) -> bool:
+        known = self._contents.get(page)
+        return known is not None and known.places == self.size
+
     def learn(self, page: int, content: Content) -> None:
         """Note what lies in a page that somebody holds; where another page has the same, that one stays known."""
         if content.digest not in self._known:
@@ -200,6 +210,17 @@ class PageTable:
             known = pool.content(self.pages[at])
             if known is not None and known.places > max(start - at * size, 0):
                 pool.forget(self.pages[at])
+
+    def reserve(self, start: int, stop: int, copy: Callable[[list[Copy]], None]) -> None:
+        """Have room up to `stop`, and the places from `start` on to oneself; or raise PoolFull and hold what was
+        held."""
+        held = len(self.pages) * self.pool.size
+        self.reach(stop)
+        try:
+            self.own(min(start, held), min(stop, held), copy)
+        except PoolFull:
+            self.shrink(held)
+            raise
 
     def fork(self, places: int) -> Self:
         """Return a table that shares the pages of the first places."""

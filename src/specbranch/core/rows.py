@@ -52,6 +52,7 @@ class RowRunner(Generic[Row]):
 
     prefix_cache = True  # whether what was read of prompts is kept for others, where it can be
     piece = 256  # tokens of a prompt that are read at once
+    page = 1  # places that are taken at once
 
     def __init__(self, sampler: Sampler[Row]) -> None:
         self.sampler = sampler

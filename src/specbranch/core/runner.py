@@ -168,13 +168,19 @@ class Runner(Protocol):
         ...
 
     @property
+    def page(self) -> int:
+        """How many places are taken at once."""
+        ...
+
+    @property
     def places(self) -> int | None:
         """How many places there are for all sequences together; nothing: they are not counted."""
         ...
 
     @property
     def places_free(self) -> int:
-        """How many of them can be had; those that only keep what was read of a prompt are among them."""
+        """How many of them can be had; those that only keep what was read of a prompt are among them, those that copies
+        of shared pages will take are not."""
         ...
 
     def open(self, seq: int, request: Request) -> None:

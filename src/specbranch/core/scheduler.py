@@ -13,9 +13,11 @@ one of p pieces is read within m · p such rounds, however long the others are.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from specbranch.core.loop import Loop, Places
@@ -37,11 +39,13 @@ class Ticket:
     priority: int
     arrival: int
     submitted: float
+    within: float | None  # seconds it was given
     deadline: float | None  # on the executor's clock
     counted: bool  # whether it is one of those that may be live at once
     state: TicketState = "waiting"
     begun: bool = False  # whether it was live before
     resting: bool = False
+    rests_since: tuple[float, float] = (0.0, 0.0)  # on the executor's clock, and on the wall's
     emitted: int = 0  # tokens that were counted
 
     @property
@@ -82,13 +86,20 @@ class _Counts:
     put_back: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Scheduler:
-    """Decides who is in a loop; one thread calls it. `most`: requests decoded at once; nothing: as many as fit."""
+    """Decides who is in a loop; one thread calls it. `most`: requests decoded at once; nothing: as many as fit.
+
+    Schedulers may share their models, and so the memory: the requests of the `first` one have it before all others.
+    """
 
     loop: Loop
     most: int | None = None
     ahead: int = AHEAD
+    first: Scheduler | None = None  # nothing: this one is
+    served: bool = False  # a thread makes its rounds: whoever waits for its memory will have it
+    wall: Callable[[], float] = time.monotonic
+    guests: list[Scheduler] = field(default_factory=list)  # those after this one that have requests now
     _waiting: list[Ticket] = field(default_factory=list)  # in their order
     _live: dict[int, Ticket] = field(default_factory=dict)  # by session
     _timed: list[Ticket] = field(default_factory=list)  # those with a deadline that are not over
@@ -110,8 +121,10 @@ class Scheduler:
         to be finished. One that can never fit has failed already when this returns."""
         now = self.loop.executor.now()
         deadline = None if within is None else now + within
-        ticket = Ticket(session, start, priority, self._counts.submitted, now, deadline, counted)
+        ticket = Ticket(session, start, priority, self._counts.submitted, now, within, deadline, counted)
         self._counts.submitted += 1
+        if self.first is not None and self not in self.first.guests:
+            self.first.guests.append(self)
         target = next((places for places in self.loop.executor.places() if places.of == "target"), None)
         if target is not None and len(session.tokens) > target.total:
             session.fail(_never_fits(session, target))
@@ -128,6 +141,9 @@ class Scheduler:
 
     def rest(self, ticket: Ticket, resting: bool) -> None:
         """Have a request take part in no round for a while, or take part again."""
+        if ticket.deadline is not None:
+            ticket.deadline -= self._lag(ticket)  # the time it has rested so far
+        ticket.rests_since = self.loop.executor.now(), self.wall()
         ticket.resting = resting
         if ticket.state == "live":
             self.loop.rest(ticket.session, resting)
@@ -143,9 +159,9 @@ class Scheduler:
         return [*self._live.values(), *self._waiting]
 
     @property
-    def next_deadline(self) -> float | None:
-        """When the next request is over its time, on the executor's clock."""
-        return min((ticket.deadline for ticket in self._timed if ticket.deadline is not None), default=None)
+    def seconds_left(self) -> float | None:
+        """How long the first deadline is still ahead; nothing: there is none."""
+        return min((self._left(ticket) for ticket in self._timed), default=None)
 
     def step(self) -> list[Session]:
         """Make one round; returns the sessions that took part."""
@@ -186,12 +202,22 @@ class Scheduler:
 
     def _expire(self) -> None:
         """End requests whose time is over, with what they have."""
-        if (next_one := self.next_deadline) is None or (now := self.loop.executor.now()) < next_one:
-            return
-        for ticket in list(self._timed):
-            if ticket.deadline is not None and ticket.deadline <= now:
-                ticket.session.fail(_too_late(ticket))
-                self._end(ticket)
+        for ticket in [ticket for ticket in self._timed if self._left(ticket) <= 0.0]:
+            ticket.session.fail(_too_late(ticket))
+            self._end(ticket)
+
+    def _left(self, ticket: Ticket) -> float:
+        if ticket.deadline is None:
+            return inf
+        return ticket.deadline - self.loop.executor.now() - self._lag(ticket)
+
+    def _lag(self, ticket: Ticket) -> float:
+        """By how much the executor's clock is behind the wall's since a request rests: a modelled one stands still while
+        nothing is computed, and nothing may be until the request is over."""
+        if not ticket.resting:
+            return 0.0
+        clock, wall = ticket.rests_since
+        return max(self.wall() - wall - (self.loop.executor.now() - clock), 0.0)
 
     def _admit(self) -> None:
         """Take in those that are first in the queue, as long as there is room."""
@@ -221,27 +247,60 @@ class Scheduler:
             return False
         if self._fits(ticket):
             return not (self._short and running)
-        if not running and self._live:
-            self._put_back(self._last())  # it rests, and another could go on
+        if self._preempt_idle(running=bool(running)):
             return self._has_room(ticket)
-        return not self._live  # alone it may try
+        return not self._live and not self._waits  # alone it may try
+
+    def _preempt_idle(self, running: bool) -> bool:
+        """Preempt one that rests, or a guest's while nothing runs here; returns whether there was any."""
+        for one in reversed(self._sharing):
+            if one._live and (one._last().resting or (one in self.guests and not running)):
+                one._put_back(one._last())
+                return True
+        return False
+
+    @property
+    def _sharing(self) -> list[Scheduler]:
+        """All schedulers on these models that may have requests, itself included."""
+        first = self.first or self
+        return [first, *first.guests]
+
+    @property
+    def _waits(self) -> bool:
+        """Whether others hold memory that this one has to wait for, and will have."""
+        return self.first is not None and self.first.served and any(one._live for one in self._sharing if one != self)
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether each model has places for the text and some more, those left out that live ones are to have."""
-        need = len(ticket.session.tokens) + self._ahead(ticket.session)
-        promised = sum(self.loop.unread(one.session) + self._ahead(one.session) for one in self._live.values())
-        bounded = [places for places in self.loop.executor.places() if places.of == "target" or need <= places.total]
-        return all(need <= places.free - promised for places in bounded)
+        length = len(ticket.session.tokens) + self._ahead(ticket.session)
+        for places in self.loop.executor.places():
+            need = places.missing(length)
+            promised = sum(one.promised(places) for one in self._sharing)
+            if need > places.free - promised and (places.of == "target" or need <= places.total):
+                return False
+        return True
+
+    def promised(self, places: Places) -> int:
+        """How many free places of a model its live requests are still to have."""
+        return sum(self._promised(places, ticket.session) for ticket in self._live.values())
+
+    def _promised(self, places: Places, session: Session) -> int:
+        length = len(session.tokens)
+        held = length - 1 - self.loop.unread(session)  # the last token is a step
+        return places.missing(length + self._ahead(session), held)
 
     def _ahead(self, session: Session) -> int:
         return min(self.ahead, max(session.room, 1))
 
     def _make_room(self, took_part: Sequence[Session]) -> None:
-        """Put back the youngest of the lowest priority, for those who found no memory; one that is alone fails."""
+        """Preempt the youngest of the lowest priority, for those who found no memory; one that is alone fails, unless
+        it may wait for others."""
         if any(session.finished for session in took_part):
             return  # whoever ended in this round has left room
-        if len(self._live) > 1:
-            self._short = True
+        self._short = True
+        if self._preempt_idle(running=False):
+            return
+        if len(self._live) > 1 or self._waits:
             self._put_back(self._last())
             return
         for ticket in list(self._live.values()):
@@ -271,6 +330,8 @@ class Scheduler:
         if ticket in self._timed:
             self._timed.remove(ticket)
         ticket.state = "over"
+        if self.first is not None and not self.tickets:
+            self.first.guests.remove(self)
         self._counts.finished += session.finished in ("stop", "length")
         self._counts.failed += session.finished == "error"
         self._counts.cancelled += session.finished is None
@@ -290,8 +351,7 @@ def _never_fits(session: Session, places: Places) -> CacheFull:
 
 
 def _too_late(ticket: Ticket) -> DeadlinePassed:
-    given = (ticket.deadline or 0.0) - ticket.submitted
     return DeadlinePassed(
-        f"The request was not finished within its {given:g} s; it has {ticket.session.stats.emitted} tokens. Give it "
+        f"The request was not finished within its {ticket.within:g} s; it has {ticket.session.stats.emitted} tokens. Give it "
         "more time, ask for fewer tokens, or send fewer requests at once."
     )

@@ -92,7 +92,7 @@ class Drafter(Worker):
         """Read a text behind which a tree is to grow next, where that needs not be waited for."""
         if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNREAD:
             return
-        with suppress(CacheFull):
+        with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, on, 1):
                 rest, _ = self.settle(session, on, NO_TREE)
                 self.runner.demand(session, len(rest))
@@ -117,7 +117,7 @@ class Drafter(Worker):
 
     def _reached(self, session: int, order: Read) -> Reached:
         """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in pieces."""
-        with suppress(CacheFull):
+        with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, order.on, 0):
                 return Reached(self.read(session, order))
         return Reached(len(order.on))
@@ -153,7 +153,7 @@ class Drafter(Worker):
         asks: list[Ask] = []
         lines: dict[int, list[int]] = {}
         for session, order in orders.items():
-            with suppress(CacheFull):  # a text there is no memory for goes on without a draft
+            with suppress(CacheFull), self.releasing(session):  # a text there is no memory for goes on without a draft
                 if not self._out_of_reach(session, order.on, order.plan.length):
                     feed, line = self._aligned(session, order)
                     work.append(feed)

@@ -104,7 +104,7 @@ def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tr
 def _begun(worker: Worker, orders: Mapping[int, Grow]) -> Iterator[_GrowingOrder]:
     """Make ready what can be held; a text there is no memory for goes on without a draft."""
     for session, order in orders.items():
-        with suppress(CacheFull):
+        with suppress(CacheFull), worker.releasing(session):
             tree = _GrowingOrder(worker, session, order)
             worker.runner.demand(session, len(tree.rest))
             yield tree

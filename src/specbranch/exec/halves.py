@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from math import inf
+from typing import Literal
 
 from specbranch.core.loop import Places
 from specbranch.core.orders import (
@@ -135,10 +136,12 @@ def parted(orders: Mapping[int, Orders]) -> tuple[dict[int, DraftOrder], dict[in
 
 def places_of(target: Worker, draft: Worker | None = None) -> tuple[Places, ...]:
     """The places of the workers' models, of those that count them."""
-    found = [Places("target", total, target.runner.places_free)] if (total := target.runner.places) else []
-    if draft is not None and (total := draft.runner.places):
-        found.append(Places("draft", total, draft.runner.places_free))
-    return tuple(found)
+    workers: tuple[tuple[Literal["target", "draft"], Worker | None], ...] = (("target", target), ("draft", draft))
+    return tuple(
+        Places(of, total, worker.runner.places_free, worker.runner.page)
+        for of, worker in workers
+        if worker is not None and (total := worker.runner.places)
+    )
 
 
 def reads_of(orders: Mapping[int, Orders]) -> dict[int, Read]:

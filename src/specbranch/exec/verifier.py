@@ -79,7 +79,8 @@ class Verifier(Worker):
         failed: dict[int, SpecBranchError] = {}
         for session, order in orders.items():
             try:
-                feed, trial = self._work(session, order)
+                with self.releasing(session):
+                    feed, trial = self._work(session, order)
             except SpecBranchError as error:
                 failed[session] = error
             else:
@@ -98,7 +99,8 @@ class Verifier(Worker):
         failed: dict[int, SpecBranchError] = {}
         for session, order in orders.items():
             try:
-                reached[session] = self.read(session, order)
+                with self.releasing(session):
+                    reached[session] = self.read(session, order)
             except SpecBranchError as error:
                 failed[session] = error
         return reached, failed

@@ -8,16 +8,18 @@ as a step hangs on its position and the prompt's length alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from math import lcm
 
 from specbranch.core.orders import UNREAD, Context, PromptRead, Read
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, GrowsTrees, Proposal, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
-from specbranch.errors import CacheFull
+from specbranch.errors import CacheFull, PoolFull
 
 AT_ONCE = 16  # unread tokens an order's own forward reads besides what it asks for; more are read before it
 STRIDE = 32  # tokens of a text that are read again in one step: as deep as a tail is exact on every device
@@ -153,6 +155,19 @@ class Worker:
         except CacheFull:
             return False
         return True
+
+    @contextmanager
+    def releasing(self, session: int) -> Iterator[None]:
+        """Carry out an order; one that the pool refuses releases the pages of the prompt that it took. Shared pages
+        would make others copy theirs, for which there is no memory either."""
+        before = len(self.slots(session).prefix)
+        try:
+            yield
+        except PoolFull:
+            if before < self._prompt(session) and len(self.slots(session).prefix) > before:
+                # whole pages, as recalling may have exchanged the last one; whole pieces, so that bits stay the same
+                self.runner.rewind(session, before - before % lcm(self.runner.piece, self.runner.page))
+            raise
 
     def slots(self, session: int) -> Slots:
         """The places of a session's sequence."""

@@ -69,6 +69,8 @@ class Held:
 class NativeRunner(TorchRunner):
     """A Runner over the native decoder. Rows are `TensorRow`s, in float32 or better."""
 
+    page = PAGE
+
     def __init__(
         self,
         decoder: Decoder,
@@ -110,8 +112,10 @@ class NativeRunner(TorchRunner):
 
     @property
     def places_free(self) -> int:
-        """How many of them can be had: nobody holds them, though what lies there may be known."""
-        return self.pool.free * PAGE
+        """How many of them can be had: nobody holds them, though what lies there may be known, and no copy of a shared
+        page will take them."""
+        due = self.pool.copies_due(held.table for held in self._held.values())
+        return max(self.pool.free - due, 0) * PAGE
 
     @property
     def weights(self) -> str:
@@ -234,10 +238,8 @@ class NativeRunner(TorchRunner):
 
     def _reach(self, held: Held, start: int, stop: int) -> None:
         """Have pages for the places up to `stop`, those from `start` on, which are to be written, nobody else's."""
-        written = len(held.table.pages) * PAGE
         try:
-            held.table.reach(stop)
-            held.table.own(min(start, written), min(stop, written), self._copy)
+            held.table.reserve(start, stop, self._copy)
         except BaseException:
             self._settle()
             raise

@@ -41,6 +41,7 @@ class PlainSlots(Generic[Mark]):
     piece = 256
     places = None
     places_free = 0
+    page = 1
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length

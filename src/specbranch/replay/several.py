@@ -36,6 +36,7 @@ class OneEach:
     piece = PlainSlots.piece
     places = None
     places_free = 0
+    page = 1
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
         self.vocabulary, self.context_length = vocabulary, context_length

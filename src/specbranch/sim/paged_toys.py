@@ -26,9 +26,7 @@ class PagedStates(MutableSequence[State]):
 
     def reach(self, length: int) -> None:
         """Have room for so many states, those behind the present end nobody else's, or raise CacheFull."""
-        written = len(self.table.pages) * self.table.pool.size
-        self.table.reach(length)
-        self.table.own(min(self._length, written), min(length, written), self._copy)
+        self.table.reserve(self._length, length, self._copy)
 
     def recall(self, text: Sequence[int], chunk: int) -> int:
         """Take what is known of the beginning of a text; returns how many states there are then."""
@@ -82,7 +80,7 @@ class PagedToyRunner(ToyRunner):
         tail: int = TAIL,
     ) -> None:
         super().__init__(law, context_length, tail)
-        self.pool, self.piece = Pool(pages, page), piece
+        self.pool, self.piece, self.page = Pool(pages, page), piece, page
         self._memory = [START] * (pages * page)
 
     @property
@@ -92,8 +90,9 @@ class PagedToyRunner(ToyRunner):
 
     @property
     def places_free(self) -> int:
-        """How many of them can be had."""
-        return self.pool.free * self.pool.size
+        """How many of them can be had, those left out that copies of shared pages will take."""
+        due = self.pool.copies_due(states.table for states in self._states.values())
+        return max(self.pool.free - due, 0) * self.pool.size
 
     def demand(self, seq: int, count: int) -> None:
         """Make sure that so many more nodes can be fed, or raise CacheFull."""
