@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from specbranch import LLM, AsyncLLM, SamplingParams
-from specbranch.answer import Chunk
+from specbranch.answer import Answer, Chunk
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, DeadlinePassed, EngineFailed, RequestCancelled, SpecBranchError
+from specbranch.experiences import MOST_WAYS
 
 PROMPT = "A branch is a guess about what the large model will say next."
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
@@ -261,6 +263,9 @@ MISUSES: dict[str, tuple[Callable[[AsyncLLM], Any], str]] = {
     "an unknown parameter": (lambda engine: engine.submit("x", {"temprature": 1}), "Did you mean 'temperature'"),
     "a stream of several": (lambda engine: engine.stream("x", {"n": 2}), "a stream carries one sample"),
     "no deadline": (lambda engine: engine.submit("x", deadline=0), "deadline is 0"),
+    "a deadline that is no number": (lambda engine: engine.submit("x", deadline=float("nan")), "deadline is nan"),
+    "a deadline that is over": (lambda engine: engine.submit("x", deadline=-1.0), "deadline is -1.0"),
+    "a deadline that is said": (lambda engine: engine.submit("x", deadline=True), "deadline is True"),
     "a priority in words": (lambda engine: engine.submit("x", priority="high"), "priority is 'high'"),
     "the oracle": (lambda engine: engine.submit("x", speculative={"policy": "oracle"}), "only a replay does"),
 }
@@ -344,3 +349,150 @@ def test_whoever_looks_on_has_a_chunk_a_round_so_that_a_long_prompt_holds_up_nob
 def test_time_is_not_modelled_for_a_draft_in_another_process(pair: tuple[str, str]) -> None:
     with load(pair, executor="process") as llm, pytest.raises(BadParameter, match="process of its own"):
         llm.modelled("c10")
+
+
+@pytest.mark.parametrize("deadline", [1e10, float("inf"), 10**400])
+def test_no_deadline_is_too_far_away(pair: tuple[str, str], deadline: float) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        slow = engine.submit(PROMPT, LONG, streams=True, deadline=deadline)
+        await _until(lambda: engine.stats().resting == 1)  # and the thread waits for nothing but the deadline
+        output = await engine.generate(PROMPT, PARAMS, deadline=deadline)
+        assert engine.is_alive
+        slow.cancel()
+        return output
+
+    assert len(run(pair, work, buffer=4).token_ids) == 30
+
+
+def test_a_result_may_be_waited_for_longer_than_a_clock_counts(pair: tuple[str, str]) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        return await asyncio.to_thread(engine.submit(PROMPT, PARAMS).result, 1e12)
+
+    assert len(run(pair, work).token_ids) == 30
+
+
+@pytest.mark.parametrize("by", ["a thread", "a task"])
+def test_a_stream_may_be_waited_for_as_a_whole(pair: tuple[str, str], reference: LLM, by: str) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        stream = engine.submit(PROMPT, PARAMS, streams=True)
+        await _until(lambda: engine.stats().resting == 1)
+        output = await (asyncio.to_thread(stream.result, WAIT) if by == "a thread" else stream.output())
+        chunks = [chunk async for chunk in stream]  # nothing of it is lost
+        assert "".join(chunk.text for chunk in chunks) == output.text
+        return output
+
+    assert run(pair, work, buffer=4).token_ids == reference.generate(PROMPT, PARAMS).token_ids
+
+
+def test_a_result_that_is_not_waited_for_any_more_lets_its_stream_rest(pair: tuple[str, str]) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        stream = engine.submit(PROMPT, LONG, streams=True)
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(stream.result, 0.0)
+        await _until(lambda: engine.stats().resting == 1)
+        stream.cancel()
+
+    run(pair, work, buffer=4)
+
+
+def test_on_a_modelled_clock_a_resting_request_has_its_deadline_too(pair: tuple[str, str]) -> None:
+    async def whole() -> Any:
+        async with AsyncLLM(load(pair, clock="c10", method="autoregressive"), buffer=4) as engine:
+            stream = engine.submit(PROMPT, LONG, streams=True, deadline=0.5)  # modelled seconds take no time
+            await asyncio.wait_for(_until(lambda: engine.stats().failed == 1), WAIT)
+            return [chunk async for chunk in stream][-1].output
+
+    output = asyncio.run(whole())
+    assert isinstance(output.error, DeadlinePassed) and "within its 0.5 s" in str(output.error)
+
+
+def _grumbling(llm: LLM) -> Iterator[int]:
+    try:
+        yield from range(1, 9)
+    finally:
+        raise OSError("it does not close")
+
+
+def _endless(llm: LLM) -> Iterator[int]:
+    raise StopIteration("nothing to begin with")
+
+
+def test_no_task_in_the_thread_ends_it(pair: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    async def work(engine: AsyncLLM) -> Any:
+        made = engine.aside(_grumbling)
+        assert await anext(made) == 1
+        await made.aclose()
+        with pytest.raises(RuntimeError, match="before it had begun"):
+            await anext(engine.aside(_endless))
+        engine.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        return await engine.generate(PROMPT, PARAMS)
+
+    assert len(run(pair, work).token_ids) == 30
+    assert "it does not close" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_a_text_that_cannot_be_made_ends_its_own_request(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Answer.output
+
+    def failing(answer: Answer) -> Any:
+        if answer.session.request.seed == 77:
+            raise ValueError("no such text")
+        return whole(answer)
+
+    monkeypatch.setattr(Answer, "output", failing)
+
+    async def work(engine: AsyncLLM) -> Any:
+        other = engine.submit(PROMPT, PARAMS)
+        with pytest.raises(EngineFailed, match="no such text"):
+            await engine.generate(PROMPT, replace(PARAMS, seed=77))
+        return await other.output()
+
+    assert len(run(pair, work).token_ids) == 30
+
+
+def test_a_watcher_that_raises_is_left_alone_by_its_request_and_all_others(
+    pair: tuple[str, str], reference: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(engine: AsyncLLM) -> list[Any]:
+        def stumbling(*told: Any) -> None:
+            raise ZeroDivisionError("of the watcher")
+
+        asked = [engine.submit(PROMPT, PARAMS, on_round=stumbling), engine.submit("Smile", PARAMS)]
+        return [await one.output() for one in asked]
+
+    outputs = run(pair, work)
+    assert [one.token_ids for one in outputs] == [
+        reference.generate(prompt, PARAMS).token_ids for prompt in (PROMPT, "Smile")
+    ]
+    assert caplog.text.count("on_round watcher raised") == 1
+
+
+def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AsyncLLM(load(pair))
+    post = engine.post
+
+    def closing_after(*tasks: Any, refuse: bool = False) -> None:
+        post(*tasks, refuse=refuse)
+        with engine._inbox.changed:
+            engine._inbox.closing = engine._inbox.closing or refuse
+
+    monkeypatch.setattr(engine, "post", closing_after)
+    submissions = engine.submit_each(PROMPT, replace(PARAMS, n=3))
+    assert [len(one.result(WAIT).token_ids) for one in submissions] == [30] * 3
+    with pytest.raises(BadParameter, match="was closed"):
+        engine.submit_each(PROMPT, replace(PARAMS, n=3))
+    engine.shut_down()
+    assert engine.stats().submitted == 3
+
+
+def test_configurations_without_end_are_not_kept(pair: tuple[str, str]) -> None:
+    one = SamplingParams(max_tokens=1)
+
+    async def work(engine: AsyncLLM) -> tuple[int, int]:
+        for at in range(MOST_WAYS + 20):
+            await engine.generate("Smile", one, speculative={"method": "speculative", "stop_below": at / 1000})
+        gc.collect()
+        return len(engine._llm._experiences._made), sum(isinstance(found, LLM) for found in gc.get_objects())
+
+    experiences, llms = run(pair, work)
+    assert experiences <= MOST_WAYS and llms < 10

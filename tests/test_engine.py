@@ -234,6 +234,40 @@ def test_a_prompt_among_many_gets_the_bits_it_gets_alone(
     assert [output.logprobs for output in together] == [output.logprobs for output in alone]
 
 
+def test_prompts_of_a_list_are_decoded_at_once(pair: tuple[str, str]) -> None:
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True)
+    prompts = [PROMPT, "Smile", "x", "If", "def", "Smile"]
+    with LLM(pair[0], method="autoregressive", dtype="float64", device="cpu", context_length=128) as llm:
+        together = llm.generate(prompts, params)
+        assert llm.max_batch == 64 and llm.scheduler.snapshot().rounds < 2 * 20
+        assert [one.token_ids for one in together] == [llm.generate(prompt, params).token_ids for prompt in prompts]
+
+
+def test_outputs_come_in_order_as_soon_as_they_can(llm: LLM) -> None:
+    prompts, params = ["Smile", [5, 6, 7]], SamplingParams(max_tokens=40, ignore_eos=True)
+    outputs = llm.outputs(["Smile", [5, 6, 7]], params)
+    first = next(outputs)
+    assert first == replace(llm.generate("Smile", params), stats=first.stats)
+    outputs.close()  # type: ignore[attr-defined]
+    assert not llm._loop.live and not llm._verifier._held
+    assert [one.token_ids for one in llm.outputs(prompts, params)] == [
+        one.token_ids for one in llm.generate(prompts, params)
+    ]
+    with pytest.raises(BadParameter, match="prompt is empty"):
+        llm.outputs(["Smile", []], params)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "specbranch"])
+def test_equal_prompts_in_a_pool_of_one_page_all_finish(pair: tuple[str, str], method: str) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    asked: dict[str, Any] = {"dtype": "float64", "device": "cpu", "context_length": 128, "cache_tokens": PAGE}
+    with LLM(*pair, method=method, max_batch=4, **asked) as llm:
+        outputs = llm.generate([PROMPT, PROMPT, PROMPT], params)
+        assert all(places.free == places.total for places in llm.scheduler.snapshot().places)
+    expected = plain(pair).generate(PROMPT, params)
+    assert [one.token_ids for one in outputs] == [expected.token_ids] * 3
+
+
 def test_n_samples_differ_and_repeat_with_the_seed(llm: LLM) -> None:
     params = SamplingParams(temperature=1.2, seed=5, n=3, max_tokens=20)
     first, again = llm.generate(PROMPT, params), llm.generate(PROMPT, params)
@@ -330,6 +364,7 @@ def test_another_architecture_runs_through_transformers_and_says_so(
     folder = make_gpt2(tmp_path / "gpt2")
     llm = LLM(folder, method="lookup", device="cpu")
     assert llm.runner == "transformers" and "gpt2" in caplog.text
+    assert llm.max_batch == 1  # several at once would only take memory
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     plain_answer = LLM(folder, method="autoregressive", device="cpu").generate(PROMPT, params)
     assert llm.generate(PROMPT, params).token_ids == plain_answer.token_ids

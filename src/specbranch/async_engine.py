@@ -8,13 +8,16 @@ holds up nobody but itself.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
+from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, cast
 
@@ -23,16 +26,17 @@ from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.scheduler import Snapshot, Ticket
 from specbranch.core.session import RoundWatcher
-from specbranch.engine import LLM, Params, PromptLike, Speculative, batch_size, checked
+from specbranch.engine import LLM, MOST, Params, PromptLike, Speculative, batch_size, checked
 from specbranch.errors import BadParameter, EngineFailed, RequestCancelled, SpecBranchError
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
     from specbranch.text.tokenizer import Tokenizer
 
+log = logging.getLogger("specbranch")
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-MOST = 64  # requests decoded at once, unless it is said
 BUFFER = 256  # tokens that a stream may be ahead of its consumer
 PIECES_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
 
@@ -68,6 +72,7 @@ class Submission:
         self._error: SpecBranchError | None = None
         self._woken: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._taken = False  # the last chunk was
+        self._awaited = 0  # callers that wait for the whole output, and take no chunks meanwhile
 
     def cancel(self) -> None:
         """Let the request go, within a round; harmless if it is over."""
@@ -75,17 +80,21 @@ class Submission:
             self._engine.post(partial(self._engine.drop, self))
 
     def result(self, timeout: float | None = None) -> Output:
-        """Wait for the output, whole or with the error that ended it; raises a TimeoutError after so many seconds."""
-        with self._changed:
-            if not self._changed.wait_for(self._is_over, timeout):
+        """Wait for the output, whole or with the error that ended it; raises a TimeoutError after so many seconds.
+
+        Meanwhile a stream may be ahead of its consumer by any number of tokens.
+        """
+        with self._whole(), self._changed:
+            if not self._changed.wait_for(self._is_over, None if timeout is None else min(timeout, TIMEOUT_MAX)):
                 raise TimeoutError(f"The request is not finished after {timeout:g} s; it goes on unless cancelled.")
             return self._finished()
 
     async def output(self) -> Output:
         """The same for a task."""
-        while not self._is_over():
-            await self._news(self._is_over)
-        return self._finished()
+        with self._whole():
+            while not self._is_over():
+                await self._news(self._is_over)
+            return self._finished()
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come, for a thread; the last one carries the output, and its error if it has one."""
@@ -103,18 +112,31 @@ class Submission:
                 yield chunk
 
     def tell(self, pieces: Sequence[Piece], output: Output | None = None, error: SpecBranchError | None = None) -> int:
-        """Hand on what is new, and wake whoever waits; returns how many tokens were not taken yet."""
+        """Hand on what is new, and wake whoever waits; returns how many tokens its consumer is behind: none while
+        somebody waits for the whole output."""
         with self._changed:
             if not self._is_over():
                 self._pieces += pieces
                 self._output, self._error = output, error
             self._changed.notify_all()
             woken, self._woken = self._woken, []
-            untaken = len(self._pieces)
+            behind = 0 if self._awaited else len(self._pieces)
         for loop, future in woken:
             with suppress(RuntimeError):  # its loop was closed
                 loop.call_soon_threadsafe(_settle, future)
-        return untaken
+        return behind
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Have the request go on, as somebody waits for its end."""
+        with self._changed:
+            self._awaited += 1
+        self._engine.post(partial(self._engine.go_on, self))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaited -= 1
 
     def _is_over(self) -> bool:
         return self._output is not None or self._error is not None
@@ -155,7 +177,9 @@ def _keep(future: Future[Result], task: Callable[[], Result]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(task())
-        except Exception as error:
+        except StopIteration as error:  # which no future takes
+            future.set_exception(RuntimeError(f"It ended before it had begun: {error!r}"))
+        except BaseException as error:
             future.set_exception(error)
 
 
@@ -199,10 +223,9 @@ class AsyncLLM:
         """
         self._llm, self._buffer = llm, buffer
         self._scheduler = llm.scheduler
-        self._scheduler.most = batch_size(max_batch)
+        self._scheduler.most, self._scheduler.served = batch_size(max_batch), True
         loop = self._scheduler.loop
         loop.limits = replace(loop.limits, prompt_tokens_alone=PIECES_ALONE * loop.limits.piece)
-        self._variants: dict[SpeculativeConfig, LLM] = {llm.config: llm}
         self._open: list[Submission] = []  # the thread's own
         self._inbox = _Inbox()
         self._snapshot = Snapshot()
@@ -229,7 +252,7 @@ class AsyncLLM:
         told what both models did in each round of its first sample, in the engine's thread: it has to be quick.
         """
         wish = self._wish(prompt, params, method, speculative, priority, deadline, streams)
-        return self._sent(replace(wish, on_round=on_round))
+        return self._sent(replace(wish, on_round=on_round))[0]
 
     def submit_each(
         self,
@@ -247,7 +270,7 @@ class AsyncLLM:
         asked = checked(params)
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         wish = self._wish(prompt, replace(asked, seed=seed), method, speculative, priority, deadline)
-        return [self._sent(replace(wish, streams=streams, sample=sample)) for sample in range(asked.n)]
+        return self._sent(*(replace(wish, streams=streams, sample=sample) for sample in range(asked.n)))
 
     async def score(
         self, prompt: PromptLike, top: int = 0, *, priority: int = 0, deadline: float | None = None
@@ -258,7 +281,7 @@ class AsyncLLM:
         wish = self._wish(prompt, params, None, None, priority, deadline)
         if len(wish.prompt) < 2:
             return ()
-        submission = self._sent(replace(wish, given=tuple(wish.prompt[1:])))
+        (submission,) = self._sent(replace(wish, given=tuple(wish.prompt[1:])))
         return (await _whole(submission)).logprobs or ()
 
     async def generate(
@@ -273,7 +296,8 @@ class AsyncLLM:
     ) -> Output:
         """Answer a prompt; see `submit`. An error that ended the request is raised. Cancelling the task cancels the
         request."""
-        return await _whole(self._sent(self._wish(prompt, params, method, speculative, priority, deadline)))
+        (submission,) = self._sent(self._wish(prompt, params, method, speculative, priority, deadline))
+        return await _whole(submission)
 
     def stream(
         self,
@@ -290,7 +314,7 @@ class AsyncLLM:
         return self._chunks(self._wish(prompt, params, method, speculative, priority, deadline, streams=True))
 
     async def _chunks(self, wish: _Wish) -> AsyncIterator[Chunk]:
-        submission = self._sent(wish)
+        (submission,) = self._sent(wish)
         try:
             async for chunk in submission:
                 error = chunk.output.error if chunk.output else None
@@ -371,13 +395,13 @@ class AsyncLLM:
     ) -> None:
         await self.close(drain=error is None)
 
-    def post(self, task: Callable[[], None], refuse: bool = False) -> None:
+    def post(self, *tasks: Callable[[], None], refuse: bool = False) -> None:
         """Have the thread do something between two rounds. Once the engine is closed there is nothing left to do, and
         what must not be lost is refused."""
         with self._inbox.changed:
             if refuse and (self._inbox.closing or self._inbox.ended):
                 raise BadParameter("This AsyncLLM was closed; make a new one.")
-            self._inbox.tasks.append(task)
+            self._inbox.tasks += tasks
             self._inbox.changed.notify_all()
 
     def _wish(
@@ -396,16 +420,16 @@ class AsyncLLM:
             raise BadParameter(f"n is {params.n}, but a stream carries one sample. Use generate, or n = 1.")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise BadParameter(f"priority is {priority!r}; expected a whole number, higher ones first.")
-        if deadline is not None and (not isinstance(deadline, (int, float)) or not deadline > 0):
-            raise BadParameter(f"deadline is {deadline!r}; expected seconds above 0, or nothing.")
+        within = _seconds(deadline)
         ids = self._llm.tokenizer.chat(prompt) if _is_conversation(prompt) else self._llm.ids(cast(PromptLike, prompt))
         self._llm.check_length(ids)
-        return _Wish(ids, params, config, priority, deadline, streams)
+        return _Wish(ids, params, config, priority, within, streams)
 
-    def _sent(self, wish: _Wish) -> Submission:
-        submission = Submission(self, wish)
-        self.post(partial(self._admit, submission), refuse=True)
-        return submission
+    def _sent(self, *wishes: _Wish) -> list[Submission]:
+        """Send requests, all of them or none."""
+        submissions = [Submission(self, wish) for wish in wishes]
+        self.post(*(partial(self._admit, submission) for submission in submissions), refuse=True)
+        return submissions
 
     # What follows is done by the thread alone.
 
@@ -431,7 +455,7 @@ class AsyncLLM:
     def _turn(self) -> bool:
         """Do what came in, then one round; returns whether to go on."""
         for task in self._wait():
-            task()
+            _done_alone(task)
         if self._inbox.closing:
             for submission in list(self._open):
                 if not self._inbox.drain:
@@ -443,29 +467,27 @@ class AsyncLLM:
             self._scheduler.step()
         except Exception as error:
             self._fail(error)
-        self._snapshot = self._scheduler.snapshot()  # whoever hears of an end finds it counted
+        self._note()  # whoever hears of an end finds it counted
         for submission in list(self._open):
-            self._deliver(submission)
+            self._deliver_or_fail(submission)
         return True
 
     def _wait(self) -> list[Callable[[], None]]:
         """Wait until there is something to do; returns what came in."""
-        inbox, clock = self._inbox, self._scheduler.loop.executor.now
+        inbox = self._inbox
         with inbox.changed:
             while not (inbox.tasks or inbox.closing or self._scheduler.busy):
-                due = self._scheduler.next_deadline
-                if due is not None and due <= clock():
+                left = self._scheduler.seconds_left
+                if left is not None and left <= 0.0:
                     break
-                inbox.changed.wait(None if due is None else due - clock())
+                inbox.changed.wait(None if left is None else min(left, TIMEOUT_MAX))
             tasks, inbox.tasks = inbox.tasks, []
         return tasks
 
     def _admit(self, submission: Submission) -> None:
         wish = submission.wish
         try:
-            llm = self._variants.get(wish.config)
-            if llm is None:
-                llm = self._variants[wish.config] = self._llm.using(speculative=wish.config)
+            llm = self._llm if wish.config == self._llm.config else self._llm.using(speculative=wish.config)
             submission.answers = _answers(llm, wish)
             submission.answers[0].session.on_round = wish.on_round
             self._open.append(submission)
@@ -486,20 +508,35 @@ class AsyncLLM:
             submission.tell((), gather([answer.output() for answer in answers]))
         if over:
             self._open.remove(submission)
-            self._llm.keep_experience()
+            _done_alone(self._llm.keep_experience)
+
+    def _deliver_or_fail(self, submission: Submission) -> None:
+        try:
+            self._deliver(submission)
+        except Exception as error:  # it is this request's own
+            log.error("The text of a request could not be made; others go on.", exc_info=error)
+            self._let_go(submission, _failure(error))
 
     def _rest(self, submission: Submission, resting: bool) -> None:
         submission.resting = resting
         for ticket in submission.tickets:
             self._scheduler.rest(ticket, resting)
-        self._snapshot = self._scheduler.snapshot()  # there may be no further round to take it
+        self._note()  # there may be no further round to take it
 
     def _let_go(self, submission: Submission, error: SpecBranchError) -> None:
         for ticket in submission.tickets:
-            self._scheduler.cancel(ticket)
+            _done_alone(partial(self._scheduler.cancel, ticket))  # whatever happens, the caller hears of the end
         if submission in self._open:
             self._open.remove(submission)
         submission.tell((), error=error)
+
+    def _note(self) -> None:
+        """Note what there is to do and was done, for other threads to read."""
+
+        def note() -> None:
+            self._snapshot = self._scheduler.snapshot()
+
+        _done_alone(note)
 
     def _fail(self, error: Exception) -> None:
         """End all requests that were live, or all if none was: a round went wrong, and it is not known for whom."""
@@ -508,8 +545,7 @@ class AsyncLLM:
         for ticket in struck:
             if not ticket.session.finished:
                 ticket.session.fail(_failure(error))
-            with suppress(Exception):  # a model that failed may fail again when it is to free something
-                self._scheduler.cancel(ticket)
+            _done_alone(partial(self._scheduler.cancel, ticket))  # a model that failed may fail again at freeing
 
     def _end(self, reason: SpecBranchError) -> None:
         """Let all go, and close."""
@@ -517,15 +553,11 @@ class AsyncLLM:
             self._inbox.closing = self._inbox.ended = True
             tasks, self._inbox.tasks = self._inbox.tasks, []
         for task in tasks:
-            with suppress(Exception):
-                task()  # a request that came last is told of the end, too
+            _done_alone(task)  # a request that came last is told of the end, too
         for submission in list(self._open):
-            with suppress(Exception):
-                self._let_go(submission, reason)
-            submission.tell((), error=reason)
-        with suppress(Exception):
-            self._snapshot = self._scheduler.snapshot()
-        self._llm.close()
+            self._let_go(submission, reason)
+        self._note()
+        _done_alone(self._llm.close)
 
 
 async def _whole(submission: Submission) -> Output:
@@ -537,6 +569,23 @@ async def _whole(submission: Submission) -> Output:
     if output.error is not None:
         raise output.error
     return output
+
+
+def _done_alone(task: Callable[[], object]) -> None:
+    """Do something in the engine's thread, which no error in it may end: every request needs it."""
+    try:
+        task()
+    except BaseException as error:
+        log.error("A task failed in the engine's thread, which goes on.", exc_info=error)
+
+
+def _seconds(deadline: float | None) -> float | None:
+    """Return a deadline in seconds; infinity is none."""
+    if deadline is None or (isinstance(deadline, float) and deadline == inf):
+        return None
+    if not isinstance(deadline, (int, float)) or isinstance(deadline, bool) or not deadline > 0:
+        raise BadParameter(f"deadline is {deadline!r}; expected seconds above 0, or nothing.")
+    return float(min(deadline, TIMEOUT_MAX))
 
 
 def _failure(error: BaseException) -> EngineFailed:

@@ -46,6 +46,7 @@ __all__ = ["LLM", "Chunk", "Output"]
 PromptLike = str | Sequence[int]  # text, or token ids
 Params = SamplingParams | Mapping[str, Any] | None
 Speculative = SpeculativeConfig | Mapping[str, Any] | Literal[False] | None  # of one request; False: plain decoding
+MOST = 64  # requests decoded at once, unless it is said
 REHEARSAL = 0.9  # seconds at load to time a pair of which nothing is known here
 
 
@@ -71,7 +72,7 @@ class LLM:
         context_length: int | None = None,
         cache_tokens: int | None = None,
         cache_dtype: str | None = None,
-        max_batch: int = 1,
+        max_batch: int | None = None,
         clock: str | None = None,
         force_profile: bool = False,
         predictor: str | None = None,
@@ -88,7 +89,9 @@ class LLM:
         `draft_weights`: how matrices are stored, "float32", "bfloat16", "int8", "int4" or "stored" (as in a quantised
         GGUF file; the default for one on a CPU unless a dtype is given). The last three are another, coarser model, of
         which every method still gives exactly the text that plain decoding gives. `cache_tokens`:
-        places in each model's cache for all requests together; nothing: what there is room for. `cache_dtype`:
+        places in each model's cache for all requests together; nothing: what there is room for. `max_batch`: prompts
+        of a list that are decoded at once, 64 unless it is given; fewer where memory allows fewer, and one with the
+        transformers runner, which gains nothing by more. `cache_dtype`:
         "bfloat16" or "int8" stores keys and values in a half or about a quarter of the memory, on a CPU; that, too, is
         another model. `device_map`: "auto"
         spreads the target over all GPUs, by the transformers runner; the draft stays on one device. What is learned of
@@ -100,7 +103,7 @@ class LLM:
         profile = cost_profile(clock, self.target, named, force_profile)
         self._overlap = executor in AT_ONCE or (profile is not None and profile.overlap)
         self._take_method(_config(speculative, method), named is not None)
-        self.max_batch = batch_size(max_batch)
+        most = batch_size(MOST if max_batch is None else max_batch)
         choice = ModelChoice(
             self.target,
             runner,
@@ -124,6 +127,8 @@ class LLM:
         file = ExperienceFile(folder, circumstances(choice, drafting, executor, self._parts)) if folder else None
         self.tokenizer = self._parts.tokenizer
         self._verifier = self._parts.verifier
+        counts_memory = self._verifier.runner.places is not None
+        self.max_batch = most if counts_memory or max_batch is not None else 1
         self._experiences = Experiences(profile or self._costs(), self._has_draft, file)
         piece = self._verifier.runner.piece
         limits = RoundLimits(piece=piece, prompt_tokens=piece)
@@ -221,7 +226,14 @@ class LLM:
             raise BadParameter(
                 f"prompts is {prompts!r:.60}; expected a text, or a list of texts and lists of token ids."
             )
-        return self._all([self.ids(prompt) for prompt in prompts], params)
+        return list(self.outputs(prompts, params))
+
+    def outputs(self, prompts: Sequence[PromptLike], params: Params = None) -> Iterator[Output]:
+        """Answer many prompts as `generate` does; each output is yielded as soon as it and all before it are there.
+        Closing the iterator cancels the rest."""
+        asked = checked(params)  # what is wrong is raised before the first output is asked for
+        answers = [answer for prompt in prompts for answer in self.samples(self.ids(prompt), asked)]
+        return self._gathered(answers, asked.n)
 
     def chat(self, messages: Sequence[Message], params: Params = None) -> Output:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
@@ -245,8 +257,7 @@ class LLM:
         if len(ids) < 2:
             return ()
         answer = self.scoring(ids, top)
-        self._finish([answer])
-        output = answer.output()
+        (output,) = self._gathered([answer], 1)
         _raise_failure(output)
         return output.logprobs or ()
 
@@ -263,8 +274,7 @@ class LLM:
         has `most` tokens at most."""
         request = replace(self._request(prompt, params, seed), sample=sample)
         answer = self._answer(list(prompt), request, given, most)
-        self._finish([answer])
-        output = answer.output()
+        (output,) = self._gathered([answer], 1)
         _raise_failure(output)
         return output
 
@@ -365,37 +375,42 @@ class LLM:
         try:
             over = False
             while not over:
-                if not session.finished:  # another stream's round may have finished it
-                    self.scheduler.step()
+                # another stream's round may have finished it, or others hold all memory for a while
+                waits = not session.finished and not self.scheduler.step()
                 chunk = answer.chunk()
                 _raise_failure(chunk.output)
                 over = chunk.output is not None
-                if chunk.pieces or over or session.on_round:
+                if chunk.pieces or over or session.on_round or waits:
                     yield chunk
         finally:
             self.scheduler.cancel(ticket)
             self._experiences.write()
 
     def _one(self, prompt: list[int], params: Params) -> Output:
-        output = self._all([prompt], params)[0]
+        (output,) = self.outputs([prompt], params)
         _raise_failure(output)
         return output
 
-    def _all(self, prompts: list[list[int]], given: Params) -> list[Output]:
-        params = checked(given)
-        answers = [answer for prompt in prompts for answer in self.samples(prompt, params)]
-        self._finish(answers)
-        outputs = [answer.output() for answer in answers]
-        return [gather(outputs[start : start + params.n]) for start in range(0, len(outputs), params.n)]
+    def _gathered(self, answers: list[Answer], n: int) -> Iterator[Output]:
+        samples: list[Output] = []
+        for answer in self._in_order(answers):
+            samples.append(answer.output())
+            if len(samples) == n:
+                yield gather(samples)
+                samples = []
 
-    def _finish(self, answers: list[Answer]) -> None:
-        self.scheduler.most = self.max_batch
+    def _in_order(self, answers: list[Answer]) -> Iterator[Answer]:
+        """Make answers, and yield each as soon as it and all before it are finished."""
+        self.scheduler.most, self.scheduler.blocking = self.max_batch, True
         tickets: list[Ticket] = []
         try:
             tickets += [self.enqueue(answer) for answer in answers]
-            while any(not answer.session.finished for answer in answers):
-                self.scheduler.step()
+            for answer in answers:
+                while not answer.session.finished:
+                    self.scheduler.step()
+                yield answer
         finally:
+            self.scheduler.blocking = False
             for ticket in tickets:
                 self.scheduler.cancel(ticket)
             self._experiences.write()

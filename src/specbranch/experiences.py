@@ -32,6 +32,7 @@ VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
 FORMAT = 4
 PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
+MOST_WAYS = 64  # configurations whose experience is at hand; a request may bring any
 TALLIES = ("first", "other", "cover", "looked")
 ANY = -math.inf
 # seconds that can be
@@ -63,7 +64,11 @@ class Experiences:
     def of(self, config: SpeculativeConfig) -> Experience:
         """What requests of this configuration have shown."""
         name = _name(config)
-        if name not in self._made:
+        if name in self._made:
+            self._made[name] = self._made.pop(name)  # the last used comes last
+        else:
+            for old in list(self._made)[: max(len(self._made) + 1 - MOST_WAYS, 0)]:
+                del self._made[old]  # what it has shown since the last write is lost
             made = self._made[name] = Experience(self._costs, self._has_draft)
             if self._file:
                 made.insight = self._kept.insights.pop(name, made.insight)

@@ -281,6 +281,29 @@ def test_a_deadline_ends_a_request_with_what_it_has_wherever_it_is() -> None:
     check([other])
 
 
+def test_on_a_clock_that_stands_still_a_resting_request_is_late_by_the_walls() -> None:
+    executor, wall = executors(None)["clock"](), [0.0]
+    scheduler = Scheduler(Loop(executor, limits=LIMITS), wall=lambda: wall[0])
+    desk, plain = Desk(scheduler, random.Random(3)), config_of("autoregressive", "match")
+    asked = [desk.submit(Case((1, at), 0.7, at, ENDINGS[0]), plain, within=100.0) for at in range(2)]
+    for _ in range(2):
+        scheduler.step()
+    spent = executor.now()
+    slow, other = asked
+    assert slow.ticket and 0.0 < spent < 30.0
+    scheduler.rest(slow.ticket, True)
+    wall[0] = 40.0
+    scheduler.rest(slow.ticket, False)  # these 40 s count, and what it decodes now
+    scheduler.rest(slow.ticket, True)
+    assert scheduler.seconds_left == pytest.approx(60.0 - spent)
+    while not other.session.finished:
+        scheduler.step()
+    assert slow.session.finished is None or executor.now() > 60.0
+    wall[0] += 61.0
+    scheduler.step()
+    assert isinstance(slow.session.error, DeadlinePassed) and "within its 100 s" in str(slow.session.error)
+
+
 def test_higher_priorities_go_first_and_within_one_nobody_is_overtaken() -> None:
     scheduler = Scheduler(Loop(executors(None)["serial"](), limits=LIMITS), most=2)
     desk, began = Desk(scheduler, random.Random(3)), list[int]()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from specbranch.answer import Chunk, Output
 from specbranch.cli.asking import ANSWERING, chat_option, encoded, from_standard_input
 from specbranch.cli.options import TABLES, load_llm, sampling_params, text, with_options
 from specbranch.cli.paint import LEGEND, answered, wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
-from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -75,10 +76,15 @@ def generate(
     _check_writable(trace_file)
     llm = load_llm(given)
     recorder = llm.record() if trace_file else None
+    colours = wants_colour(colour)
     with llm:
         noted = _circumstances(llm) if as_json else None
-        for one in tracked(prompts, "Prompts"):
-            _answer(llm, one, encoded(llm, one, as_chat), params, noted, wants_colour(colour))
+        asked = [encoded(llm, one, as_chat) for one in prompts]
+        if len(asked) == 1 and not as_json and params.n == 1:
+            _show(llm.stream(asked[0], params), colours)
+        else:  # many are decoded at once, and written in their order
+            for one, output in zip(tracked(prompts, "Prompts"), llm.outputs(asked, params), strict=True):
+                _answer(one, output, noted, colours)
     if recorder and trace_file:
         _write(recorder, trace_file)
 
@@ -121,19 +127,22 @@ def _write(recorder: Trace, file: Path) -> None:
         raise BadParameter(f"The trace could not be written to {file}: {error}.") from error
 
 
-def _answer(
-    llm: LLM, prompt: str, ids: list[int], params: SamplingParams, noted: dict[str, Any] | None, colour: bool
-) -> None:
+def _answer(prompt: str, output: Output, noted: dict[str, Any] | None, colour: bool) -> None:
     """Print an answer; as JSON if there is something noted that belongs to it."""
     if noted is not None:
-        output = llm.generate([ids], params)[0]
         click.echo(json.dumps({**output.to_dict(), "prompt": prompt, **noted}, ensure_ascii=False))
-    elif params.n > 1:
-        _numbered(llm, ids, params)
+    elif output.error is not None:
+        raise output.error
+    elif output.params.n > 1:
+        _numbered(output)
     else:
-        answered(llm.stream(ids, params), colour)
-        if colour:
-            click.echo(LEGEND, err=True)
+        _show([Chunk(output.pieces, output)], colour)
+
+
+def _show(chunks: Iterable[Chunk], colour: bool) -> None:
+    answered(chunks, colour)
+    if colour:
+        click.echo(LEGEND, err=True)
 
 
 def _circumstances(llm: LLM) -> dict[str, Any]:
@@ -145,8 +154,7 @@ def _circumstances(llm: LLM) -> dict[str, Any]:
     return {**made, "build": build(), "device": hardware(llm.device)}
 
 
-def _numbered(llm: LLM, ids: list[int], params: SamplingParams) -> None:
-    first = llm.generate([ids], params)[0]
+def _numbered(first: Output) -> None:
     for output in (first, *first.alternatives):
         if output.error is not None:
             raise output.error

@@ -98,6 +98,7 @@ class Scheduler:
     ahead: int = AHEAD
     first: Scheduler | None = None  # nothing: this one is
     served: bool = False  # a thread makes its rounds: whoever waits for its memory will have it
+    blocking: bool = False  # its caller makes no rounds but its own, so that waiting for others would never end
     wall: Callable[[], float] = time.monotonic
     guests: list[Scheduler] = field(default_factory=list)  # those after this one that have requests now
     _waiting: list[Ticket] = field(default_factory=list)  # in their order
@@ -268,7 +269,8 @@ class Scheduler:
     @property
     def _waits(self) -> bool:
         """Whether others hold memory that this one has to wait for, and will have."""
-        return self.first is not None and self.first.served and any(one._live for one in self._sharing if one != self)
+        may_wait = self.first is not None and self.first.served and not self.blocking
+        return may_wait and any(one._live for one in self._sharing if one is not self)
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether each model has places for the text and some more, those left out that live ones are to have."""
