@@ -431,7 +431,9 @@ def test_no_task_in_the_thread_ends_it(pair: tuple[str, str], caplog: pytest.Log
     assert "it does not close" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
-def test_a_text_that_cannot_be_made_ends_its_own_request(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_be_made_ends_its_own_request(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = Answer.output
 
     def failing(answer: Answer) -> Any:
@@ -442,12 +444,12 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(pair: tuple[str, str], 
     monkeypatch.setattr(Answer, "output", failing)
 
     async def work(engine: AsyncLLM) -> Any:
-        other = engine.submit(PROMPT, PARAMS)
+        other = engine.submit(PROMPT, replace(PARAMS, max_tokens=90))
         with pytest.raises(EngineFailed, match="no such text"):
             await engine.generate(PROMPT, replace(PARAMS, seed=77))
         return await other.output()
 
-    assert len(run(pair, work).token_ids) == 30
+    assert len(run(pair, work).token_ids) == 90
 
 
 def test_a_watcher_that_raises_is_left_alone_by_its_request_and_all_others(

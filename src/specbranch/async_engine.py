@@ -1,8 +1,8 @@
 """`AsyncLLM`: one thread owns a loaded LLM; any number of tasks and threads send it requests.
 
-Owns that thread, and the way of a request there and of its text back. Invariants: nobody but the thread touches the
-models, sessions and answers; whatever happens there, every caller hears of the end of its request; a slow consumer
-holds up nobody but itself.
+Owns that thread, and the way of a request there; its text comes back by a `Submission`. Invariants: nobody but the
+thread touches the models, sessions and answers; whatever happens there, every caller hears of the end of its request,
+and no task ends the thread; a slow consumer holds up nobody but itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -21,17 +20,20 @@ from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, cast
 
-from specbranch.answer import Answer, Chunk, Output, Piece, gather
-from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.answer import Answer, Chunk, Output, gather
+from specbranch.config import SamplingParams
 from specbranch.core.orders import TokenLogprobs
-from specbranch.core.scheduler import Snapshot, Ticket
+from specbranch.core.scheduler import Snapshot
 from specbranch.core.session import RoundWatcher
 from specbranch.engine import LLM, MOST, Params, PromptLike, Speculative, batch_size, checked
 from specbranch.errors import BadParameter, EngineFailed, RequestCancelled, SpecBranchError
+from specbranch.submission import Submission, Wish
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
     from specbranch.text.tokenizer import Tokenizer
+
+__all__ = ["AsyncLLM", "Submission"]
 
 log = logging.getLogger("specbranch")
 
@@ -39,137 +41,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 BUFFER = 256  # tokens that a stream may be ahead of its consumer
 PIECES_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """A request as it was checked by its caller's thread."""
-
-    prompt: list[int]
-    params: SamplingParams
-    config: SpeculativeConfig
-    priority: int
-    within: float | None
-    streams: bool = False
-    sample: int | None = None  # which one; nothing: all n
-    given: tuple[int, ...] = ()  # what the target is to say, after the prompt; nothing: it is free
-    on_round: RoundWatcher | None = None
-
-
-class Submission:
-    """A request under way: its text as it comes, its output, and the way to cancel it. Any thread or task may use it;
-    its chunks go to one of them."""
-
-    def __init__(self, engine: AsyncLLM, wish: _Wish) -> None:
-        self.wish = wish
-        self.answers: list[Answer] = []  # the engine's thread's own, like the next two
-        self.tickets: list[Ticket] = []
-        self.resting = False
-        self._engine = engine
-        self._changed = threading.Condition()
-        self._pieces: list[Piece] = []
-        self._output: Output | None = None
-        self._error: SpecBranchError | None = None
-        self._woken: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._taken = False  # the last chunk was
-        self._awaited = 0  # callers that wait for the whole output, and take no chunks meanwhile
-
-    def cancel(self) -> None:
-        """Let the request go, within a round; harmless if it is over."""
-        if not self._is_over():
-            self._engine.post(partial(self._engine.drop, self))
-
-    def result(self, timeout: float | None = None) -> Output:
-        """Wait for the output, whole or with the error that ended it; raises a TimeoutError after so many seconds.
-
-        Meanwhile a stream may be ahead of its consumer by any number of tokens.
-        """
-        with self._whole(), self._changed:
-            if not self._changed.wait_for(self._is_over, None if timeout is None else min(timeout, TIMEOUT_MAX)):
-                raise TimeoutError(f"The request is not finished after {timeout:g} s; it goes on unless cancelled.")
-            return self._finished()
-
-    async def output(self) -> Output:
-        """The same for a task."""
-        with self._whole():
-            while not self._is_over():
-                await self._news(self._is_over)
-            return self._finished()
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Chunks as they come, for a thread; the last one carries the output, and its error if it has one."""
-        while not self._taken:
-            with self._changed:
-                self._changed.wait_for(self._has_news)
-            if (chunk := self._take()) is not None:
-                yield chunk
-
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """The same for a task."""
-        while not self._taken:
-            await self._news(self._has_news)
-            if (chunk := self._take()) is not None:
-                yield chunk
-
-    def tell(self, pieces: Sequence[Piece], output: Output | None = None, error: SpecBranchError | None = None) -> int:
-        """Hand on what is new, and wake whoever waits; returns how many tokens its consumer is behind: none while
-        somebody waits for the whole output."""
-        with self._changed:
-            if not self._is_over():
-                self._pieces += pieces
-                self._output, self._error = output, error
-            self._changed.notify_all()
-            woken, self._woken = self._woken, []
-            behind = 0 if self._awaited else len(self._pieces)
-        for loop, future in woken:
-            with suppress(RuntimeError):  # its loop was closed
-                loop.call_soon_threadsafe(_settle, future)
-        return behind
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Have the request go on, as somebody waits for its end."""
-        with self._changed:
-            self._awaited += 1
-        self._engine.post(partial(self._engine.go_on, self))
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._awaited -= 1
-
-    def _is_over(self) -> bool:
-        return self._output is not None or self._error is not None
-
-    def _has_news(self) -> bool:
-        return bool(self._pieces) or self._is_over() or self._taken
-
-    def _finished(self) -> Output:
-        if self._output is None:
-            assert self._error is not None
-            raise self._error
-        return self._output
-
-    def _take(self) -> Chunk | None:
-        """Take all that is new."""
-        with self._changed:
-            if self._taken or not self._has_news():
-                return None
-            pieces, self._pieces = self._pieces, []
-            self._taken = self._is_over()
-        if self._taken:
-            return Chunk(tuple(pieces), self._finished())
-        self._engine.post(partial(self._engine.go_on, self))
-        return Chunk(tuple(pieces))
-
-    async def _news(self, there: Callable[[], bool]) -> None:
-        loop = asyncio.get_running_loop()
-        with self._changed:
-            if there():
-                return
-            future: asyncio.Future[None] = loop.create_future()
-            self._woken.append((loop, future))
-        await future
 
 
 def _keep(future: Future[Result], task: Callable[[], Result]) -> None:
@@ -188,17 +59,12 @@ def _close(made: Iterator[Any]) -> None:
         made.close()
 
 
-def _answers(llm: LLM, wish: _Wish) -> list[Answer]:
+def _answers(llm: LLM, wish: Wish) -> list[Answer]:
     """The answers to be made to a request."""
     if wish.given:
         return [llm.scoring(wish.prompt, wish.params.logprobs or 0)]
     samples = llm.samples(wish.prompt, wish.params)
     return samples if wish.sample is None else [samples[wish.sample]]
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 @dataclass(slots=True)
@@ -313,7 +179,7 @@ class AsyncLLM:
         carries the output; an error that ended the request is raised instead of it."""
         return self._chunks(self._wish(prompt, params, method, speculative, priority, deadline, streams=True))
 
-    async def _chunks(self, wish: _Wish) -> AsyncIterator[Chunk]:
+    async def _chunks(self, wish: Wish) -> AsyncIterator[Chunk]:
         (submission,) = self._sent(wish)
         try:
             async for chunk in submission:
@@ -413,7 +279,7 @@ class AsyncLLM:
         priority: int,
         deadline: float | None,
         streams: bool = False,
-    ) -> _Wish:
+    ) -> Wish:
         """Check a request, in its caller's thread: nothing here touches the models."""
         params, config = checked(given), self._llm.resolved(method, speculative)
         if streams and params.n > 1:
@@ -423,9 +289,9 @@ class AsyncLLM:
         within = _seconds(deadline)
         ids = self._llm.tokenizer.chat(prompt) if _is_conversation(prompt) else self._llm.ids(cast(PromptLike, prompt))
         self._llm.check_length(ids)
-        return _Wish(ids, params, config, priority, within, streams)
+        return Wish(ids, params, config, priority, within, streams)
 
-    def _sent(self, *wishes: _Wish) -> list[Submission]:
+    def _sent(self, *wishes: Wish) -> list[Submission]:
         """Send requests, all of them or none."""
         submissions = [Submission(self, wish) for wish in wishes]
         self.post(*(partial(self._admit, submission) for submission in submissions), refuse=True)

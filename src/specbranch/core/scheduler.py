@@ -213,8 +213,8 @@ class Scheduler:
         return ticket.deadline - self.loop.executor.now() - self._lag(ticket)
 
     def _lag(self, ticket: Ticket) -> float:
-        """By how much the executor's clock is behind the wall's since a request rests: a modelled one stands still while
-        nothing is computed, and nothing may be until the request is over."""
+        """By how many seconds the executor's clock fell behind the wall's since a request rests: a modelled clock
+        stands still while nothing is computed."""
         if not ticket.resting:
             return 0.0
         clock, wall = ticket.rests_since
@@ -354,6 +354,6 @@ def _never_fits(session: Session, places: Places) -> CacheFull:
 
 def _too_late(ticket: Ticket) -> DeadlinePassed:
     return DeadlinePassed(
-        f"The request was not finished within its {ticket.within:g} s; it has {ticket.session.stats.emitted} tokens. Give it "
-        "more time, ask for fewer tokens, or send fewer requests at once."
+        f"The request was not finished within its {ticket.within:g} s; it has {ticket.session.stats.emitted} tokens. "
+        "Give it more time, ask for fewer tokens, or send fewer requests at once."
     )

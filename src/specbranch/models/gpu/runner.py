@@ -246,7 +246,10 @@ class GpuRunner(StepLauncher):
         if len(text.sending.prices) >= GROUP_ROWS or held.slots.room <= len(text.sending.prices):
             return None
         with self._here():
-            self._reach(held, text.prefix, text.places)
+            try:
+                self._reach(held, text.prefix, text.places)
+            except CacheFull:  # once it is asked for, it waits for memory as any other order
+                return None
             if self._moves:
                 moves = self._waiting_moves()
                 if not self._graphs.step.moves or moves.shape[1] > MOVES:

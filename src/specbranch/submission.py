@@ -1,0 +1,174 @@
+"""`Submission`: a request under way, as its caller sees it: its text as it comes, its output, the way to cancel it.
+
+Owns what was said and not taken yet, and who waits for it; the engine's thread hands it over. Invariant: whoever waits
+is woken by news and by the end, whichever thread or event loop it waits in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from threading import TIMEOUT_MAX
+from typing import Protocol
+
+from specbranch.answer import Answer, Chunk, Output, Piece
+from specbranch.config import SamplingParams, SpeculativeConfig
+from specbranch.core.scheduler import Ticket
+from specbranch.core.session import RoundWatcher
+from specbranch.errors import SpecBranchError
+
+
+class Engine(Protocol):
+    """What a submission asks of the engine that it was sent to."""
+
+    def post(self, *tasks: Callable[[], None]) -> None:
+        """Have the engine's thread do something between two rounds."""
+        ...
+
+    def drop(self, submission: Submission) -> None:
+        """Cancel a request; in the engine's thread."""
+        ...
+
+    def go_on(self, submission: Submission) -> None:
+        """Go on with a request whose consumer has caught up; in the engine's thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request as it was checked by its caller's thread."""
+
+    prompt: list[int]
+    params: SamplingParams
+    config: SpeculativeConfig
+    priority: int
+    within: float | None
+    streams: bool = False
+    sample: int | None = None  # which one; nothing: all n
+    given: tuple[int, ...] = ()  # what the target is to say, after the prompt; nothing: it is free
+    on_round: RoundWatcher | None = None
+
+
+class Submission:
+    """A request under way: its text as it comes, its output, and the way to cancel it. Any thread or task may use it;
+    its chunks go to one of them."""
+
+    def __init__(self, engine: Engine, wish: Wish) -> None:
+        self.wish = wish
+        self.answers: list[Answer] = []  # the engine's thread's own, like the next two
+        self.tickets: list[Ticket] = []
+        self.resting = False
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._pieces: list[Piece] = []
+        self._output: Output | None = None
+        self._error: SpecBranchError | None = None
+        self._woken: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._taken = False  # the last chunk was
+        self._awaited = 0  # callers that wait for the whole output, and take no chunks meanwhile
+
+    def cancel(self) -> None:
+        """Let the request go, within a round; harmless if it is over."""
+        if not self._is_over():
+            self._engine.post(partial(self._engine.drop, self))
+
+    def result(self, timeout: float | None = None) -> Output:
+        """Wait for the output, whole or with the error that ended it; raises a TimeoutError after so many seconds.
+
+        Meanwhile a stream may be ahead of its consumer by any number of tokens.
+        """
+        with self._whole(), self._changed:
+            if not self._changed.wait_for(self._is_over, None if timeout is None else min(timeout, TIMEOUT_MAX)):
+                raise TimeoutError(f"The request is not finished after {timeout:g} s; it goes on unless cancelled.")
+            return self._finished()
+
+    async def output(self) -> Output:
+        """The same for a task."""
+        with self._whole():
+            while not self._is_over():
+                await self._news(self._is_over)
+            return self._finished()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Chunks as they come, for a thread; the last one carries the output, and its error if it has one."""
+        while not self._taken:
+            with self._changed:
+                self._changed.wait_for(self._has_news)
+            if (chunk := self._take()) is not None:
+                yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        """The same for a task."""
+        while not self._taken:
+            await self._news(self._has_news)
+            if (chunk := self._take()) is not None:
+                yield chunk
+
+    def tell(self, pieces: Sequence[Piece], output: Output | None = None, error: SpecBranchError | None = None) -> int:
+        """Hand on what is new, and wake whoever waits; returns how many tokens its consumer is behind: none while
+        somebody waits for the whole output."""
+        with self._changed:
+            if not self._is_over():
+                self._pieces += pieces
+                self._output, self._error = output, error
+            self._changed.notify_all()
+            woken, self._woken = self._woken, []
+            behind = 0 if self._awaited else len(self._pieces)
+        for loop, future in woken:
+            with suppress(RuntimeError):  # its loop was closed
+                loop.call_soon_threadsafe(_settle, future)
+        return behind
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Have the request go on, as somebody waits for its end."""
+        with self._changed:
+            self._awaited += 1
+        self._engine.post(partial(self._engine.go_on, self))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._awaited -= 1
+
+    def _is_over(self) -> bool:
+        return self._output is not None or self._error is not None
+
+    def _has_news(self) -> bool:
+        return bool(self._pieces) or self._is_over() or self._taken
+
+    def _finished(self) -> Output:
+        if self._output is None:
+            assert self._error is not None
+            raise self._error
+        return self._output
+
+    def _take(self) -> Chunk | None:
+        """Take all that is new."""
+        with self._changed:
+            if self._taken or not self._has_news():
+                return None
+            pieces, self._pieces = self._pieces, []
+            self._taken = self._is_over()
+        if self._taken:
+            return Chunk(tuple(pieces), self._finished())
+        self._engine.post(partial(self._engine.go_on, self))
+        return Chunk(tuple(pieces))
+
+    async def _news(self, there: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            if there():
+                return
+            future: asyncio.Future[None] = loop.create_future()
+            self._woken.append((loop, future))
+        await future
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
