@@ -38,6 +38,12 @@ def plain(pair: tuple[str, str]) -> LLM:
     return LLM(pair[0], method="autoregressive", dtype="float64", device="cpu", context_length=256)
 
 
+def test_the_state_of_a_draft_in_this_process_is_ready_and_of_no_draft_none(pair: tuple[str, str]) -> None:
+    with LLM(*pair, device="cpu", context_length=64) as llm:
+        assert llm.draft_state == "ready"
+    assert plain(pair).draft_state == "none"
+
+
 @pytest.mark.slow
 def test_the_usual_method_plans_by_itself(pair: tuple[str, str]) -> None:
     assert LLM(pair[0], device="cpu", context_length=64).method == "auto"
@@ -150,7 +156,8 @@ def test_interleaved_streams_and_calls_each_get_their_whole_answer(llm: LLM) -> 
 
 def test_nothing_can_be_generated_after_close(pair: tuple[str, str]) -> None:
     with LLM(*pair, executor="process", device="cpu", context_length=64) as llm:
-        pass
+        assert llm.draft_state == "ready"
+    assert llm.draft_state == "lost"
     with pytest.raises(BadParameter, match="was closed"):
         llm.generate("Smile")
     assert llm._parts.executor.child_pid is None  # type: ignore[attr-defined]

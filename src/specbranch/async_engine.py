@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, cast
 
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.config import SamplingParams
+from specbranch.core.loop import DraftState
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.scheduler import Snapshot
 from specbranch.core.session import RoundWatcher
@@ -226,6 +227,11 @@ class AsyncLLM:
     def target(self) -> str:
         """The name of the target."""
         return self._llm.target
+
+    @property
+    def draft_state(self) -> DraftState:
+        """What the draft can do now; see `LLM.draft_state`. Any thread may read it."""
+        return self._llm.draft_state
 
     @property
     def method(self) -> str:

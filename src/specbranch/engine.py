@@ -19,7 +19,7 @@ from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import DeviceMap, ModelChoice, RunnerName, assemble, circumstances, cost_profile, kept_by_draft
 from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
-from specbranch.core.loop import Loop, RoundLimits
+from specbranch.core.loop import DraftState, Loop, RoundLimits
 from specbranch.core.methods import PLAIN, MethodRounds, best_fit, find_method
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.rehearsal import rehearse, rehearsed
@@ -181,6 +181,11 @@ class LLM:
         """The draft's worker, where it works in this process."""
         worker = getattr(self._parts.executor, "draft", None)
         return worker if isinstance(worker, Drafter) else None
+
+    @property
+    def draft_state(self) -> DraftState:
+        """What the draft can do now: "ready", "starting", "busy", "lost", or "none" where there is no draft."""
+        return self._parts.executor.draft_state
 
     @property
     def runner(self) -> str:

@@ -165,6 +165,14 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not alive(pid)
 
 
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for something that must happen."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.005)
+
+
 def executor_with(
     made_by: Recipe | None = None, hung_after: float = 30.0, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Process, Target]:
@@ -191,7 +199,8 @@ def ask_until(executor: Process, happened: Callable[[], bool]) -> None:
 
 def lose(executor: Process) -> None:
     """Kill the child and let its end be found out."""
-    send(executor, signal.SIGKILL)
+    if executor.draft_state != "lost":
+        send(executor, signal.SIGKILL)
     ask_until(executor, lambda: executor.child_pid is None)
 
 
@@ -400,6 +409,21 @@ def test_a_request_completes_while_no_child_is_started(tmp_path: Path, clock: Ha
             assert session.stats.rounds_without_draft > 60
         assert executor.child_pid is None
         assert starts(notes) == 1
+
+
+def test_the_state_of_the_draft_can_be_read_at_any_time(clock: HandClock) -> None:
+    executor, _ = executor_with(clock=clock)
+    with closing(executor):
+        assert executor.draft_state == "ready"
+        send(executor, signal.SIGKILL)
+        wait_until(lambda: executor.draft_state == "lost")  # before any round has found out
+        lose(executor)
+        assert executor.draft_state == "lost"
+        clock.time += 1.0
+        ask(executor)
+        assert executor.draft_state == "starting"
+        ask_until(executor, lambda: executor.draft_state == "ready")
+    assert executor.draft_state == "lost"
 
 
 def test_waits_double_up_to_a_minute_and_a_drafted_round_makes_them_short_again(

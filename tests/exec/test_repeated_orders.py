@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.loop import Executor, Loop
+from specbranch.core.loop import DraftState, Executor, Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Orders, Reports, Verify
 from specbranch.core.request import Request
@@ -68,6 +68,10 @@ class Repeating:
     @property
     def restarts(self) -> int:
         return self.inner.restarts
+
+    @property
+    def draft_state(self) -> DraftState:
+        return self.inner.draft_state
 
     def run(self, orders: Mapping[int, Orders]) -> dict[int, Reports]:
         what = self._random.choice(("once", "all", "some", "earlier"))

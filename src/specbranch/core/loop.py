@@ -42,6 +42,10 @@ class Places:
         return (-(-length // self.page) + held // -self.page) * self.page
 
 
+# of the draft: at work or idle; loading its model; late with an answer; gone until it is restarted; there is none
+DraftState = Literal["ready", "starting", "busy", "lost", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
     """What one round may hold.
@@ -83,6 +87,11 @@ class Executor(Protocol):
     @property
     def restarts(self) -> int:
         """How often a lost draft worker was replaced."""
+        ...
+
+    @property
+    def draft_state(self) -> DraftState:
+        """What the draft can do now; any thread may read it."""
         ...
 
     def close(self) -> None:

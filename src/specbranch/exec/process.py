@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from specbranch.core.loop import Places
+from specbranch.core.loop import DraftState, Places
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
@@ -151,6 +151,14 @@ class Process:
     def child_pid(self) -> int | None:
         """The process id of the draft worker, None while there is none."""
         return self._child.process.pid if self._child else None
+
+    @property
+    def draft_state(self) -> DraftState:
+        """What the draft can do now; a child that has ended counts as lost before a round finds out."""
+        child = self._child
+        if child is None or child.process.poll() is not None:
+            return "lost"
+        return "ready" if child.ready else "starting"
 
     def open(self, session: int, request: Request) -> None:
         """Prepare both workers for a session."""

@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from specbranch.core.loop import Places
+from specbranch.core.loop import DraftState, Places
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
@@ -64,6 +64,11 @@ class Serial:
     def places(self) -> tuple[Places, ...]:
         """The places of each model that counts them."""
         return places_of(self.target, self.draft)
+
+    @property
+    def draft_state(self) -> DraftState:
+        """A draft in this process is always ready, if there is one."""
+        return "ready" if self.draft else "none"
 
     def leave(self, session: int) -> None:
         """Free what a session holds."""
