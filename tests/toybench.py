@@ -162,9 +162,9 @@ class Overheard(Process):
         self.told: list[Any] = []
         super().__init__(target, recipe)
 
-    def _tell(self, message: WireMessage) -> bool:
+    def _post(self, message: WireMessage) -> None:
         self.told.append(message)
-        return super()._tell(message)
+        super()._post(message)
 
 
 def virtual_clock(drift: float, vocabulary: int = VOCABULARY, profile: CostProfile = PROFILE) -> VirtualClock:

@@ -28,7 +28,8 @@ from specbranch.errors import ModelError
 from specbranch.exec import process
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe, TargetDone, Work
-from specbranch.exec.process import LONGEST_WAIT, START_WITHIN, Process
+from specbranch.exec.pace import Limits
+from specbranch.exec.process import LONGEST_WAIT, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
 from specbranch.sim.toys import Logits
@@ -53,6 +54,7 @@ from toybench import (
 DRIFT = 0.1
 WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
 LONG = Ending("long", max_tokens=240)
+HASTY = Limits(first=0.3, hung=0.3, grace=0.05, unmeasured=0.1)
 METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "confidence", "wandering")
 
 
@@ -174,10 +176,10 @@ def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def executor_with(
-    made_by: Recipe | None = None, hung_after: float = 30.0, clock: Callable[[], float] = time.perf_counter
+    made_by: Recipe | None = None, limits: Limits | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Process, Target]:
     target = Target()
-    return Process(Verifier(target), made_by or drafter_recipe(DRIFT), hung_after=hung_after, clock=clock), target
+    return Process(Verifier(target), made_by or drafter_recipe(DRIFT), limits, clock), target
 
 
 def ask(executor: Process) -> bool:
@@ -353,7 +355,7 @@ def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
 @pytest.mark.parametrize("how", ["hangs", "raises"])
 def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how: str) -> None:
     notes = tmp_path / "starts"
-    executor, target = executor_with(recipe(make_faulty_once, notes=str(notes), how=how), hung_after=1.0)
+    executor, target = executor_with(recipe(make_faulty_once, notes=str(notes), how=how), HASTY)
     with closing(executor):
         session, resumed = run_with_loss(executor, target, "confidence", 3, lambda: None, at=-1)
         assert session.stats.rounds_without_draft > 0
@@ -364,7 +366,7 @@ def test_a_child_that_goes_wrong_while_drafting_is_replaced(tmp_path: Path, how:
 
 @pytest.mark.slow
 def test_a_stopped_child_counts_as_hung_and_is_replaced() -> None:
-    executor, target = executor_with(hung_after=1.0)
+    executor, target = executor_with(limits=HASTY)
     with closing(executor):
         first = executor.child_pid
         session, resumed = run_with_loss(executor, target, "pearl", 5, partial(send, executor, signal.SIGSTOP), 9)
@@ -552,7 +554,7 @@ def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyP
         clock.time += 1.0
         assert not ask(executor)
         slow = executor.child_pid
-        clock.time += START_WITHIN
+        clock.time += Limits().start
         assert not ask(executor)
         assert slow and executor.child_pid == slow
         clock.time += 1.0

@@ -7,6 +7,7 @@ script is never imported again. Invariant: it exits when its parent does.
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -15,8 +16,10 @@ from importlib import import_module
 
 from specbranch.core.orders import Branch, Span
 from specbranch.exec.drafter import Drafter
+from specbranch.exec.link import Link, LinkLost
 from specbranch.exec.messages import (
     Broken,
+    Enough,
     HeadsDrawn,
     Hello,
     Leave,
@@ -29,21 +32,46 @@ from specbranch.exec.messages import (
     WireMessage,
     Work,
 )
-from specbranch.exec.wire import BadMessage, Wire
+from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
+
+
+class Line:
+    """The child's end of the link: it may wait for its parent."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, message: WireMessage) -> None:
+        """Send a message, and wait until it is on its way."""
+        self._link.post(to_bytes(message))
+        while self._link.unsent:
+            self._link.pump(None)
+
+    def receive(self) -> WireMessage:
+        """Wait for the next message; raises LinkLost once the parent is gone."""
+        while (data := self._link.take()) is None:
+            self._link.pump(None)
+        return from_bytes(data)
+
+    def look(self) -> WireMessage | None:
+        """Return the next message if it is there."""
+        self._link.pump()
+        data = self._link.take()
+        return None if data is None else from_bytes(data)
 
 
 def main(descriptor: int) -> None:
     """Serve on an inherited socket until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it hangs up afterwards
-    line = Wire(descriptor)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+    line = Line(Link(socket.socket(fileno=descriptor)))
+    with suppress(LinkLost):  # the parent is gone
         try:
             serve(line)
         except BadMessage as error:
             line.send(Broken(str(error)))
 
 
-def serve(line: Wire) -> None:
+def serve(line: Line) -> None:
     """Make the worker, then carry out orders."""
     try:
         drafter = _greeted(line.receive())
@@ -68,7 +96,7 @@ def _made(recipe: Recipe) -> Drafter:
     return drafter
 
 
-def _answer(line: Wire, drafter: Drafter, message: WireMessage, backlog: deque[WireMessage]) -> None:
+def _answer(line: Line, drafter: Drafter, message: WireMessage, backlog: deque[WireMessage]) -> None:
     match message:
         case Open(session, request):
             drafter.leave(session)
@@ -77,11 +105,11 @@ def _answer(line: Wire, drafter: Drafter, message: WireMessage, backlog: deque[W
             drafter.leave(session)
         case Work():
             _work(line, drafter, message, backlog)
-        case TargetDone():
+        case TargetDone() | Enough():
             pass  # came after the round was drafted
 
 
-def _work(line: Wire, drafter: Drafter, work: Work, backlog: deque[WireMessage]) -> None:
+def _work(line: Line, drafter: Drafter, work: Work, backlog: deque[WireMessage]) -> None:
     if stale := tuple(session for session, order in work.orders.items() if drafter.stale(session, order.on)):
         line.send(StaleHolding(work.ticket, stale))
         return
@@ -91,8 +119,10 @@ def _work(line: Wire, drafter: Drafter, work: Work, backlog: deque[WireMessage])
         if any(order.announces for order in work.orders.values()):
             line.send(HeadsDrawn(work.ticket, heads))
 
+    parent = _Parent(line, work.ticket, backlog)
+    drafter.enough = parent.wants_answer
     try:
-        made = drafter.draft(work.orders, _TargetDone(line, work.ticket, backlog), announce)
+        made = drafter.draft(work.orders, parent.target_done, announce)
     except Exception as error:
         line.send(Broken(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
@@ -101,22 +131,31 @@ def _work(line: Wire, drafter: Drafter, work: Work, backlog: deque[WireMessage])
         line.send(RoundDrafted(work.ticket, made, span))
 
 
-class _TargetDone:
-    """Asks whether the parent has said that the target is done; whatever else it says meanwhile is kept for later."""
+class _Parent:
+    """Hears what the parent says of the round while it is drafted; whatever else it says is kept for later."""
 
-    def __init__(self, line: Wire, ticket: int, backlog: deque[WireMessage]) -> None:
+    def __init__(self, line: Line, ticket: int, backlog: deque[WireMessage]) -> None:
         self._line = line
         self._ticket = ticket
         self._backlog = backlog
-        self._done = False
+        self._target_done = self._wants_answer = False
 
-    def __call__(self) -> bool:
-        while not self._done and self._line.poll():
-            message = self._line.receive()
-            self._done = message == TargetDone(self._ticket)
-            if not isinstance(message, TargetDone):
+    def target_done(self) -> bool:
+        """Whether the target has finished."""
+        self._hear()
+        return self._target_done or self._wants_answer
+
+    def wants_answer(self) -> bool:
+        """Whether the target waits no longer."""
+        self._hear()
+        return self._wants_answer
+
+    def _hear(self) -> None:
+        while not self._wants_answer and (message := self._line.look()) is not None:
+            self._target_done |= message == TargetDone(self._ticket)
+            self._wants_answer |= message == Enough(self._ticket)
+            if not isinstance(message, TargetDone | Enough):
                 self._backlog.append(message)
-        return self._done
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from specbranch.core.runner import Ask, Done, Feed, Lanes, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree
 from specbranch.errors import CacheFull
-from specbranch.exec.grower import grow, never
-from specbranch.exec.worker import Worker, chain_after
+from specbranch.exec.grower import grow
+from specbranch.exec.worker import Worker, chain_after, never
 
 # told of the sessions' first heads as soon as they are drawn, where there are any
 Announce = Callable[[dict[int, Branch]], None]
@@ -204,6 +204,8 @@ class Drafter(Worker):
 
     def _growing(self, lanes: list[Lane], done: Done) -> list[Lane]:
         growing = [lane for lane in lanes if lane.open]
+        if growing and self.enough():
+            return []
         if growing and done():
             growing = [lane for lane in growing if lane.order.plan.until == "length"]
         return self._that_fit(growing)
@@ -233,7 +235,7 @@ class Drafter(Worker):
             for lane, proposal in zip(lanes, proposals, strict=True):
                 lane.node, node = node, node + 1
                 lane.extend(proposal)
-            return lanes[0].open and not (plan.until == "target" and done())
+            return lanes[0].open and not (plan.until == "target" and done()) and not self.enough()
 
         asked = Lanes(_next_of(lanes), plan.length - len(lanes[0].tokens), plan.measure)
         self.rows_fed += runner.run_ahead(asked, hear) * len(lanes)

@@ -73,15 +73,10 @@ class _GrowingOrder:
         held = {n: place for n, place in self.places.items() if n != ROOT}
         tree = Tree(tuple(self.growing.nodes), self.growing.read)
         growing = Growing(self.session, tuple(self.rest), tree, held, self.growth, self.order.receiver)
-        grown = runner.grow(growing, done if self.order.until_target else never)
+        grown = runner.grow(growing, done if self.order.until_target else self.worker.enough)
         if grown is not None:
             self.worker.rows_fed += sum(grown.steps)
         return grown
-
-
-def never() -> bool:
-    """The target is never done first."""
-    return False
 
 
 def grow(worker: Worker, orders: Mapping[int, Grow], done: Done) -> dict[int, Tree]:
@@ -140,6 +135,8 @@ def _steps(
     worker: Worker, trees: list[_GrowingOrder], spent: float, done: Done
 ) -> list[tuple[_GrowingOrder, list[int]]]:
     """What each tree reads next, those that read anything."""
+    if worker.enough():
+        return []
     over = done()
     growing = [tree for tree in trees if not (over and tree.order.until_target)]
     readable = [tree.readable() for tree in growing]

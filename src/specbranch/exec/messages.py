@@ -61,6 +61,13 @@ class TargetDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Enough:
+    """The target waits no longer: all lanes end with the step under way, and what there is is answered."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The child's model is loaded."""
 
@@ -99,4 +106,6 @@ class RoundDrafted:
     span: Span
 
 
-WireMessage = Hello | Open | Leave | Work | TargetDone | Ready | Broken | HeadsDrawn | StaleHolding | RoundDrafted
+WireMessage = (
+    Hello | Open | Leave | Work | TargetDone | Enough | Ready | Broken | HeadsDrawn | StaleHolding | RoundDrafted
+)

@@ -19,10 +19,9 @@ from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Re
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
-from specbranch.exec.grower import never
 from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, places_of, reads_of, reports_of
 from specbranch.exec.verifier import Verifier
-from specbranch.exec.worker import Worker
+from specbranch.exec.worker import Worker, never
 
 log = logging.getLogger("specbranch")
 

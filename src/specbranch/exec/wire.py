@@ -1,4 +1,4 @@
-"""The line between two processes: messages as bytes and back, by the type hints of their classes.
+"""Messages between two processes as bytes and back, by the type hints of their classes.
 
 Owns the format: JSON, in which a dataclass is the list of its fields, a mapping a list of pairs, a row of named tuples
 the list of their columns, and where a hint names several classes the value stands behind the name of its own. A float
@@ -15,7 +15,6 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from multiprocessing.connection import Connection
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -27,29 +26,6 @@ _WRITER = json.JSONEncoder(separators=(",", ":"))
 
 class BadMessage(SpecBranchError):
     """Bytes that are no message of ours, or a message that cannot be written."""
-
-
-class Wire:
-    """One end of the line."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._connection: Connection[Any, Any] = Connection(descriptor)
-
-    def send(self, message: WireMessage) -> None:
-        """Send a message."""
-        self._connection.send_bytes(to_bytes(message))
-
-    def receive(self) -> WireMessage:
-        """Wait for the next message."""
-        return from_bytes(self._connection.recv_bytes())
-
-    def poll(self, seconds: float = 0.0) -> bool:
-        """Whether a message, or the other end's hanging up, is there within so many seconds."""
-        return self._connection.poll(seconds)
-
-    def close(self) -> None:
-        """Hang up."""
-        self._connection.close()
 
 
 def to_bytes(message: WireMessage) -> bytes:
@@ -64,7 +40,7 @@ def from_bytes(data: bytes) -> WireMessage:
     """Read a message, or refuse what is none."""
     try:
         message: WireMessage = _coder(WireMessage).read(json.loads(data))
-    except (ValueError, RecursionError, BadParameter) as error:
+    except (ValueError, RecursionError, MemoryError, BadParameter) as error:
         raise BadMessage(f"{data[:60]!r} is no message of ours: {error}") from error
     return message
 

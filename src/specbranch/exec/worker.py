@@ -16,7 +16,7 @@ from math import lcm
 
 from specbranch.core.orders import UNREAD, Context, PromptRead, Read
 from specbranch.core.request import Request
-from specbranch.core.runner import Ask, Feed, GrowsTrees, Proposal, Runner, RunsAhead
+from specbranch.core.runner import Ask, Done, Feed, GrowsTrees, Proposal, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull, PoolFull
@@ -48,6 +48,7 @@ class Worker:
         self.grows_trees = runner if isinstance(runner, GrowsTrees) else None  # told apart once: that takes long
         self.runs_ahead = runner if isinstance(runner, RunsAhead) else None
         self.rows_fed = 0
+        self.enough: Done = never  # asked before each step: whether all that is drafted ends here
         self._held: dict[int, Holding] = {}
 
     def open(self, session: int, request: Request) -> None:
@@ -218,6 +219,11 @@ class Worker:
     def _prompt(self, session: int) -> int:
         """How many tokens are read as a prompt: its last one is a step, as the target's first word hangs on its row."""
         return self._held[session].request.prompt_length - 1
+
+
+def never() -> bool:
+    """It does not come to that."""
+    return False
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:

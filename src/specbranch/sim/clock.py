@@ -25,10 +25,10 @@ from specbranch.core.orders import (
 )
 from specbranch.core.runner import Done, Feed
 from specbranch.exec.drafter import Announce, Drafter
-from specbranch.exec.grower import never
 from specbranch.exec.halves import parted, reads_of, reports_of
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
+from specbranch.exec.worker import never
 from specbranch.sim.profile import Beginning, CostProfile
 
 

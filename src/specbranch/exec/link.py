@@ -1,0 +1,125 @@
+"""Framed messages over a stream socket that never blocks, unless its user asks to wait.
+
+Owns the frame (8 bytes of length, then so many bytes), the bytes that wait to be written, and what has come of the next
+frame. Knows nothing of what messages mean. Invariants: a message is handed on whole or not at all, and memory is taken
+only for bytes that have come; an interrupt at any line leaves a link that works, or one that says it is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+from struct import Struct
+
+HEADER = Struct(">Q")
+CHUNK = 1 << 18  # bytes moved at once
+
+
+class LinkLost(Exception):
+    """Nothing more can come over this link."""
+
+
+class Link:
+    """One end of a stream of messages."""
+
+    def __init__(self, stream: socket.socket, most: float = math.inf) -> None:
+        """`most`: the largest message that the other end may send, in bytes."""
+        stream.setblocking(False)
+        self._stream = stream
+        self._most = most
+        self._poll = select.poll()
+        self._poll.register(stream)
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self._ended: str | None = None  # why nothing more comes
+        self._torn = False  # bytes were moved, and that was not noted yet
+
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait to be written."""
+        return len(self._outgoing)
+
+    def post(self, message: bytes) -> None:
+        """Queue a message; `pump` writes it. Where nobody can read it any more it is forgotten."""
+        if self._ended is None:
+            self._outgoing += HEADER.pack(len(message)) + message
+
+    def pump(self, seconds: float | None = 0.0) -> None:
+        """Wait at most so long until bytes can be moved (None: as long as it takes), then move what can be.
+
+        It does not wait while a whole message is there: the last call may have read it.
+        """
+        if self._torn:
+            self._end("an interrupt left a message half moved")
+        if self._ended is None and self._wait(seconds if self._first_end() is None else 0.0):
+            self._torn = True
+            self._write()
+            self._read()
+            self._torn = False
+
+    def peek(self) -> bytes | None:
+        """Return the first message that has come whole, and keep it until `drop`; raises LinkLost if none can come."""
+        if (length := self._announced()) > self._most:
+            raise LinkLost(f"a message of {length:,} bytes was announced; at most {self._most:,} are expected")
+        if (end := self._first_end()) is not None:
+            return bytes(self._incoming[HEADER.size : end])
+        if self._ended is not None:
+            raise LinkLost(self._ended)
+        return None
+
+    def drop(self) -> None:
+        """Forget the message that `peek` returned."""
+        del self._incoming[: self._first_end()]
+
+    def take(self) -> bytes | None:
+        """Return the first message that has come whole and forget it."""
+        message = self.peek()
+        if message is not None:
+            self.drop()
+        return message
+
+    def close(self) -> None:
+        """Hang up."""
+        self._end("it was closed")
+        self._stream.close()
+
+    def _end(self, why: str) -> None:
+        self._ended = self._ended or why
+        self._outgoing.clear()
+
+    def _announced(self) -> int:
+        """The length of the first message, 0 while it is not known."""
+        return int(HEADER.unpack_from(self._incoming)[0]) if len(self._incoming) >= HEADER.size else 0
+
+    def _first_end(self) -> int | None:
+        """Where the first message ends in what has come, None while it has not come whole."""
+        end = HEADER.size + self._announced()
+        return end if len(self._incoming) >= end else None
+
+    def _wait(self, seconds: float | None) -> bool:
+        self._poll.modify(self._stream, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        # rounded up: a wait that ends early would be a loop that spins
+        return bool(self._poll.poll(None if seconds is None else math.ceil(max(seconds, 0.0) * 1000)))
+
+    def _write(self) -> None:
+        if not self._outgoing:
+            return
+        try:
+            del self._outgoing[: self._stream.send(self._outgoing[:CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outgoing.clear()  # what the other end said before it hung up can still be read
+
+    def _read(self) -> None:
+        try:
+            came = self._stream.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(f"the other end is gone: {error}")
+            return
+        self._incoming += came
+        if not came:
+            self._end("the other end hung up")
