@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType, ModuleType
 from typing import Any
 
 from specbranch.config import PolicyName, Rule, SamplingParams, SpeculativeConfig
@@ -153,6 +155,30 @@ def streams(drift: float, vocabulary: int = VOCABULARY) -> Streams:
     """Both in this process; the target has its verdicts after any number of the draft's steps."""
     target = Deferred(law(0.0, vocabulary), partial(random.Random(5).randrange, 7))
     return Streams(Verifier(target, Moody()), make_drafter(drift, vocabulary))
+
+
+class Interrupted:
+    """Raises a KeyboardInterrupt before the line numbered `at` of some modules, counted as they are run."""
+
+    def __init__(self, at: int, *modules: ModuleType) -> None:
+        self.files, self.left = {module.__file__ for module in modules}, at
+
+    def __enter__(self) -> Interrupted:
+        self.before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._trace
 
 
 class Overheard(Process):

@@ -98,6 +98,7 @@ class ChildRound:
     by_ratio: frozenset[int] = frozenset()  # those of its sessions that are decoded by the ratio rule
     until: float = 0.0  # by when the round waits for it
     limit: float = 0.0  # by when it must have answered, or the child is lost
+    taken_by: float = 0.0  # by when it must have been read from the socket
     heads: dict[int, Branch] | None = None
     made: dict[int, Drafted] | None = None
     span: Span | None = None
@@ -224,6 +225,7 @@ class Process:
         assert self._child
         now, amount = self.now(), amount_of(work.orders)
         work.until = now + self._pace.patience(amount, self._limits)
+        work.taken_by = now + self._limits.hung
         work.limit = now + self._pace.limit(amount, self._limits, first=not self._child.answered)
 
     def _target_done(self, work: ChildRound | None) -> None:
@@ -366,11 +368,13 @@ class Process:
 
     def _lose_if_hung(self) -> None:
         """Give up a child that has missed its limit."""
-        if self._work is not None and self.now() > self._work.limit:
-            self._lose(Lost("the draft process has missed the time limit of its order"))
-        child = self._child
-        if child and not child.ready and self.now() - self._started > self._limits.start:
+        child, work, now = self._child, self._work, self.now()
+        if child and not child.ready and now - self._started > self._limits.start:
             self._lose(Lost("the draft process takes too long to load its model"))
+        elif child and work and now > work.taken_by and child.link.unsent:
+            self._lose(Lost("the draft process does not read its order"))
+        elif work and now > work.limit:
+            self._lose(Lost("the draft process has missed the time limit of its order"))
 
     def _lose(self, loss: Lost) -> None:
         self._failures += 1
