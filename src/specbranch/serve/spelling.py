@@ -6,11 +6,11 @@ wherever no character is split between tokens.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from specbranch.core.orders import TokenLogprobs
 from specbranch.serve.protocol import CompletionLogprobs, TokenLogprob, TopLogprob
+from specbranch.text.byte_letters import byte_letters
 from specbranch.text.detokenizer import UNFINISHED
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Spelling:
         spelled = self._tokenizer.token(token)
         if token in self._tokenizer.byte_ids:
             return [int(spelled[3:5], 16)]
-        known = _byte_alphabet()
+        known = byte_letters()
         return [known[letter] for letter in spelled] if all(letter in known for letter in spelled) else None
 
     def chat(self, token: int, told: TokenLogprobs) -> TokenLogprob:
@@ -78,12 +78,3 @@ class Spelling:
 
 def _finite(logprob: float) -> float:
     return max(logprob, LEAST)
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """The letters in which byte-level vocabularies spell bytes: printable Latin-1 for itself, the others from U+0100
-    on."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}

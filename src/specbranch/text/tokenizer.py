@@ -24,7 +24,9 @@ from tokenizers import AddedToken
 from specbranch.errors import BadParameter, ModelError
 from specbranch.text.chat_template import ChatTemplate, Message
 from specbranch.text.conversion import TOKENIZER, convert, file_key, folder_key, kept_folder
+from specbranch.text.longest_token import TextBound, text_bound
 
+_LONG = 4096  # characters or ids that take about a millisecond or more
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _log = logging.getLogger("specbranch")
 
@@ -90,11 +92,16 @@ class Tokenizer:
         """Return the ids of a text, with whatever the model puts around one (usually a BOS, or nothing) if
         `add_special`."""
         check_text(text)
-        return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        if len(text) < _LONG:
+            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+        # the library holds the GIL over one text, and lets it go over a batch: other threads go on
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of some ids; bytes that make no character become U+FFFD."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special)
+        if len(ids) < _LONG:
+            return self._backend.decode(ids, skip_special_tokens=skip_special)
+        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]  # without the GIL, too
 
     def token(self, token_id: int) -> str:
         """Return the token as the vocabulary spells it; an id without one (padding) gives an empty string."""
@@ -118,15 +125,26 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation; the template writes a BOS where the model wants one, so none is added."""
+        text = self.chat_text(messages, add_generation_prompt, tools, variables)
+        return self.encode(text, add_special=not self.has_chat_template)
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation; `chat` returns its ids."""
         _check_messages(messages)
         if self._template is None:
-            return self.encode(self._plain_chat(messages, add_generation_prompt))
-        return self.encode(self._template.render(messages, add_generation_prompt, tools, variables), add_special=False)
+            return self._plain_chat(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, tools, variables)
 
     def _plain_chat(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         if not self._warned:
             self._warned = True
-            warnings.warn("This model has no chat template: the messages are given to it as plain text.", stacklevel=3)
+            warnings.warn("This model has no chat template: the messages are given to it as plain text.", stacklevel=4)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
 
@@ -147,6 +165,14 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A digest of the vocabulary: equal where all ids mean the same."""
         return sha256(json.dumps(sorted(self._vocabulary.items())).encode()).hexdigest()
+
+    @cached_property
+    def _bound(self) -> TextBound | None:
+        return text_bound(json.loads(self._backend.to_str()))
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens a text has at least, without reading it; 0 where its characters prove nothing."""
+        return 0 if self._bound is None else self._bound.least(text)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
