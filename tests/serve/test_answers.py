@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 from running import PROMPT, Running, events, texts
 
+from small_tokenizers import byte_level
 from specbranch import LLM, SamplingParams
 from specbranch.core.methods import METHODS
+from specbranch.serve.errors import ApiError
 from specbranch.serve.parameters import REFUSED, WITHOUT_EFFECT
+from specbranch.serve.prompts import _rendered
 from specbranch.serve.protocol import ChatRequest
+from specbranch.text.tokenizer import Tokenizer
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "Smile, and wave."}]
@@ -155,6 +159,40 @@ def test_what_changes_no_text_is_accepted(served: Running, reference: LLM) -> No
     assert answer["choices"][0]["message"]["content"] == reference.chat(TALK, SamplingParams(**BASE)).text
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_what_clients_of_vllm_send_by_default_is_accepted(served: Running, reference: LLM, path: str) -> None:
+    defaults = {
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "stop_token_ids": [],
+        "bad_words": [],
+        "allowed_token_ids": None,
+        "prompt_logprobs": None,
+        "truncate_prompt_tokens": None,
+        "echo": False,
+        "priority": 0,
+        "best_of": 1,
+        "return_token_ids": False,
+        "return_tokens_as_token_ids": False,
+        "structured_outputs": None,
+    }
+    chat = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+    body: dict[str, Any] = {"messages": TALK, **chat} if path == CHAT else {"prompt": PROMPT, "suffix": ""}
+    answer = served.post(path, {**body, **BASE, **defaults}).json()["choices"][0]
+    if path == CHAT:
+        assert answer["message"]["content"] == reference.chat(TALK, SamplingParams(**BASE)).text
+    else:
+        assert answer["text"] == reference.generate(PROMPT, SamplingParams(**BASE)).text
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_change_it_is_refused_by_name(served: Running, name: str) -> None:
     status, error = served.error(CHAT, {"messages": TALK, name: {"type": "json_object"}})
@@ -172,9 +210,13 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": TALK, "temperature": "warm"}, "temperature: "),
     (CHAT, {"messages": TALK, "n": 0}, "n: "),
     (CHAT, {"messages": []}, "messages: expected a list of messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "part of type 'image_url': only text is read here"),
-    (CHAT, {"messages": [{"role": "tool", "content": "4"}]}, "tools come later"),
-    (CHAT, {"messages": [{"role": "assistant"}]}, "has no content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        "messages[0] (user) has a part of type 'image_url': only text is read here",
+    ),
+    (CHAT, {"messages": [{"role": "tool", "content": "4"}]}, "messages[0].role is 'tool': tools come later"),
+    (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0] (assistant) has no content"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "'tool_calls' is not supported"),
     (CHAT, {"messages": TALK, "top_logprobs": 21}, "top_logprobs: "),
     (CHAT, {"messages": TALK, "logit_bias": {"421": 1}}, "token 421, but ids go from 0 to 420"),
@@ -183,8 +225,25 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": TALK, "min_tokens": 9, "max_tokens": 3}, "min_tokens is 9; expected at most max_tokens"),
     (CHAT, {"messages": TALK, "speculative": {"method": "specbranhc"}}, "Did you mean 'specbranch'"),
     (CHAT, {"messages": TALK, "speculative": {"policy": "oracle"}}, "only a replay does"),
-    (CHAT, {"messages": TALK, "speculative": {"gamma": 3}}, "Unknown parameter 'gamma'"),
-    (CHAT, {"messages": TALK, "chat_template_kwargs": {"messages": 1}}, "chat template refuses"),
+    (CHAT, {"messages": TALK, "speculative": {"gamma": 3}}, "Unknown parameter of speculative 'gamma'"),
+    (CHAT, {"messages": TALK, "chat_template_kwargs": {"messages": 1}}, "'messages', which the server sets itself"),
+    (CHAT, {"messages": TALK, "echo": True}, f"'echo' is a parameter of {COMPLETE}, not of {CHAT}. Leave it out"),
+    (COMPLETE, {"prompt": "x", "messages": TALK}, f"'messages' is a parameter of {CHAT} and /tokenize, not of"),
+    (COMPLETE, {"prompt": "x", "ecko": True}, "Unknown parameter 'ecko'. Did you mean 'echo'"),
+    (CHAT, {"messages": TALK, "stream_options": {"content": 1}}, "Unknown parameter of stream_options 'content'."),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role: expected one of system, developer"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "got 'robot'"),
+    (CHAT, {"messages": [*TALK, {"role": "system", "content": 5}]}, "messages[1].content (system): expected a text"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type (user): "),
+    (CHAT, {"messages": TALK, "stream_options": {"include_usage": "?"}}, "stream_options.include_usage: "),
+    (COMPLETE, {"prompt": [True, False]}, "prompt: expected a text, token ids"),
+    (COMPLETE, {"prompt": [[1, True]]}, "prompt: expected a text, token ids"),
+    (COMPLETE, {"prompt": "x", "stop_token_ids": [True]}, "stop_token_ids[0]: expected up to 1024 token ids, got True"),
+    (COMPLETE, {"prompt": "x", "stop_token_ids": [1] * 1025}, "stop_token_ids: expected up to 1024 token ids"),
+    ("/detokenize", {"tokens": [1, True]}, "tokens[1]: expected a list of token ids, got True"),
+    (COMPLETE, {"prompt": [5] * 480}, "This model's maximum context length is 480 tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 480}]}, "However, your messages resulted in "),
+    (CHAT, {"messages": TALK, "best_of": True}, "'best_of' is not supported"),
     (COMPLETE, {"prompt": ""}, "prompt is empty"),
     (COMPLETE, {"prompt": []}, "prompt: expected a text, token ids"),
     (COMPLETE, {"prompt": [1, "x"]}, "prompt: expected a text, token ids"),
@@ -203,6 +262,34 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 def test_a_mistake_gets_a_sentence(served: Running, path: str, body: dict[str, Any], sentence: str) -> None:
     status, error = served.error(path, body)
     assert status == 400 and sentence in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_what_a_template_says_against_a_conversation_is_told_and_nothing_of_jinja(served: Running) -> None:
+    for kwargs in ({"messages": 1}, {"self": 1}, {"tools": []}):
+        status, error = served.error(CHAT, {"messages": TALK, "chat_template_kwargs": kwargs})
+        assert (status, error["param"]) == (400, "chat_template_kwargs")
+        assert f"has {next(iter(kwargs))!r}, which the server sets itself. Leave it out." in error["message"]
+    picky = "{% if tone is string %}{{ raise_exception('No ' + tone) }}{% endif %}{{ tone.of.voice + 1 }}"
+    tokenizer = Tokenizer(byte_level(), {}, (), picky)
+    for given, said, param in (
+        ({"tone": "irony"}, "chat template refuses these messages: No irony", "messages"),
+        ({"tone": 5}, "cannot make a prompt with chat_template_kwargs tone. Send others.", "chat_template_kwargs"),
+        ({}, "cannot make a prompt of these messages.", "messages"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            _rendered(tokenizer, TALK, given, True)
+        assert said in str(refused.value) and refused.value.param == param and "object" not in str(refused.value)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_clients_look_for(served: Running) -> None:
+    for path, body, param in (
+        (COMPLETE, {"prompt": [5] * 500}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 99999}]}, "messages"),
+    ):
+        status, error = served.error(path, body)
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert "this model's maximum context length is" in error["message"].lower()  # litellm and LangChain do
 
 
 def test_bodies_that_are_no_json_and_paths_that_are_not_there_get_a_sentence(served: Running) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import PROMPT, Running, load_tiny, running
+from running import PROMPT, Running, load_tiny, running, until
 
 from specbranch.serve.logs import JsonLines
 
@@ -57,6 +59,27 @@ def test_answers_are_counted_under_vllms_names(pair: tuple[str, str]) -> None:
     assert told["branches_opened_total"] >= told["branches_hit_total"] > 0 and told["draft_restarts_total"] == 0
 
 
+@pytest.mark.slow  # a worker imports torch
+def test_the_state_of_the_draft_is_told_and_the_server_stays_ready(pair: tuple[str, str]) -> None:
+    with running(load_tiny(pair, executor="process")) as server:
+        executor: Any = server.engine._llm.scheduler.loop.executor
+        until(lambda: server.http.get("/ready").json() == {"status": "ready", "draft": "ready"})
+        assert read(server)['draft_statestate="ready"'] == 1
+        os.kill(executor.child_pid, signal.SIGKILL)
+        until(lambda: server.http.get("/ready").json()["draft"] == "lost")
+        assert server.http.get("/ready").status_code == 200
+        told = read(server)
+        assert told['draft_statestate="lost"'] == 1 and told['draft_statestate="ready"'] == 0
+        assert told["draft_restarts_total"] == 0
+
+
+def test_a_draft_in_this_process_is_ready_and_none_is_told_as_none(served: Running, pair: tuple[str, str]) -> None:
+    assert served.http.get("/ready").json() == {"status": "ready", "draft": "ready"}
+    with running(load_tiny((pair[0], None))) as server:  # type: ignore[arg-type]
+        assert server.http.get("/ready").json() == {"status": "ready", "draft": "none"}
+        assert read(server)['draft_statestate="none"'] == 1
+
+
 def test_every_metric_of_the_dashboard_exists(served: Running) -> None:
     there = {re.sub(r"_bucket.*", "_bucket", name) for name in read(served)}
     names = set(re.findall(r"specbranch:([a-z0-9_]+)", DASHBOARD.read_text(encoding="utf-8")))
@@ -81,7 +104,7 @@ def test_text_is_logged_where_that_is_asked(pair: tuple[str, str], caplog: pytes
     caplog.set_level(logging.INFO, "specbranch")
     with running(load_tiny(pair), log_text=True) as server:
         said = server.post(COMPLETE, BODY).json()["choices"][0]["text"]
-    facts = next(record.facts for record in caplog.records if hasattr(record, "facts"))
+    facts = next(record.facts for record in caplog.records if "prompts" in getattr(record, "facts", {}))
     assert facts["prompts"] == [PROMPT] and facts["answers"] == [said]
 
 

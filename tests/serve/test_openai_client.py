@@ -87,7 +87,7 @@ def test_errors_are_of_the_clients_kinds_and_say_what_to_do(client: openai.OpenA
     with pytest.raises(openai.BadRequestError, match="'tools' is not supported: tools come later") as refused:
         client.chat.completions.create(model=MODEL, messages=TALK, tools=tools)
     assert refused.value.param == "tools" and refused.value.request_id
-    with pytest.raises(openai.BadRequestError, match="the context holds 512") as long:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens") as long:
         client.completions.create(model=MODEL, prompt=[5] * 600)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="Use /v1/chat/completions"):

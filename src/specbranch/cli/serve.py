@@ -36,6 +36,9 @@ _server, _keys, _limits = (options_of(title) for title in ("Server", "Keys", "Li
 @_limits("--max-per-key", type=int, metavar="N", help="Requests of one key at a time; then 429 [64].")
 @_limits("--max-tokens", type=int, metavar="N", help="Longest answer [what the context holds].")
 @_limits("--max-body", type=int, metavar="BYTES", help="Largest body of a request [4194304].")
+@_limits("--max-connections", type=int, metavar="N", help="Connections open at a time [1024].")
+@_limits("--max-per-address", type=int, metavar="N", help="Connections of one address; a proxy is one [256].")
+@_limits("--read-timeout", type=float, metavar="S", help="Seconds for a header, then for a body at 16 KB/s [20].")
 @_limits("--timeout", type=float, metavar="S", help="Seconds in which a request has to be answered [600].")
 @_limits("--grace", type=float, metavar="S", help="Seconds for answers under way when the server is stopped [60].")
 @with_options(PAIR, TARGET, DRAFT, SPECULATION)
@@ -70,9 +73,11 @@ def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
         from specbranch.serve.keys import KeyFile
 
         KeyFile(settings.keys)  # what is wrong with it is told before the models are loaded
+    from specbranch.serve.run import bound
     from specbranch.serve.run import serve as run
 
-    run(load_llm(given), settings, lambda address: click.echo(f"Serving at {address}", err=True))
+    sockets = bound(settings)  # a port that is taken is noticed before the models are loaded, too
+    run(load_llm(given), settings, sockets)
 
 
 def _made(file: Path | None, name: str) -> str:

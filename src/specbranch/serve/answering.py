@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from specbranch.answer import Chunk, Output, Piece
 from specbranch.async_engine import Submission
 from specbranch.config import SamplingParams
 from specbranch.core.orders import TokenLogprobs
-from specbranch.errors import SpecBranchError
+from specbranch.errors import DeadlinePassed, SpecBranchError
 from specbranch.serve.errors import of_engine
 from specbranch.serve.events import DONE, GONE, ClientGone, EventStream, event, unless_gone
 from specbranch.serve.limits import Admitted
@@ -34,6 +34,7 @@ from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.usage import answer_metrics, usage, usage_so_far
 
 log = logging.getLogger("specbranch.serve")
+LEAST = 1e-3  # seconds that a request has left at least: the engine says that it is late
 PromptScores = list[tuple[TokenLogprobs, ...]]  # of each prompt
 
 
@@ -44,7 +45,6 @@ class Prepared:
     prompts: list[list[int]]
     params: SamplingParams
     how: dict[str, Any]  # it is decoded
-    deadline: float
     stream: StreamOptions | None = None  # nothing: it is answered whole
     scored: int | None = None  # tokens told at each place of the prompts, if they are to be scored at all
     generates: bool = True  # whether anything is to be written
@@ -53,11 +53,6 @@ class Prepared:
     def choices(self) -> int:
         """How many answers there are."""
         return len(self.prompts) * self.params.n
-
-    @property
-    def samples(self) -> int:
-        """How many there are for the engine, the scoring of prompts included."""
-        return (self.choices if self.generates else 0) + (len(self.prompts) if self.scored is not None else 0)
 
 
 class Form(Protocol):
@@ -87,24 +82,42 @@ class Form(Protocol):
         ...
 
 
-async def respond(request: Request, prepared: Prepared, form: Form) -> Response:
-    """Answer a request."""
+Work = Callable[[], tuple[Prepared, Form]]  # makes tokens of a body; it takes long
+
+
+async def respond(request: Request, samples: int, within: float, work: Work) -> Response:
+    """Answer a request with so many samples, in so many seconds; it is counted before its prompt is tokenised."""
     serving, note = serving_of(request), note_of(request.scope)
-    answering = Answering(serving, prepared, form, note, serving.limits.admit(note.key, prepared.samples))
-    serving.metrics.asked(prepared.params.n)
+    admitted = serving.limits.admit(note.key, samples)
     try:
-        answering.submit()
-        if prepared.stream is None:
-            response = await unless_gone(request.receive, answering.whole())
-            answering.close()
-            return response
-        begun = await unless_gone(request.receive, answering.begin())
-        return EventStream(answering.events(*begun), answering.close)
+        return await unless_gone(request.receive, _begun(serving, note, admitted, within, work))
     except BaseException as error:
-        answering.close()
+        admitted.leave()
         if isinstance(error, ClientGone):
             return Response(status_code=GONE)
         raise
+
+
+async def _begun(serving: Serving, note: RequestNote, admitted: Admitted, within: float, work: Work) -> Response:
+    """Return the whole answer, or a stream that has begun."""
+    try:
+        async with asyncio.timeout(within):
+            prepared, form = await serving.tokenizing.do(note.body_bytes, work)
+    except TimeoutError:
+        raise DeadlinePassed(f"The request was not finished within {within:g} s: it waited for others.") from None
+    left = within - (time.monotonic() - admitted.since)
+    answering = Answering(serving, prepared, form, note, admitted, max(left, LEAST))
+    serving.metrics.asked(prepared.params.n)
+    try:
+        answering.submit()
+        if prepared.stream is not None:
+            return EventStream(answering.events(*await answering.begin()), answering.close)
+        response = await answering.whole()
+    except BaseException:
+        answering.close()
+        raise
+    answering.close()
+    return response
 
 
 @dataclass(slots=True)
@@ -116,6 +129,7 @@ class Answering:
     form: Form
     note: RequestNote
     admitted: Admitted
+    deadline: float  # seconds from now
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
     submissions: list[Submission] = field(default_factory=list)
@@ -128,7 +142,7 @@ class Answering:
         asked = self.prepared
         for prompt in asked.prompts if asked.generates else ():
             self.submissions += self.serving.engine.submit_each(
-                prompt, asked.params, deadline=asked.deadline, streams=asked.stream is not None, **asked.how
+                prompt, asked.params, deadline=self.deadline, streams=asked.stream is not None, **asked.how
             )
 
     def close(self) -> None:
@@ -210,7 +224,7 @@ class Answering:
         asked, engine = self.prepared, self.serving.engine
         if asked.scored is None:
             return []
-        works = [engine.score(prompt, asked.scored, deadline=asked.deadline) for prompt in asked.prompts]
+        works = [engine.score(prompt, asked.scored, deadline=self.deadline) for prompt in asked.prompts]
         return list(await asyncio.gather(*works))
 
     def _event(self, choice: BaseModel) -> bytes:

@@ -16,7 +16,7 @@ from specbranch.serve import chat, completions, operations, page
 from specbranch.serve.errors import add_handlers
 from specbranch.serve.headers import SafeHeaders
 from specbranch.serve.keys import Gate
-from specbranch.serve.limits import BodyLimit
+from specbranch.serve.limits import BodyLimit, Closing
 from specbranch.serve.logs import RequestLog
 from specbranch.serve.protocol import ErrorResponse
 from specbranch.serve.serving import Serving
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specbranch.serve.settings import ServerSettings
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 421, 429)
+    status: {"model": ErrorResponse} for status in (400, 401, 404, 408, 413, 421, 429, 503)
 }
 
 
@@ -46,13 +46,14 @@ def create_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         lifespan=lifespan,
         responses=ERRORS,
     )
-    app.state.serving = Serving.of(engine, settings)
+    serving = app.state.serving = Serving.of(engine, settings)
     add_handlers(app)
     for part in (chat, completions, operations):
         app.include_router(part.router)
     page.mount(app)
     # the last one added is the outermost
     app.add_middleware(BodyLimit, most=settings.max_body)
+    app.add_middleware(Closing, limits=serving.limits)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(SafeHeaders)
     app.add_middleware(RequestLog)

@@ -5,8 +5,8 @@ Owns what the answer to a conversation looks like.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specbranch.answer import Output, Piece
-from specbranch.serve.answering import PromptScores, reason_of, respond
+from specbranch.serve.answering import Prepared, PromptScores, reason_of, respond
+from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.events import STREAMED
-from specbranch.serve.notes import note_of
-from specbranch.serve.prompts import conversation, prepared
+from specbranch.serve.prompts import chat_ids, check_length, deadline, prepared
 from specbranch.serve.protocol import AssistantMessage, ChatChoice, ChatLogprobs, ChatRequest, ChatResponse, Reason
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.spelling import Spelling
 
-router = APIRouter()
+router = APIRouter(route_class=CheckedRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
@@ -30,16 +30,16 @@ async def chat(asked: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     serving = serving_of(request)
     serving.check_model(asked.model)
-    serving.limits.check(note_of(request.scope).key)
-    ids = await asyncio.to_thread(_encoded, serving, asked)
+    return await respond(request, asked.n, deadline(serving, asked), partial(_work, serving, asked))
+
+
+def _work(serving: Serving, asked: ChatRequest) -> tuple[Prepared, ChatForm]:
+    """Make what the engine takes of a conversation."""
+    ids = chat_ids(serving, asked.messages, asked.chat_template_kwargs)
+    check_length(serving, ids, "messages")
     given = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     top = (asked.top_logprobs or 0) if asked.logprobs or asked.top_logprobs is not None else None
-    return await respond(request, prepared(serving, asked, [ids], given, top), ChatForm(serving.spelling))
-
-
-def _encoded(serving: Serving, asked: ChatRequest) -> list[int]:
-    messages = conversation(asked.messages)
-    return serving.engine.tokenizer.chat(messages, variables=asked.chat_template_kwargs)
+    return prepared(serving, asked, [ids], given, top), ChatForm(serving.spelling)
 
 
 class ChatForm:

@@ -5,21 +5,21 @@ Owns what the answer to a prompt looks like, its echo and their log-probabilitie
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specbranch.answer import Output, Piece
-from specbranch.serve.answering import PromptScores, reason_of, respond
+from specbranch.serve.answering import Prepared, PromptScores, reason_of, respond
+from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import ApiError
 from specbranch.serve.events import STREAMED
-from specbranch.serve.notes import note_of
-from specbranch.serve.prompts import prepared
+from specbranch.serve.prompts import check_length, deadline, encoded, prepared
 from specbranch.serve.protocol import (
     CompletionChoice,
     CompletionLogprobs,
@@ -30,7 +30,7 @@ from specbranch.serve.protocol import (
 from specbranch.serve.serving import Serving, serving_of
 from specbranch.text.detokenizer import Detokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=CheckedRoute)
 
 
 @router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
@@ -38,14 +38,10 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     """Go on with a text."""
     serving = serving_of(request)
     serving.check_model(asked.model)
-    serving.limits.check(note_of(request.scope).key)
     if asked.max_tokens == 0 and not asked.echo:
         raise ApiError(400, "max_tokens is 0, so there is nothing to answer; that is for echo.", param="max_tokens")
-    prompts = await asyncio.to_thread(_prompts, serving, asked)
-    scored = asked.logprobs if asked.echo else None
-    ids = [prompt.ids for prompt in prompts]
-    work = prepared(serving, asked, ids, asked.max_tokens, asked.logprobs, scored)
-    return await respond(request, work, CompletionForm(serving, prompts if asked.echo else [], asked.n))
+    work = partial(_work, serving, asked)
+    return await respond(request, _samples(asked), deadline(serving, asked), work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +52,36 @@ class Echoed:
     text: str
 
 
-def _prompts(serving: Serving, asked: CompletionRequest) -> list[Echoed]:
+def _prompts(asked: CompletionRequest) -> Sequence[str | list[int]]:
+    """Return the prompts of a request, which may be one."""
     given = asked.prompt
     several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-    return [_prompt(serving, one, asked.add_special_tokens) for one in several]
+    return cast("list[str | list[int]]", several)
 
 
-def _prompt(serving: Serving, given: str | list[int], add_special: bool) -> Echoed:
-    tokenizer, size = serving.engine.tokenizer, serving.engine.vocabulary
+def _samples(asked: CompletionRequest) -> int:
+    """Return how many answers the engine is to write, the scoring of prompts included."""
+    each = (asked.n if asked.max_tokens else 0) + (asked.echo and asked.logprobs is not None)
+    return each * len(_prompts(asked))
+
+
+def _work(serving: Serving, asked: CompletionRequest) -> tuple[Prepared, CompletionForm]:
+    """Make what the engine takes of prompts."""
+    prompts = [_prompt(serving, one, asked) for one in _prompts(asked)]
+    scored, ids = asked.logprobs if asked.echo else None, [prompt.ids for prompt in prompts]
+    work = prepared(serving, asked, ids, asked.max_tokens, asked.logprobs, scored)
+    return work, CompletionForm(serving, prompts if asked.echo else [], asked.n)
+
+
+def _prompt(serving: Serving, given: str | list[int], asked: CompletionRequest) -> Echoed:
     if isinstance(given, str):
-        return Echoed(tokenizer.encode(given, add_special), given)
-    if (largest := max(given)) >= size:
+        ids = encoded(serving, given, asked.add_special_tokens, "prompt")
+        check_length(serving, ids, "prompt")
+        return Echoed(ids, given)
+    check_length(serving, given, "prompt")
+    if (largest := max(given)) >= (size := serving.engine.vocabulary):
         raise ApiError(400, f"The prompt has token {largest}, but ids go from 0 to {size - 1}.", param="prompt")
-    return Echoed(given, tokenizer.decode(given, skip_special=False))
+    return Echoed(given, serving.engine.tokenizer.decode(given, skip_special=False) if asked.echo else "")
 
 
 class CompletionForm:

@@ -15,24 +15,39 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from specbranch.errors import BadParameter, CacheFull, DeadlinePassed, RequestCancelled, SpecBranchError, unknown
+from specbranch.errors import (
+    BadParameter,
+    CacheFull,
+    DeadlinePassed,
+    PoolFull,
+    RequestCancelled,
+    SpecBranchError,
+    unknown,
+)
 from specbranch.serve.parameters import REFUSED
-from specbranch.serve.protocol import NAMES, NESTED_NAMES
-from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOPS
+from specbranch.serve.protocol import BODIES, NAMES, PARTS
+from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOP_IDS, MOST_STOPS
 
-INVALID = "invalid_request_error"
+INVALID, SERVER = "invalid_request_error", "server_error"
+TOO_LONG = "context_length_exceeded"
 RESPONSES = (
     "The Responses API is not served here. Use /v1/chat/completions; clients have a switch for it, such as LangChain's "
     "use_responses_api=False."
 )
 
-EXPECTED = {  # of parameters that have several forms
+EXPECTED = {  # of parameters that have several forms, and of what is in a message
     "prompt": "a text, token ids, or a list of either, none of them empty",
     "messages": 'a list of messages such as {"role": "user", "content": "Hello"}, whose content is text',
     "stop": f"a text or up to {MOST_STOPS} texts, of up to {LONGEST_STOP} characters",
     "speculative": 'true, false, or an object such as {"method": "pearl"}, with method, policy and off',
+    "stop_token_ids": f"up to {MOST_STOP_IDS} token ids",
     "logit_bias": f"up to {MOST_BIASES} token ids with numbers from -100 to 100",
+    "tokens": "a list of token ids",
+    "role": "one of system, developer, user, assistant",
+    "content": 'a text, or a list of parts such as {"type": "text", "text": "Hello"}',
 }
+
+FORMS = ("prompt", "stop", "logit_bias", "content")  # may be of several types: no single part of them is wrong
 
 
 class ApiError(Exception):
@@ -66,19 +81,35 @@ def too_many(message: str, seconds: int, code: str) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code, headers={"retry-after": str(seconds)})
 
 
+def shutting_down() -> ApiError:
+    """Say that the server is being stopped; the connection ends with it."""
+    headers = {"retry-after": "5", "connection": "close"}
+    return ApiError(
+        503, "The server is being stopped. Send the request again.", SERVER, "shutting_down", headers=headers
+    )
+
+
+def too_long(holds: int, has: str, param: str) -> ApiError:
+    """Say that a prompt does not fit, in the words by which clients know it."""
+    said = f"This model's maximum context length is {holds} tokens, one of which is for the answer."
+    return ApiError(400, f"{said} However, your {param} {has}. Shorten it.", code=TOO_LONG, param=param)
+
+
 def of_engine(error: BaseException) -> ApiError:
     """Return what a client is told of an error that ended its request."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, (BadParameter, CacheFull)):
-        return ApiError(400, str(error))
+    if isinstance(error, CacheFull):
+        return ApiError(400, str(error), code=None if isinstance(error, PoolFull) else TOO_LONG)
+    if isinstance(error, BadParameter):
+        first = str(error).partition(" ")[0]
+        return ApiError(400, str(error), param=first if first in NAMES else None)
     if isinstance(error, DeadlinePassed):
         return ApiError(408, str(error), "timeout_error", "deadline_passed")
     if isinstance(error, RequestCancelled):
-        said = "The server is being stopped. Send the request again."
-        return ApiError(503, said, "server_error", "shutting_down", headers={"retry-after": "5"})
+        return shutting_down()
     said = str(error) if isinstance(error, SpecBranchError) else "The server made a mistake; its log tells more."
-    return ApiError(500, said, "server_error")
+    return ApiError(500, said, SERVER)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -89,7 +120,7 @@ def add_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error).response()
+        return _invalid(request.url.path, error).response()
 
     async def by_status(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -111,22 +142,61 @@ def _by_status(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail), headers=headers)
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
+def _invalid(path: str, error: RequestValidationError) -> ApiError:
     """Tell one thing that is wrong, with its name; a name that does not exist before all else."""
-    found = next((one for one in error.errors() if one["type"] == "extra_forbidden"), error.errors()[0])
-    place = [str(part) for part in found["loc"] if part != "body"]
+    found = max(error.errors(), key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
+    place = [part for part in found["loc"] if part != "body"]
     if found["type"] == "json_invalid":
         return ApiError(400, f"The body is no JSON: {found['ctx']['error']}.")
     if not place:
         return ApiError(400, "The body is not what was expected: a JSON object, with content-type application/json.")
     if found["type"] == "extra_forbidden":
-        return ApiError(400, _no_such(place), code="unsupported_parameter", param=place[-1])
-    said = f"expected {EXPECTED[place[0]]}" if place[0] in EXPECTED else found["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{place[0]}: {said}.", param=place[0])
+        return ApiError(400, _no_such(path, place), code="unsupported_parameter", param=str(place[-1]))
+    return ApiError(400, f"{_where(place, error.body)}: {_wrong(place, found)}.", param=str(place[0]))
 
 
-def _no_such(place: list[str]) -> str:
-    name = place[-1]
+def _where(place: list[str | int], body: Any) -> str:
+    """Name a parameter: messages[2].content (user)."""
+    if place[0] in FORMS:
+        return str(place[0])
+    steps = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if _is_name(part)]
+    whose = f" ({role})" if (role := _role(place, body)) and place[-1] != "role" else ""
+    return "".join(steps).removeprefix(".") + whose
+
+
+def _is_name(part: str | int) -> bool:
+    return isinstance(part, int) or part in NAMES  # else it names one of several types
+
+
+def _role(place: list[str | int], body: Any) -> str | None:
+    """Return who speaks in the message that a mistake is in."""
+    try:
+        role = body["messages"][place[1]]["role"] if place[0] == "messages" else None
+    except (IndexError, KeyError, TypeError):
+        return None
+    return role if isinstance(role, str) and len(role) < 20 else None
+
+
+def _wrong(place: list[str | int], found: Mapping[str, Any]) -> str:
+    """Say what was expected, and what was got."""
+    name = next(part for part in reversed(place) if part in NAMES)
+    got = found.get("input")
+    shown = f", got {got!r:.60}" if isinstance(got, (str, int, float)) and name not in FORMS else ""
+    return (f"expected {EXPECTED[name]}" if name in EXPECTED else _plain(found["msg"])) + shown
+
+
+def _plain(message: str) -> str:
+    return message.removeprefix("Value error, ")
+
+
+def _no_such(path: str, place: list[str | int]) -> str:
+    """Say that a name is not known here, and where it is."""
+    name, holder = str(place[-1]), next((part for part in reversed(place[:-1]) if part in PARTS), None)
     if name in REFUSED:
         return f"{name!r} is not supported: {REFUSED[name]}. Leave it out."
-    return str(unknown("parameter", name, NESTED_NAMES if len(place) > 1 else NAMES))
+    if holder is not None:
+        return str(unknown(f"parameter of {holder}", name, PARTS[str(holder)].model_fields))
+    elsewhere = [other for other, body in BODIES.items() if name in body.model_fields]
+    if path in BODIES and elsewhere:
+        return f"{name!r} is a parameter of {' and '.join(elsewhere)}, not of {path}. Leave it out, or ask there."
+    return str(unknown("parameter", name, BODIES[path].model_fields if path in BODIES else ()))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specbranch.serve.errors import ApiError, too_many
+from specbranch.serve.errors import ApiError, shutting_down, too_many
+from specbranch.serve.keys import OPEN
 from specbranch.serve.settings import ServerSettings
 
 WEIGHT = 0.1  # of a new request in the mean of how long they take
@@ -51,7 +52,7 @@ class Limits:
         self.closing = False
 
     def admit(self, key: str | None, samples: int) -> Admitted:
-        """Let a request in, or refuse it."""
+        """Let a request in, or refuse it; to be asked before its prompt is tokenised."""
         self.check(key, samples)
         self.samples += samples
         self.requests += 1
@@ -59,9 +60,9 @@ class Limits:
         return Admitted(self, key, samples)
 
     def check(self, key: str | None, samples: int = 1) -> None:
-        """Refuse a request for which there is no room; it is worth asking before its prompt is made tokens of."""
+        """Refuse a request for which there is no room."""
         if self.closing:
-            raise self._refusal("closing", self._is_closing())
+            raise self.is_closing()
         most = self._settings.max_batch + self._settings.max_queue
         if samples > most:
             said = f"The request has {samples} samples (n times its prompts); this server takes {most} at a time."
@@ -81,16 +82,30 @@ class Limits:
         self._of_key += Counter()  # keys without requests are forgotten
         self._mean += WEIGHT * (time.monotonic() - admitted.since - self._mean)
 
+    def is_closing(self) -> ApiError:
+        """Refuse a request, as the server is being stopped."""
+        return self._refusal("closing", shutting_down())
+
     def _wait(self) -> int:
         return max(1, min(round(self._mean), LONGEST_WAIT))
-
-    def _is_closing(self) -> ApiError:
-        said = "The server is being stopped. Send the request again."
-        return ApiError(503, said, "server_error", "shutting_down", headers={"retry-after": "5"})
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self.refused[reason] += 1
         return error
+
+
+class Closing:
+    """Refuses requests while the server is being stopped, before it reads their bodies; /health and the like go on."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app, self._limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http" and self._limits.closing and scope["path"] not in OPEN:
+            await self._limits.is_closing().response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class BodyLimit:

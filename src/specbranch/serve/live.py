@@ -8,6 +8,7 @@ request along.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from specbranch.answer import Chunk, Output
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter, SpecBranchError
+from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import too_many
 from specbranch.serve.events import DONE, EventStream, event
 from specbranch.serve.limits import Admitted
@@ -60,7 +62,7 @@ class LiveChat(BaseModel):
     """A question to be answered with everything that happened meanwhile."""
 
     model_config = ConfigDict(extra="forbid")
-    messages: list[LiveMessage] = Field(min_length=1, max_length=200)
+    messages: list[LiveMessage] = Field(min_length=1, max_length=200, fail_fast=True)
     max_tokens: int = Field(256, ge=1, le=MOST_TOKENS)
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -111,12 +113,12 @@ class Live:
             "clocks": CLOCKS,
         }
 
-    def chat(self, asked: LiveChat, admitted: Admitted) -> EventStream:
+    def chat(self, asked: LiveChat, fitting: tuple[list[int], int], admitted: Admitted) -> EventStream:
         """Answer a conversation: pieces of text with their origins, and the rounds they came in."""
         params = SamplingParams(
             temperature=asked.temperature, seed=asked.seed, max_tokens=self._tokens(asked.max_tokens)
         )
-        prompt, left_out = self._fitting([one.model_dump() for one in asked.messages], params.max_tokens)
+        prompt, left_out = fitting
         seen = Witness()
         chunks, cancel = self._decoding(asked.method, prompt, params, asked.clock, seen)
 
@@ -195,16 +197,25 @@ class Live:
         timed = self._modelled[clock]
         return (timed.using(method) if method else timed).stream(prompt, params, seen.note)
 
-    def _fitting(self, messages: list[dict[str, str]], tokens: int) -> tuple[list[int], int]:
+    def fitting(self, asked: LiveChat) -> tuple[list[int], int]:
         """A conversation as token ids, and how many of its oldest messages were left out so that an answer has room:
-        all that it may have, but no more than a quarter of the context."""
-        engine = self._serving.engine
-        most = engine.context_length - min(tokens, engine.context_length // 4)
-        for left_out in range(0, len(messages), TURN):
-            prompt = engine.tokenizer.chat(messages[left_out:])
-            if len(prompt) <= most:
-                break
-        return prompt, left_out
+        all that it may have, but no more than a quarter of the context. It takes long, so it is a thread's work."""
+        engine, messages = self._serving.engine, [one.model_dump() for one in asked.messages]
+        most = engine.context_length - min(self._tokens(asked.max_tokens), engine.context_length // 4)
+        prompts: dict[int, list[int]] = {}
+
+        def fits(left_out: int) -> bool:
+            text = engine.tokenizer.chat_text(messages[left_out:])
+            if engine.tokenizer.least_tokens(text) > most and left_out + TURN < len(messages):
+                return False
+            prompts[left_out] = engine.tokenizer.chat(messages[left_out:])
+            return len(prompts[left_out]) <= most
+
+        choices = range(0, len(messages), TURN)
+        left_out = choices[min(bisect_left(choices, True, key=fits), len(choices) - 1)]
+        if left_out not in prompts:
+            fits(left_out)
+        return prompts[left_out], left_out
 
     def _count(self, chunk: Chunk, clock: str) -> None:
         """Count an answer that is finished; modelled seconds are not this server's."""
@@ -226,7 +237,8 @@ class Live:
 
 def routes(serving: Serving) -> APIRouter:
     """The routes of the page's questions."""
-    router, live = APIRouter(prefix="/v1/live", include_in_schema=False), Live(serving)
+    router = APIRouter(prefix="/v1/live", include_in_schema=False, route_class=CheckedRoute)
+    live = Live(serving)
 
     def admitted(request: Request) -> Admitted:
         return serving.limits.admit(note_of(request.scope).key, 1)
@@ -237,7 +249,13 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post("/chat")
     async def chat(request: Request, asked: LiveChat) -> EventStream:
-        return _counted(admitted(request), partial(live.chat, asked))
+        one, size = admitted(request), note_of(request.scope).body_bytes
+        try:
+            fitting = await serving.tokenizing.do(size, partial(live.fitting, asked))
+        except BaseException:
+            one.leave()
+            raise
+        return _counted(one, partial(live.chat, asked, fitting))
 
     @router.post("/race")
     async def race(request: Request, asked: LiveRace) -> EventStream:

@@ -1,4 +1,4 @@
-"""The log: one JSON object a line, one line a request.
+"""The log: one JSON object a line, one line a request; a line that repeats is counted, not repeated.
 
 Owns its shape. Invariant: what a client wrote, or was answered, is in no line unless that was asked for; so an error
 that nobody foresaw is told by its kind and place, not by its message.
@@ -21,6 +21,9 @@ from specbranch.serve.errors import of_engine
 from specbranch.serve.notes import note_of
 
 log = logging.getLogger("specbranch.serve")
+WINDOW = 60.0  # seconds in which equal lines are counted
+SHOWN = 3  # of them are written one by one; then the 10th, the 100th, …
+MOST_KINDS = 1000  # of lines that are counted
 QUIET = ("/health", "/ready", "/metrics")  # asked for every few seconds: logged only if they fail
 
 
@@ -39,6 +42,8 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "facts", {}),
         }
+        if (repeated := getattr(record, "repeated", 0)) > SHOWN:
+            told["repeated"] = repeated
         if record.exc_info and record.exc_info[0] is not None:
             kind, error, where = record.exc_info
             told["error"] = f"{kind.__name__}: {error}" if self._with_text else kind.__name__
@@ -46,10 +51,34 @@ class JsonLines(logging.Formatter):
         return json.dumps(told, ensure_ascii=True, default=str)
 
 
+class Repeats(logging.Filter):
+    """Lets a line pass that is repeated without end three times a minute, then as the 10th, the 100th and so on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[tuple[str, int, str], tuple[float, int]] = {}  # since when, and how often
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether to write a line; a request's line is of its own kind."""
+        if hasattr(record, "facts"):
+            return True
+        if len(self._counts) >= MOST_KINDS:
+            self._counts.clear()
+        key = record.name, record.levelno, str(record.msg)
+        since, count = self._counts.get(key, (record.created, 0))
+        if record.created - since > WINDOW:
+            since, count = record.created, 0
+        self._counts[key] = since, count + 1
+        record.repeated = count + 1
+        return count < SHOWN or str(count + 1).strip("0") == "1"
+
+
 def write_json(with_text: bool, level: int = logging.INFO) -> None:
     """Have this process log JSON lines, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(with_text))
+    handler.addFilter(Repeats())
+    logging.captureWarnings(True)
     root = logging.getLogger()
     root.handlers, root.level = [handler], logging.WARNING
     for name in ("specbranch", "uvicorn.error"):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from specbranch.answer import Output
-from specbranch.core.loop import Places
+from specbranch.core.loop import DraftState, Places
 from specbranch.core.scheduler import Snapshot
+from specbranch.serve.connections import CUTS, Connections
 from specbranch.serve.exposition import Histogram, Series, exposed
 from specbranch.serve.limits import REFUSALS, Limits
 
@@ -73,16 +74,21 @@ class ServerMetrics:
         self._draft_idle = _counter("draft_idle_seconds", "Time of decoding in which the draft did nothing.")
         self._target_idle = _counter("target_idle_seconds", "Time of decoding in which the target did nothing.")
         self._restarts = _counter("draft_restarts", "Times that a draft's process was made anew.")
+        self._draft = _gauge("draft_state", "1 for the state that the draft is in, 0 for the others.")
         self._failed = _counter("request_failures", "Answers that ended with an error, past their deadline too.")
         self._cancelled = _counter("request_cancellations", "Answers whose client was gone, or the server stopped.")
         self._refused = _counter("requests_refused", "Requests that were not let in, by why.")
         self._open = _gauge("requests_open", "Requests that were let in and are not answered.")
+        self._connections = _gauge("connections_open", "Connections that are open.")
+        self._cut = _counter("connections_cut", "Connections that were refused or cut off, by why.")
         self._free = _gauge("cache_places_free", "Places of a model's cache that nobody holds.")
         for reason in ("stop", "length"):
             self._success.add(0, finished_reason=reason)
         self._by_position.add(0, position="0")
         for reason in REFUSALS:
             self._refused.add(0, reason=reason)
+        for reason in CUTS:
+            self._cut.add(0, reason=reason)
         self._memory = Series("gauge", "process_resident_memory_bytes", "Memory of this process.")
 
     def chunk(self, seconds: float) -> None:
@@ -111,7 +117,7 @@ class ServerMetrics:
         if stats["tokens"] > 1:
             self._each.observe(decode / (stats["tokens"] - 1))
 
-    def text(self, snapshot: Snapshot, limits: Limits) -> str:
+    def text(self, snapshot: Snapshot, draft: DraftState, limits: Limits, connections: Connections) -> str:
         """Write all of it, as Prometheus reads it."""
         self._running.set(snapshot.running)
         self._waiting.set(snapshot.waiting)
@@ -121,7 +127,12 @@ class ServerMetrics:
         self._restarts.set(snapshot.draft_restarts)
         self._failed.set(snapshot.failed)
         self._cancelled.set(snapshot.cancelled)
+        for state in get_args(DraftState):
+            self._draft.set(state == draft, state=state)
         self._open.set(limits.requests)
+        self._connections.set(len(connections))
+        for reason, count in connections.cuts.items():
+            self._cut.set(count, reason=reason)
         for places in snapshot.places:
             self._free.set(places.free, model=places.of)
             if places.of == "target":

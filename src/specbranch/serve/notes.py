@@ -23,6 +23,7 @@ class RequestNote:
 
     id: str
     key: str | None = None
+    body_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -5,15 +5,19 @@ Owns the routes that no model works for.
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from functools import partial
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specbranch import __version__
+from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import ApiError
-from specbranch.serve.prompts import conversation
+from specbranch.serve.notes import note_of
+from specbranch.serve.prompts import chat_ids, encoded
 from specbranch.serve.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,7 +28,7 @@ from specbranch.serve.protocol import (
 )
 from specbranch.serve.serving import Serving, serving_of
 
-router = APIRouter()
+router = APIRouter(route_class=CheckedRoute)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -42,25 +46,15 @@ async def model(model: str, request: Request) -> ModelCard:
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
-async def tokenize(asked: TokenizeRequest, request: Request) -> TokenizeResponse:
+async def tokenize(asked: TokenizeRequest, request: Request) -> Response:
     """Return the tokens of a text, or of a conversation."""
-    serving = serving_of(request)
-    serving.check_model(asked.model)
-    ids = await asyncio.to_thread(_tokens, serving, asked)
-    texts = [serving.spelling.text(token) for token in ids] if asked.return_token_strs else None
-    length = serving.engine.context_length
-    return TokenizeResponse(count=len(ids), max_model_len=length, tokens=ids, token_strs=texts)
+    return await _counted(request, asked.model, partial(_tokens, serving_of(request), asked))
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
-async def detokenize(asked: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+async def detokenize(asked: DetokenizeRequest, request: Request) -> Response:
     """Return the text of tokens."""
-    serving = serving_of(request)
-    serving.check_model(asked.model)
-    size = serving.engine.vocabulary
-    if asked.tokens and max(asked.tokens) >= size:
-        raise ApiError(400, f"tokens has {max(asked.tokens)}, but ids go from 0 to {size - 1}.", param="tokens")
-    return DetokenizeResponse(prompt=serving.engine.tokenizer.decode(asked.tokens, skip_special=False))
+    return await _counted(request, asked.model, partial(_text, serving_of(request), asked))
 
 
 @router.get("/health", responses={503: {"description": "The engine has ended."}})
@@ -72,10 +66,11 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", responses={503: {"description": "No requests are taken."}})
 async def ready(request: Request) -> Response:
-    """Whether requests are taken."""
+    """Whether requests are taken, and what the draft does; without it answers only come later."""
     serving = serving_of(request)
     takes = serving.engine.is_alive and not serving.limits.closing
-    return JSONResponse({"status": "ready" if takes else "closing"}, 200 if takes else 503)
+    told = {"status": "ready" if takes else "closing", "draft": serving.engine.draft_state}
+    return JSONResponse(told, 200 if takes else 503)
 
 
 @router.get("/version")
@@ -88,17 +83,40 @@ async def version() -> dict[str, str]:
 async def metrics(request: Request) -> PlainTextResponse:
     """Tell Prometheus."""
     serving = serving_of(request)
-    return PlainTextResponse(serving.metrics.text(serving.engine.stats(), serving.limits), media_type=PROMETHEUS)
+    engine, counts = serving.engine, (serving.limits, serving.connections)
+    return PlainTextResponse(serving.metrics.text(engine.stats(), engine.draft_state, *counts), media_type=PROMETHEUS)
 
 
 def _card(serving: Serving) -> ModelCard:
     return ModelCard(id=serving.model, created=serving.since, max_model_len=serving.engine.context_length)
 
 
-def _tokens(serving: Serving, asked: TokenizeRequest) -> list[int]:
-    tokenizer = serving.engine.tokenizer
+async def _counted(request: Request, model: str | None, work: Callable[[], BaseModel]) -> Response:
+    """Do work on a text that is counted as a request while it lasts; its answer is written in the same thread."""
+    serving, note = serving_of(request), note_of(request.scope)
+    serving.check_model(model)
+    admitted = serving.limits.admit(note.key, 1)
+    try:
+        written = await serving.tokenizing.do(note.body_bytes, lambda: work().model_dump_json())
+    finally:
+        admitted.leave()
+    return Response(written, media_type="application/json")
+
+
+def _tokens(serving: Serving, asked: TokenizeRequest) -> TokenizeResponse:
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "Expected either a prompt or messages.", param="prompt")
     if asked.messages is None:
-        return tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
-    return tokenizer.chat(conversation(asked.messages), asked.add_generation_prompt)
+        ids = encoded(serving, asked.prompt or "", asked.add_special_tokens, "prompt")
+    else:
+        ids = chat_ids(serving, asked.messages, add_generation_prompt=asked.add_generation_prompt)
+    texts = [serving.spelling.text(token) for token in ids] if asked.return_token_strs else None
+    length = serving.engine.context_length
+    return TokenizeResponse.model_construct(count=len(ids), max_model_len=length, tokens=ids, token_strs=texts)
+
+
+def _text(serving: Serving, asked: DetokenizeRequest) -> DetokenizeResponse:
+    size = serving.engine.vocabulary
+    if asked.tokens and (largest := max(asked.tokens)) >= size:
+        raise ApiError(400, f"tokens has {largest}, but ids go from 0 to {size - 1}.", param="tokens")
+    return DetokenizeResponse(prompt=serving.engine.tokenizer.decode(asked.tokens, skip_special=False))

@@ -6,7 +6,7 @@ what is done anyway (no tools, text) is let through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbranch.config import SamplingParams
@@ -50,6 +50,22 @@ REFUSED = {
     "use_beam_search": "there is no beam search here",
     "length_penalty": "there is no beam search here",
     "priority": "requests are served in the order in which they come",
+    "skip_special_tokens": "special tokens are never part of an answer",
+    "include_stop_str_in_output": "a stop text is never part of an answer",
+    "no_stop_trim": "a stop text is never part of an answer",
+    "detokenize": "answers are texts",
+    "bad_words": "words are not forbidden here; logit_bias forbids tokens",
+    "allowed_token_ids": "tokens are not allowed one by one here; logit_bias prefers some",
+    "prompt_logprobs": "a prompt is scored by /v1/completions with echo and logprobs",
+    "truncate_prompt_tokens": "a prompt is never cut",
+    "continue_final_message": "a conversation always goes on with a new message",
+    "chat_template": "the model's own template is used",
+    "documents": "templates get no documents",
+    "mm_processor_kwargs": "only text is read",
+    "logits_processors": "there are none here",
+    "return_token_ids": "/tokenize tells token ids",
+    "return_tokens_as_token_ids": "/tokenize tells token ids",
+    "include_reasoning": "reasoning is not told apart from the answer",
 }
 # Values that ask for what is done anyway; as if they were not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -67,18 +83,40 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "priority": (0,),
     "annotations": ([],),
+    # what vLLM's and SGLang's clients send by default
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # there are no special tokens to put spaces between
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "detokenize": (True,),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "logits_processors": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True,),
+    # honoured by some endpoints, and done anyway by the others
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),  # in chats: the template writes them
 }
 
 
-def without_neutral(values: Any) -> Any:
-    """Leave out what is null or asks for nothing."""
+def without_neutral(values: Any, honoured: Container[str]) -> Any:
+    """Leave out what is null, or is not honoured here and asks for nothing."""
     if not isinstance(values, Mapping):
         return values
     return {
         name: value
         for name, value in values.items()
-        if value is not None and not (name in NEUTRAL and value in NEUTRAL[name])
+        if value is not None and (name in honoured or not _is_neutral(value, NEUTRAL.get(name, ())))
     }
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in neutral)  # True is not 1
 
 
 def sampling(asked: GenerationRequest, max_tokens: int, logprobs: int | None) -> SamplingParams:

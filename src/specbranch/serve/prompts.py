@@ -6,13 +6,28 @@ Owns what is checked of a prompt before the engine sees it. Invariant: what is n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
+from specbranch.errors import BadParameter
 from specbranch.serve.answering import Prepared
-from specbranch.serve.errors import ApiError
+from specbranch.serve.errors import ApiError, too_long
 from specbranch.serve.parameters import sampling, speculation
 from specbranch.serve.protocol import ChatMessage, ContentPart, GenerationRequest, StreamOptions
 from specbranch.serve.serving import Serving
+
+if TYPE_CHECKING:
+    from specbranch.text.tokenizer import Tokenizer
+
+
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "self",
+)  # the server sets these
 
 
 def prepared(
@@ -24,47 +39,99 @@ def prepared(
     scored: int | None = None,
 ) -> Prepared:
     """Check what is asked, and put it as the engine takes it; `max_tokens` 0 writes nothing."""
-    for prompt in prompts:
-        _check_length(serving, prompt)
     _check_bias(serving, asked)
-    settings = serving.settings
     return Prepared(
         prompts,
         sampling(asked, max(_longest(serving, max_tokens), 1), logprobs),
         speculation(asked),
-        min(asked.deadline or settings.timeout, settings.timeout),
         (asked.stream_options or StreamOptions()) if asked.stream else None,
         scored,
         generates=max_tokens != 0,
     )
 
 
+def deadline(serving: Serving, asked: GenerationRequest) -> float:
+    """Return in how many seconds a request has to be answered."""
+    return min(asked.deadline or serving.settings.timeout, serving.settings.timeout)
+
+
+def chat_ids(
+    serving: Serving,
+    messages: Sequence[ChatMessage],
+    variables: dict[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Return the tokens of a conversation that a context may hold; others are refused, unread if that is possible."""
+    tokenizer, holds = serving.engine.tokenizer, serving.engine.context_length
+    if len(messages) > holds:
+        raise too_long(holds, f"are {len(messages)}, each of which takes more than one", "messages")
+    said = conversation(messages)
+    text = _rendered(tokenizer, said, variables, add_generation_prompt)
+    return encoded(serving, text, not tokenizer.has_chat_template, "messages")
+
+
+def encoded(serving: Serving, text: str, add_special: bool, param: str) -> list[int]:
+    """Return the tokens of a text, unless its characters prove that there are too many."""
+    tokenizer, holds = serving.engine.tokenizer, serving.engine.context_length
+    if len(text) >= holds and tokenizer.least_tokens(text) >= holds:
+        raise too_long(holds, f"has {len(text)} characters, too many for so few tokens", param)
+    return tokenizer.encode(text, add_special)
+
+
+def check_length(serving: Serving, prompt: Sequence[int], param: str) -> None:
+    """Refuse a prompt that leaves no token for an answer."""
+    if len(prompt) >= (holds := serving.engine.context_length):
+        raise too_long(holds, f"resulted in {len(prompt)} tokens", param)
+
+
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return a conversation as a chat template takes it; a developer's word is the system's."""
-    return [{"role": _role(message), "content": _content(message)} for message in messages]
+    said = []
+    for at, message in enumerate(messages):
+        where = f"messages[{at}]"
+        said.append({"role": _role(message, where), "content": _content(message, f"{where} ({message.role})")})
+    return said
 
 
-def _role(message: ChatMessage) -> str:
+def _role(message: ChatMessage, where: str) -> str:
     if message.role in ("tool", "function"):
-        raise ApiError(400, f"A message's role is {message.role!r}: tools come later.", param="messages")
+        raise ApiError(400, f"{where}.role is {message.role!r}: tools come later. Leave it out.", param="messages")
     return "system" if message.role == "developer" else message.role
 
 
-def _content(message: ChatMessage) -> str:
+def _content(message: ChatMessage, where: str) -> str:
     content = message.refusal if message.content is None else message.content
     if content is None:
-        raise ApiError(400, f"A message of the {message.role} has no content; expected a text.", param="messages")
-    return content if isinstance(content, str) else "".join(_text(part) for part in content)
+        raise ApiError(400, f"{where} has no content; expected a text.", param="messages")
+    return content if isinstance(content, str) else "".join(_text(part, where) for part in content)
 
 
-def _text(part: ContentPart) -> str:
+def _text(part: ContentPart, where: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in ("text", "input_text", "output_text", "refusal"):
-        said = f"A message has a part of type {part.type!r:.60}: only text is read here, no images, audio or files."
+        said = f"{where} has a part of type {part.type!r:.60}: only text is read here, no images, audio or files."
         raise ApiError(400, said, code="unsupported_content", param="messages")
     if text is None:
-        raise ApiError(400, f"A message has a part of type {part.type!r} without a text.", param="messages")
+        raise ApiError(400, f"{where} has a part of type {part.type!r} without a text.", param="messages")
     return text
+
+
+def _rendered(
+    tokenizer: Tokenizer, said: list[dict[str, Any]], variables: dict[str, Any] | None, add_generation_prompt: bool
+) -> str:
+    """Have the model's template write a conversation; what it says against it is for people, what it trips over not."""
+    given = variables or {}
+    if reserved := [name for name in RESERVED if name in given]:
+        said_of = f"chat_template_kwargs has {reserved[0]!r}, which the server sets itself. Leave it out."
+        raise ApiError(400, said_of, param="chat_template_kwargs")
+    try:
+        return tokenizer.chat_text(said, add_generation_prompt, variables=given)
+    except BadParameter as error:
+        if error.__cause__ is None or type(error.__cause__) is TemplateError:
+            raise ApiError(400, str(error), param="messages") from None
+        what = f"with chat_template_kwargs {', '.join(given)[:200]}" if given else "of these messages"
+        said_of = f"The model's chat template cannot make a prompt {what}. Send others."
+        raise ApiError(400, said_of, param="chat_template_kwargs" if given else "messages") from None
 
 
 def _longest(serving: Serving, given: int | None) -> int:
@@ -76,12 +143,6 @@ def _longest(serving: Serving, given: int | None) -> int:
         said = f"{given} tokens were asked for, but this server writes {most} at most."
         raise ApiError(400, f"{said} Ask for fewer.", param="max_tokens")
     return given
-
-
-def _check_length(serving: Serving, prompt: Sequence[int]) -> None:
-    if len(prompt) >= (holds := serving.engine.context_length):
-        said = f"The prompt has {len(prompt)} tokens, but the context holds {holds}, one of which is for the answer."
-        raise ApiError(400, f"{said} Shorten it.", code="context_length_exceeded", param="prompt")
 
 
 def _check_bias(serving: Serving, asked: GenerationRequest) -> None:

@@ -7,18 +7,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from specbranch.config import PolicyName
 from specbranch.core.methods import METHODS
 from specbranch.serve.parameters import without_neutral
-from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_LOGPROBS, MOST_SAMPLES, MOST_STOPS
+from specbranch.serve.settings import (
+    LONGEST_STOP,
+    MOST_BIASES,
+    MOST_LOGPROBS,
+    MOST_SAMPLES,
+    MOST_STOP_IDS,
+    MOST_STOPS,
+)
 
 LARGEST = 2**63 - 1
-TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# Lists end at their first mistake: to name two million of them takes a minute.
+BiasedId = Annotated[int, Field(ge=0, le=LARGEST)]  # a name in JSON, so a text
+TokenId = Annotated[BiasedId, Field(strict=True)]  # no boolean
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Reason = Literal["stop", "length"]
+
+
+def few_biases(given: Any) -> Any:
+    """Refuse too many of them, before each is looked at."""
+    if isinstance(given, dict) and len(given) > MOST_BIASES:
+        raise ValueError(f"there are {len(given)}")
+    return given
 
 
 class Body(BaseModel):
@@ -29,7 +46,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any) -> Any:
-        return without_neutral(values)
+        return without_neutral(values, cls.model_fields)
 
 
 class StreamOptions(Body):
@@ -59,12 +76,12 @@ class GenerationRequest(Body):
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASES)
+    logit_bias: Annotated[dict[BiasedId, Bias] | None, BeforeValidator(few_biases)] = None
     seed: int | None = Field(None, ge=-LARGEST - 1, le=LARGEST)
     n: int = Field(1, ge=1, le=MOST_SAMPLES)
     min_tokens: int = Field(0, ge=0, le=LARGEST)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -98,15 +115,18 @@ class ChatMessage(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool = False
@@ -117,7 +137,12 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    )
     max_tokens: int = Field(16, ge=0, le=LARGEST)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = False
@@ -129,7 +154,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -139,7 +164,7 @@ class DetokenizeRequest(Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class CachedTokens(BaseModel):
@@ -308,9 +333,16 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-NAMES = frozenset(
-    name for body in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest) for name in body.model_fields
-)
-NESTED_NAMES = frozenset(
-    name for part in (ChatMessage, ContentPart, StreamOptions, SpeculativeChoice) for name in part.model_fields
-)
+BODIES: dict[str, type[Body]] = {  # by endpoint
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
+    "messages": ChatMessage,
+    "content": ContentPart,
+    "stream_options": StreamOptions,
+    "speculative": SpeculativeChoice,
+}
+NAMES = frozenset(name for body in (*BODIES.values(), *PARTS.values()) for name in body.model_fields)

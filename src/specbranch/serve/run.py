@@ -1,45 +1,57 @@
-"""A server as a process: it listens, tells where, and on a signal lets answers finish.
+"""A server as a process: it takes its port, says where it listens, and on a signal lets answers finish.
 
-Owns uvicorn's settings and the way a server ends.
+Owns uvicorn's settings, the sockets and the way a server ends.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
+import os
 import socket
-from collections.abc import Callable
+import time
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from specbranch.async_engine import AsyncLLM
 from specbranch.engine import LLM
+from specbranch.errors import BadParameter
 from specbranch.serve.app import create_app
+from specbranch.serve.connections import BACKLOG, GuardedProtocol
 from specbranch.serve.logs import write_json
+from specbranch.serve.serving import Serving
 from specbranch.serve.settings import ServerSettings
 
 log = logging.getLogger("specbranch.serve")
 KEPT_ALIVE = 30  # seconds that a connection stays open without a request
+LOOK = 0.05  # seconds between two looks whether all is answered
 
 
 class GracefulServer(uvicorn.Server):
-    """A server that takes nothing new once it is told to stop, and says so."""
+    """A server that, once it is to stop, finishes its answers and refuses new requests with a sentence meanwhile."""
 
-    def __init__(self, app: FastAPI, settings: ServerSettings, tell: Callable[[str], None] | None = None) -> None:
-        """`tell` hears where the server listens."""
+    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        serving: Serving = app.state.serving
+        protocol: Any = partial(GuardedProtocol, serving.connections)
         config = uvicorn.Config(
             app,
             host=settings.host,
             port=settings.port,
+            http=protocol,
+            ws="none",
+            backlog=BACKLOG,
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEPT_ALIVE,
-            timeout_graceful_shutdown=max(round(settings.grace), 1),
         )
         super().__init__(config)
-        self._limits, self._tell = app.state.serving.limits, tell
+        self._limits, self._connections, self._grace = serving.limits, serving.connections, settings.grace
 
     @property
     def address(self) -> str:
@@ -48,13 +60,23 @@ class GracefulServer(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and tell where."""
+        """Listen, and log where."""
+        self._connections.fit_files()
         await super().startup(sockets)
-        if self.started and self._tell is not None:
-            self._tell(self.address)
+        if self.started:
+            log.info("Serving at %s", self.address, extra={"facts": {"address": self.address}})
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish what was admitted, while new requests get a 503; then close."""
+        end = time.monotonic() + self._grace
+        while self._limits.requests and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(LOOK)
+        self.config.timeout_graceful_shutdown = max(round(end - time.monotonic()), 1)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take no more requests; answers under way are finished, unless a second signal comes."""
+        self.force_exit = self.force_exit or self.should_exit
         self.stop()
         super().handle_exit(sig, frame)
 
@@ -64,8 +86,56 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(llm: LLM, settings: ServerSettings, tell: Callable[[str], None]) -> None:
-    """Serve a loaded LLM until a signal comes."""
+def bound(settings: ServerSettings) -> list[socket.socket]:
+    """Take the port, at all addresses of the host, before anything is loaded; nobody is heard yet."""
+    found: list[socket.socket] = []
+    port = settings.port
+    try:
+        for family, address in _addresses(settings.host):
+            one = socket.socket(family, socket.SOCK_STREAM)
+            found.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind((address, port))
+            port = one.getsockname()[1]  # one that was free is the same at all addresses
+    except OSError as error:
+        for one in found:
+            one.close()
+        raise _not_bound(settings, error) from None
+    return found
+
+
+def serve(llm: LLM, settings: ServerSettings, sockets: list[socket.socket]) -> None:
+    """Serve a loaded LLM at sockets that are bound, until a signal comes."""
     write_json(settings.log_text)
     app = create_app(AsyncLLM(llm, max_batch=settings.max_batch), settings)
-    GracefulServer(app, settings, tell).run()
+    try:
+        GracefulServer(app, settings).run(sockets)
+    except OSError as error:  # another server was quicker to listen
+        raise _not_bound(settings, error) from None
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    told = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in told))
+
+
+def _not_bound(settings: ServerSettings, error: OSError) -> BadParameter:
+    """Say why the server cannot listen, and what to do."""
+    host, port = settings.host, settings.port
+    if isinstance(error, socket.gaierror):
+        return BadParameter(f"host is {host!r}, which is no address of this machine ({error.strerror}). Give another.")
+    if error.errno == errno.EADDRINUSE:
+        said = f"Port {port} of {host} is taken: another server listens there."
+        return BadParameter(f"{said} End that one, or choose another port: --port {_other(port)}, or 0 for a free one.")
+    if error.errno == errno.EACCES:
+        return BadParameter(f"Port {port} of {host} is not open to this user. Choose one above 1023 (--port).")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return BadParameter(f"host is {host!r}, which is no address of this machine. Give one that it has (--host).")
+    said = os.strerror(error.errno) if error.errno else str(error)
+    return BadParameter(f"The server cannot listen at port {port} of {host} ({said}). Choose others: --host, --port.")
+
+
+def _other(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1

@@ -12,11 +12,13 @@ from pathlib import Path
 from starlette.requests import Request
 
 from specbranch.async_engine import AsyncLLM
+from specbranch.serve.connections import Connections
 from specbranch.serve.errors import ApiError
 from specbranch.serve.limits import Limits
 from specbranch.serve.metrics import ServerMetrics
 from specbranch.serve.settings import ServerSettings
 from specbranch.serve.spelling import Spelling
+from specbranch.serve.text_work import TextWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +29,19 @@ class Serving:
     settings: ServerSettings
     model: str
     limits: Limits
+    connections: Connections
     metrics: ServerMetrics
     spelling: Spelling
+    parsing: TextWork = field(default_factory=TextWork)  # of bodies
+    tokenizing: TextWork = field(default_factory=TextWork)  # of texts that were admitted
     since: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def of(cls, engine: AsyncLLM, settings: ServerSettings) -> Serving:
         """Put it together."""
         model = settings.model_name or Path(engine.target).name
-        return cls(engine, settings, model, Limits(settings), ServerMetrics(model), Spelling(engine.tokenizer))
+        counts = Limits(settings), Connections(settings), ServerMetrics(model)
+        return cls(engine, settings, model, *counts, Spelling(engine.tokenizer))
 
     def check_model(self, name: str | None) -> None:
         """Refuse a name that is not served; none is ours."""

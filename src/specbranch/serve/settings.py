@@ -15,6 +15,8 @@ MOST_SAMPLES = 128  # of one request: n times its prompts
 MOST_LOGPROBS = 20  # of the likeliest tokens told at a place
 MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is looked for at every token, while others wait
 MOST_BIASES = 1024  # tokens: each is written into every row
+MOST_STOP_IDS = 1024  # tokens that end an answer
+LONGEST_WAIT = 365 * 86400.0  # seconds: what is longer is a slip, and beyond what clocks of threads can wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +33,21 @@ class ServerSettings:
     max_tokens: int | None = None  # most that one answer may have; nothing: what the context holds
     max_body: int = 4 * 2**20  # bytes
     max_per_key: int = 64  # requests of one key at a time
+    max_connections: int = 1024  # open at a time
+    max_per_address: int = 256  # of them from one address; a proxy is one
+    read_timeout: float = 20.0  # seconds for the header of a request, and then for its body (16 KB/s are enough)
     timeout: float = 600.0  # seconds in which a request has to be answered
     grace: float = 60.0  # seconds that answers under way have once the server is told to stop
     log_text: bool = False  # whether prompts and answers are logged
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_batch", "max_body", "max_per_key"):
+        for name in ("max_queue", "max_batch", "max_body", "max_per_key", "max_connections", "max_per_address"):
             if getattr(self, name) < 1:
                 raise BadParameter(f"{name} is {getattr(self, name)!r}; expected a whole number ≥ 1.")
-        for name in ("timeout", "grace"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise BadParameter(f"{name} is {getattr(self, name)!r}; expected seconds above 0.")
+        for name in ("read_timeout", "timeout", "grace"):
+            if not 0 < getattr(self, name) <= LONGEST_WAIT:
+                said = f"{name} is {getattr(self, name)!r}; expected seconds above 0 and at most"
+                raise BadParameter(f"{said} {LONGEST_WAIT:.0f} (a year).")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise BadParameter(f"max_tokens is {self.max_tokens!r}; expected a whole number ≥ 1, or nothing.")
         if not 0 <= self.port <= 65535:
