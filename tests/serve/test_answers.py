@@ -264,7 +264,7 @@ def test_a_mistake_gets_a_sentence(served: Running, path: str, body: dict[str, A
     assert status == 400 and sentence in error["message"] and error["type"] == "invalid_request_error"
 
 
-def test_what_a_template_says_against_a_conversation_is_told_and_nothing_of_jinja(served: Running) -> None:
+def test_a_client_reads_what_a_template_says_against_a_conversation_and_nothing_of_jinja(served: Running) -> None:
     for kwargs in ({"messages": 1}, {"self": 1}, {"tools": []}):
         status, error = served.error(CHAT, {"messages": TALK, "chat_template_kwargs": kwargs})
         assert (status, error["param"]) == (400, "chat_template_kwargs")

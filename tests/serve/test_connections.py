@@ -92,8 +92,8 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waited_longest(pair: t
         for one in idle[1:]:
             one.sendall(HEALTH)
             assert one.recv(2**16).startswith(b"HTTP/1.1 200")
-        told = server.http.get("/metrics").text
-        assert 'connections_cut_total{model_name="target",engine="0",reason="crowded"} 1' in told
+        metrics = server.http.get("/metrics").text
+        assert 'connections_cut_total{model_name="target",engine="0",reason="crowded"} 1' in metrics
         for one in idle:
             one.close()
 
@@ -173,10 +173,10 @@ def test_a_line_that_repeats_is_counted_and_written_a_few_times() -> None:
             log.warning("request", extra={"facts": {"request_id": at}})
     finally:
         log.removeHandler(handler)
-    told = [json.loads(line) for line in lines]
-    of_request = [line["request_id"] for line in told if line["message"] == "request"]
+    written = [json.loads(line) for line in lines]
+    of_request = [line["request_id"] for line in written if line["message"] == "request"]
     assert of_request == list(range(1000))
-    repeated = [line.get("repeated") for line in told if line["message"] != "request"]
+    repeated = [line.get("repeated") for line in written if line["message"] != "request"]
     assert repeated == [None, None, None, 10, 100, 1000]
 
 
@@ -189,4 +189,4 @@ def test_a_connection_is_kept_from_request_to_request(impatient: Running) -> Non
                 new = one.recv(2**16)
                 assert new, "it was closed"
                 heard += new
-            time.sleep(0.25)  # longer than a header may take: none has begun
+            time.sleep(0.25)  # longer than a header may take: none has started

@@ -86,9 +86,9 @@ def test_the_server_is_heard_while_it_checks_the_many_parts_of_a_body(busy: Runn
 
 def test_texts_that_are_no_more_than_long_are_tokenised_beside_others(served: Running, reference: LLM) -> None:
     text = "\u0635" * 100 + PROMPT * 40
-    told, _ = heard_beside(served, "/tokenize", {"prompt": text})
+    tokens, _ = heard_beside(served, "/tokenize", {"prompt": text})
     ids = reference.tokenizer.encode(text)
-    assert told.json()["tokens"] == ids
+    assert tokens.json()["tokens"] == ids
     answer, _ = heard_beside(served, "/detokenize", {"tokens": ids * 200})
     assert answer.json()["prompt"] == reference.tokenizer.decode(ids * 200, skip_special=False)
 
@@ -122,11 +122,11 @@ def test_a_request_is_counted_before_it_has_tokens(busy: Running, monkeypatch: p
 def test_long_bodies_wait_for_one_another_and_short_ones_for_none(
     busy: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, begun = threading.Event(), list[int]()
+    gate, started = threading.Event(), list[int]()
     encode = busy.engine.tokenizer.encode
 
     def slow(text: str, special: bool = True) -> list[int]:
-        begun.append(len(text))
+        started.append(len(text))
         if len(text) > LONG:
             assert gate.wait(WAIT)
             return [1]
@@ -136,12 +136,12 @@ def test_long_bodies_wait_for_one_another_and_short_ones_for_none(
     monkeypatch.setattr(busy.engine.tokenizer, "least_tokens", lambda text: 0)
     long = {"prompt": "x" * (LONG + 1), "max_tokens": 1}
     first = Visitor(busy.url, COMPLETE, long)
-    until(lambda: len(begun) == 1)
+    until(lambda: len(started) == 1)
     second = Visitor(busy.url, COMPLETE, {**long, "deadline": 0.2})
     second.hear(b"HTTP/1.1 408")
     assert busy.post("/tokenize", {"prompt": "x"}).json()["count"] == 1
     first.leave()  # its thread works on, and is counted as long as it does
-    assert begun == [LONG + 1, 1] and busy.server._limits.requests == 1
+    assert started == [LONG + 1, 1] and busy.server._limits.requests == 1
     gate.set()
     until(busy.is_idle)
     second.leave()

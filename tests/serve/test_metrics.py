@@ -60,7 +60,7 @@ def test_answers_are_counted_under_vllms_names(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow  # a worker imports torch
-def test_the_state_of_the_draft_is_told_and_the_server_stays_ready(pair: tuple[str, str]) -> None:
+def test_ready_and_metrics_name_the_state_of_the_draft_and_the_server_stays_ready(pair: tuple[str, str]) -> None:
     with running(load_tiny(pair, executor="process")) as server:
         executor: Any = server.engine._llm.scheduler.loop.executor
         until(lambda: server.http.get("/ready").json() == {"status": "ready", "draft": "ready"})
@@ -68,12 +68,12 @@ def test_the_state_of_the_draft_is_told_and_the_server_stays_ready(pair: tuple[s
         os.kill(executor.child_pid, signal.SIGKILL)
         until(lambda: server.http.get("/ready").json()["draft"] == "lost")
         assert server.http.get("/ready").status_code == 200
-        told = read(server)
-        assert told['draft_statestate="lost"'] == 1 and told['draft_statestate="ready"'] == 0
-        assert told["draft_restarts_total"] == 0
+        found = read(server)
+        assert found['draft_statestate="lost"'] == 1 and found['draft_statestate="ready"'] == 0
+        assert found["draft_restarts_total"] == 0
 
 
-def test_a_draft_in_this_process_is_ready_and_none_is_told_as_none(served: Running, pair: tuple[str, str]) -> None:
+def test_a_draft_in_this_process_is_ready_and_a_missing_one_is_none(served: Running, pair: tuple[str, str]) -> None:
     assert served.http.get("/ready").json() == {"status": "ready", "draft": "ready"}
     with running(load_tiny((pair[0], None))) as server:  # type: ignore[arg-type]
         assert server.http.get("/ready").json() == {"status": "ready", "draft": "none"}

@@ -28,14 +28,14 @@ def test_a_server_told_to_stop_finishes_its_answers(pair: tuple[str, str], tmp_p
     command = [sys.executable, "-m", "specbranch", "serve", "--target", pair[0], "--draft", pair[1], *small]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        told = (json.loads(line) for line in process.stderr)  # every line of it
-        url = next(line["address"] for line in told if "address" in line)
+        log = (json.loads(line) for line in process.stderr)  # every line of it
+        url = next(line["address"] for line in log if "address" in line)
         with httpx.stream("POST", f"{url}/v1/completions", json=STREAM, timeout=120) as response:
             heard = response.iter_lines()
             first = next(heard)
             process.send_signal(signal.SIGTERM)
             said = [first, *(one for one in heard if one)]
-        rest = list(told)
+        rest = list(log)
         process.wait(120)
     assert said[-1] == "data: [DONE]" and '"finish_reason":"length"' in said[-2]
     request = next(line for line in rest if line["message"] == "request")
@@ -43,7 +43,7 @@ def test_a_server_told_to_stop_finishes_its_answers(pair: tuple[str, str], tmp_p
     assert process.returncode == -signal.SIGTERM and rest[-1]["message"].startswith("Finished server process")
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+def test_a_port_that_is_taken_is_noticed_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import specbranch.cli.serve
@@ -65,7 +65,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         ("nowhere.invalid", "host is 'nowhere"),
     ],
 )
-def test_an_address_that_this_machine_does_not_have_is_told_in_a_sentence(host: str, said: str) -> None:
+def test_an_address_that_this_machine_does_not_have_gets_a_sentence(host: str, said: str) -> None:
     with pytest.raises(BadParameter, match=said):
         bound(ServerSettings(host=host, port=0))
 
@@ -77,7 +77,7 @@ def test_a_free_port_is_the_same_at_all_addresses_of_a_host() -> None:
         one.close()
 
 
-def test_a_port_that_another_server_was_quicker_to_take_is_told_in_a_sentence(pair: tuple[str, str]) -> None:
+def test_a_port_that_another_server_was_quicker_to_take_gets_a_sentence(pair: tuple[str, str]) -> None:
     settings = ServerSettings(port=0)
     sockets = bound(settings)
     with socket.socket() as other:

@@ -21,16 +21,16 @@ LONG_TEXT = "".join(SENTENCES) * 200  # about a tenth of a second of work
 
 def turns_beside(work: Callable[[], Any]) -> int:
     """How often this thread had its turn while another one worked."""
-    done, begun, turns = threading.Event(), threading.Event(), 0
+    done, started, turns = threading.Event(), threading.Event(), 0
 
     def at_work() -> None:
-        begun.set()
+        started.set()
         work()
         done.set()
 
     thread = threading.Thread(target=at_work)
     thread.start()
-    begun.wait()
+    started.wait()
     while not done.wait(0.001):
         turns += 1
     thread.join()

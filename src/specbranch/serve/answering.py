@@ -90,7 +90,7 @@ async def respond(request: Request, samples: int, within: float, work: Work) -> 
     serving, note = serving_of(request), note_of(request.scope)
     admitted = serving.limits.admit(note.key, samples)
     try:
-        return await unless_gone(request.receive, _begun(serving, note, admitted, within, work))
+        return await unless_gone(request.receive, _started(serving, note, admitted, within, work))
     except BaseException as error:
         admitted.leave()
         if isinstance(error, ClientGone):
@@ -98,8 +98,8 @@ async def respond(request: Request, samples: int, within: float, work: Work) -> 
         raise
 
 
-async def _begun(serving: Serving, note: RequestNote, admitted: Admitted, within: float, work: Work) -> Response:
-    """Return the whole answer, or a stream that has begun."""
+async def _started(serving: Serving, note: RequestNote, admitted: Admitted, within: float, work: Work) -> Response:
+    """Return the whole answer, or a stream whose first part is there."""
     try:
         async with asyncio.timeout(within):
             prepared, form = await serving.tokenizing.do(note.body_bytes, work)

@@ -69,8 +69,8 @@ async def ready(request: Request) -> Response:
     """Whether requests are taken, and what the draft does; without it answers only come later."""
     serving = serving_of(request)
     takes = serving.engine.is_alive and not serving.limits.closing
-    told = {"status": "ready" if takes else "closing", "draft": serving.engine.draft_state}
-    return JSONResponse(told, 200 if takes else 503)
+    state = {"status": "ready" if takes else "closing", "draft": serving.engine.draft_state}
+    return JSONResponse(state, 200 if takes else 503)
 
 
 @router.get("/version")

@@ -65,7 +65,7 @@ REFUSED = {
     "logits_processors": "there are none here",
     "return_token_ids": "/tokenize tells token ids",
     "return_tokens_as_token_ids": "/tokenize tells token ids",
-    "include_reasoning": "reasoning is not told apart from the answer",
+    "include_reasoning": "reasoning is part of the answer here",
 }
 # Values that ask for what is done anyway; as if they were not there.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

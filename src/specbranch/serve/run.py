@@ -117,8 +117,8 @@ def serve(llm: LLM, settings: ServerSettings, sockets: list[socket.socket]) -> N
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    told = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in told))
+    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
 
 
 def _not_bound(settings: ServerSettings, error: OSError) -> BadParameter:
