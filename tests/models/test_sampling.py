@@ -4,7 +4,9 @@ is drawn."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -293,6 +295,30 @@ def test_kept_noise_is_bounded_in_rows_and_bytes() -> None:
         assert len(rows) == 9
         assert len(noise._kept) == most
         assert noise.row((1, 0, 8), 100).data_ptr() == rows[8].data_ptr(), "the most recent is kept"
+
+
+def test_threads_share_the_noise_of_vocabularies_of_any_length() -> None:
+    """Two engines of one process: one asks for a longer vocabulary while the other makes its rows."""
+    places = [(1, 0, position) for position in range(8)]
+    expected = Noise().rows(places, 300)
+    turns: list[bool] = []
+
+    def ask(noise: Noise, vocabularies: range) -> None:
+        for vocabulary in vocabularies:
+            rows = noise.rows(places, vocabulary)
+            turns.append(all(torch.equal(row, whole[:vocabulary]) for row, whole in zip(rows, expected, strict=True)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(4):
+            noise = Noise(rows=3)
+            with ThreadPoolExecutor(3) as threads:
+                for asked in [threads.submit(ask, noise, range(start, 300, 20)) for start in (1, 8, 15)]:
+                    asked.result()  # raises what was raised there
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(turns) == 4 * 45 and all(turns)
 
 
 def test_lanes_at_one_position_share_their_noise() -> None:

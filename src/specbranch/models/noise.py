@@ -3,7 +3,7 @@ that asks again.
 
 Owns the rows and their transform; the hash itself is `core.noise`. Invariant: a row is a function of (seed, sample,
 position) and the token id alone; it is made elementwise, so neither the other rows asked for nor the length of the
-vocabulary changes its bits.
+vocabulary changes its bits. Several threads may ask at once: a lock guards what is kept, and rows are made outside it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touc
 class Noise:
     """The most recently used rows of noise.
 
-    Draft and target may share one: rows are as long as the longest vocabulary asked for so far, and handed out cut to
-    size.
+    Draft and target may share one, and so may engines in several threads: rows are as long as the longest vocabulary
+    asked for so far, and handed out cut to size.
     """
 
     def __init__(self, rows: int = ROWS, most_bytes: int = BYTES) -> None:
@@ -39,12 +40,14 @@ class Noise:
         self._width = 0  # of whole rows
         self._ids: dict[torch.device, Tensor] = {}
         self._kept: OrderedDict[NoiseKey, Tensor] = OrderedDict()
+        self._lock = Lock()
 
     def ids(self, vocabulary: int, device: torch.device) -> Tensor:
         """Return the first token ids [vocabulary], on a device."""
-        if device not in self._ids or len(self._ids[device]) < vocabulary:
-            self._ids[device] = torch.arange(vocabulary, device=device)
-        return self._ids[device][:vocabulary]
+        ids = self._ids.get(device)
+        if ids is None or len(ids) < vocabulary:
+            ids = self._ids[device] = torch.arange(vocabulary, device=device)
+        return ids[:vocabulary]
 
     def row(self, place: Place, vocabulary: int) -> Tensor:
         """Return −log E of the first `vocabulary` token ids at a place [vocabulary], float32."""
@@ -52,10 +55,12 @@ class Noise:
 
     def rows(self, places: Sequence[Place], vocabulary: int) -> list[Tensor]:
         """Return the rows of several places, making those that are missing."""
-        if vocabulary > self._width:
-            self._width = vocabulary
-            self._kept.clear()
-        return [row[:vocabulary] for row in self._found(places, self.ids(self._width, torch.device("cpu")), None)]
+        with self._lock:
+            if vocabulary > self._width:
+                self._width = vocabulary
+                self._kept.clear()
+            width = self._width
+        return [row[:vocabulary] for row in self._found(places, self.ids(width, torch.device("cpu")), None)]
 
     def rows_of(self, places: Sequence[Place], columns: Columns) -> list[Tensor]:
         """Return the rows of several places for some tokens only [columns].
@@ -68,15 +73,17 @@ class Noise:
         return self._found(places, columns.ids, columns)
 
     def _found(self, places: Sequence[Place], ids: Tensor, columns: Columns | None) -> list[Tensor]:
-        found: dict[Place, Tensor] = {}
-        for place in dict.fromkeys(places):
-            kept = self._kept.get((place, columns))
-            found[place] = gumbel(hashed(place, ids)) if kept is None else kept
-        for place, row in found.items():
-            self._remember((place, columns), row)
+        with self._lock:
+            kept = {place: self._kept.get((place, columns)) for place in places}
+        found = {place: gumbel(hashed(place, ids)) if row is None else row for place, row in kept.items()}
+        with self._lock:
+            for place, row in found.items():
+                self._remember((place, columns), row)
         return [found[place] for place in places]
 
     def _remember(self, key: NoiseKey, row: Tensor) -> None:
+        if key[1] is None and len(row) < self._width:
+            return  # another thread has asked for a longer vocabulary meanwhile
         self._kept[key] = row
         self._kept.move_to_end(key)
         while len(self._kept) > max(1, min(self._rows, self._bytes // (4 * max(self._width, len(row))))):
