@@ -58,6 +58,14 @@ class DownloadError(SpecBranchError):
     """A file could not be fetched, checked or stored."""
 
 
+def not_finite(model: str) -> ModelError:
+    """Build the error for a model whose scores are NaN or infinite."""
+    return ModelError(
+        f"The logits of {model} are not finite (NaN or infinity). Its weights are damaged, or too large for this "
+        "precision: fetch the model again, or use another dtype."
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the closest known name, or an empty string."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)

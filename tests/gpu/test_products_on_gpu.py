@@ -23,8 +23,11 @@ CASES = [
 NO_NORM = SimpleNamespace(qk_norm=False, head_dim=128)
 
 
-def multiplied(name: str, linear: PlainLinear | StoredLinear, x: torch.Tensor) -> torch.Tensor:
-    """x·Wᵀ by the head's kernel, cut as the product is; rows are divided by the root of ones."""
+def multiplied(
+    name: str, linear: PlainLinear | StoredLinear, x: torch.Tensor, sums: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x·Wᵀ by the head's kernel, cut as the product is; rows are divided by the root of `sums` [rows, sums], or of
+    ones."""
     from specbranch.models.gpu import product_kernels
 
     product = product_of(name, linear, NO_NORM)  # type: ignore[arg-type]
@@ -36,10 +39,13 @@ def multiplied(name: str, linear: PlainLinear | StoredLinear, x: torch.Tensor) -
         torch.full((len(held), 1), float(product.ins), device="cuda"),
         torch.zeros(len(held), product.outs, device="cuda"),
     )
+    if sums is not None:
+        squares = torch.ones(len(held), sums.shape[1], device="cuda")
+        squares[:rows] = sums
     weight, _, scale = product.tensors()
     how = {**product.how(rows, False), "PARTS": 1}
     product_kernels.scored[grid](
-        held, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=1, **how
+        held, weight, scale, squares, out, 0.0, rows, product.outs, product.ins, NORMS=squares.shape[1], **how
     )
     return out[:rows]
 
@@ -68,3 +74,18 @@ def test_a_row_has_the_same_bits_in_a_tile_of_any_size(
                 assert torch.equal(among[row], alone[at]), (
                     f"row {row} among {count}, by {cut_of(name, outs, ins, stored)}"
                 )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")], ids=str)
+def test_a_sum_of_squares_that_is_not_finite_spoils_its_row_and_no_other(bad: float) -> None:
+    torch.manual_seed(0)
+    linear = PlainLinear(torch.randn(301, 384, device="cuda", dtype=torch.bfloat16), None)
+    x = torch.randn(4, 384, device="cuda", dtype=torch.bfloat16)
+    sums = torch.rand(4, 8, device="cuda") + 0.5
+    sound = multiplied("head", linear, x, sums)
+    expected = (x.float() @ linear.weight.float().T) * torch.rsqrt(sums.sum(1, keepdim=True) / 384)
+    assert ((sound - expected).abs().max() / expected.abs().max()).item() < 1e-3
+    sums[2, 5] = bad
+    found = multiplied("head", linear, x, sums)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3]], sound[[0, 1, 3]])

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from broken_weights import DAMAGE, damage
 from specbranch import LLM
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
@@ -20,6 +23,7 @@ from specbranch.core.orders import Context, Grow, Orders, Verify
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.core.trees import NO_TREE, Growth
+from specbranch.errors import ModelError
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
@@ -130,6 +134,24 @@ def test_a_draft_that_says_no_number_changes_no_text(device: str, folders: tuple
         for number in range(2):
             plain, session = decode(broken, "autoregressive", number), decode(broken, method, number)
             assert session.tokens == plain.tokens, method
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_target_that_is_not_finite_ends_its_requests_with_a_sentence(
+    how: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copytree(folders[0], tmp_path / "target")
+    damage(tmp_path / "target", DAMAGE[how])
+    target = load_native(tmp_path / "target", context_length=600, device="cuda", dtype="bfloat16")
+    broken = Streams(Verifier(target), Drafter(load_native(folders[1], context_length=600, device="cuda")))
+    rules: tuple[Rule, ...] = ("match", "ratio")
+    for method, rule in product(("autoregressive", *METHODS_TRIED), rules):
+        for params in ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.9, "logprobs": 2}):
+            loop = Loop(broken)
+            session = start(loop, method, 1, rule, **params)
+            run_out(loop)
+            assert isinstance(session.error, ModelError), (method, rule, params)
+            assert "logits of the target are not finite" in str(session.error)
 
 
 def test_under_ratio_requests_are_served_too(executor: Streams) -> None:

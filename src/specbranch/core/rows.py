@@ -15,7 +15,7 @@ from specbranch.core import noise
 from specbranch.core.noise import Purpose
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.request import Request, Spot
-from specbranch.core.runner import Ask, Feed, Judged, Law, Proposal, Trial, Verdicts
+from specbranch.core.runner import NO_TOKEN, Ask, Feed, Judged, Law, NoNumber, Proposal, Trial, Verdicts
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.verify import Outcome, accept_match, accept_ratio
 
@@ -27,7 +27,8 @@ class Sampler(Protocol[Row_contra]):
     """Turns rows into tokens; temperature, filters, penalties and noise live here, the same for target and draft."""
 
     def pick(self, rows: Sequence[Row_contra], spots: Sequence[Spot]) -> list[int]:
-        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
+        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id; NO_TOKEN if the
+        greatest score is not finite."""
         ...
 
     def propose(self, rows: Sequence[Row_contra], spots: Sequence[Spot], asks: Sequence[Ask]) -> list[Proposal]:
@@ -35,7 +36,7 @@ class Sampler(Protocol[Row_contra]):
         ...
 
     def law(self, row: Row_contra, spot: Spot) -> Law:
-        """Return the shaped distribution at a row."""
+        """Return the shaped distribution at a row, or raise NoNumber."""
         ...
 
     def margin(self, row: Row_contra, spot: Spot, first: int, second: int) -> float:
@@ -160,6 +161,8 @@ class RowRunner(Generic[Row]):
 
     def _judged(self, trial: Trial) -> Judged:
         path, token = self._outcome(trial)
+        if token == NO_TOKEN:
+            return Judged(path, token)
         last = trial.node(path[-1] if path else ROOT)
         return Judged(
             path,
@@ -180,7 +183,10 @@ class RowRunner(Generic[Row]):
         def law(index: int) -> Law:
             return self.sampler.law(self._rows[trial.seq][trial.node(index)], self._spot_of(trial, index))
 
-        return accept_ratio(trial.order, law, self._uniform(trial), trial.head)
+        try:
+            return accept_ratio(trial.order, law, self._uniform(trial), trial.head)
+        except NoNumber:
+            return (), NO_TOKEN
 
     def _uniform(self, trial: Trial) -> noise.Uniform:
         request, start = self._requests[trial.seq], len(trial.order.on)

@@ -19,9 +19,14 @@ from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
 
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
+NO_TOKEN = -1  # what a target says whose scores are not finite
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
 
 Allowed = frozenset[int]  # the tokens that may be said at a place
+
+
+class NoNumber(RuntimeError):
+    """A model's scores are NaN or infinite."""
 
 
 class Feed(NamedTuple):
@@ -93,7 +98,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Indices of the taken tokens, then the target's own next one; `said` is what a probe made of the row behind the
+    """Indices of the taken tokens, then the target's own next one, NO_TOKEN if a row on the way is not finite; `said` is what a probe made of the row behind the
     last taken, `kept` whether what was taken joined the prefix already."""
 
     path: tuple[int, ...]

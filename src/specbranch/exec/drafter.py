@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from specbranch.core.costs import MOST_UNREAD
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
-from specbranch.core.runner import Ask, Done, Feed, Lanes, Proposal, RunsAhead
+from specbranch.core.runner import Ask, Done, Feed, Lanes, NoNumber, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree
 from specbranch.errors import CacheFull
@@ -22,10 +22,6 @@ from specbranch.exec.worker import Worker, chain_after, never
 
 # told of the sessions' first heads as soon as they are drawn, where there are any
 Announce = Callable[[dict[int, Branch]], None]
-
-
-class NoNumber(RuntimeError):
-    """The draft is unsound: how sure it is of what it proposes is no number."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from specbranch.core.orders import (
     Verify,
     as_drafted,
 )
-from specbranch.errors import SpecBranchError
+from specbranch.errors import SpecBranchError, not_finite
 from specbranch.exec.verifier import Heed, Scored, Verifier
 from specbranch.exec.worker import Worker
 
@@ -175,7 +175,8 @@ def reports_of(
             drafting=drafting if order.draft and session not in lost else None,
             verifying=verifying if order.verify or order.read else None,
             draft_lost=order.draft is not None and session in lost,
-            error=failed.get(session),
+            error=failed.get(session)
+            or (not_finite("the target") if order.verify and session not in verdicts else None),
             reached=(reached or {}).get(session),
         )
         for session, order in orders.items()

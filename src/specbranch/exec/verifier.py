@@ -8,12 +8,13 @@ after a verdict the target's cache holds the accepted path as committed prefix, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
 from specbranch.core.orders import UNREAD, Aside, Branch, Context, Read, Receiver, Verdict, Verify
-from specbranch.core.runner import Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
+from specbranch.core.runner import NO_TOKEN, Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
 from specbranch.errors import SpecBranchError
@@ -112,7 +113,7 @@ class Verifier(Worker):
 
     def judge(self, scored: Scored, heads: Mapping[int, Branch], heed: Heed | None = None) -> dict[int, Verdict]:
         """Decide each order; `heads` as for `score`, for those that were told none so far. `heed` is called with the
-        verdicts before the cache is brought in line with them."""
+        verdicts before the cache is brought in line with them. A session whose scores are not finite has no verdict."""
         found = scored.verdicts()
         scored = scored if scored.last else self.tell(scored, heads)
         assert scored.last
@@ -120,13 +121,15 @@ class Verifier(Worker):
         said: dict[int, list[int]] = {}
         for trial, one in zip(scored.told, found[len(scored.judged) :], strict=True):
             said.setdefault(trial.seq, []).append(one.token)
-        trials = (*scored.judged, *scored.waiting)
-        verdicts = {
-            t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in zip(trials, judged, strict=True)
-        }
+        sound = [
+            (trial, one)
+            for trial, one in zip((*scored.judged, *scored.waiting), judged, strict=True)
+            if _is_finite(one, said.get(trial.seq, ()))
+        ]
+        verdicts = {t.seq: self._verdict(t, one, tuple(said.get(t.seq, ()))) for t, one in sound}
         if heed is not None:
             heed(verdicts)
-        for trial, one in zip(trials, judged, strict=True):
+        for trial, one in sound:
             if not one.kept:
                 line = trial.line(one.path)
                 self.runner.keep(trial.seq, line, len(line))
@@ -167,6 +170,12 @@ class Verifier(Worker):
         if trial.wants_forecast and self.forecaster is not None:
             signal = self.forecaster.signal(found.said, len(trial.order.on) + len(found.path))
         return Verdict(found.path, found.token, found.logprobs, signal, told)
+
+
+def _is_finite(found: Judged, told: Sequence[int]) -> bool:
+    """Whether every row that was looked at has finite scores; one that is not spoils all log-probabilities of its row,
+    even if no token of it could be chosen."""
+    return NO_TOKEN not in (found.token, *told) and not any(math.isnan(one.logprob) for one in found.logprobs or ())
 
 
 def _told(trial: Trial) -> list[Trial]:

@@ -176,6 +176,7 @@ def _nucleus_end(ordered: Tensor, top: Tensor, kth: Tensor, share: Tensor) -> Te
     """Return the value at which the sum from the top reaches its share of the values down to `kth` [rows, 1]
     (Holtzman et al. 2020)."""
     through = weights(ordered, top).cumsum(dim=-1)  # integers: exact, and never falling
-    total = through.gather(-1, (ordered >= kth).sum(dim=-1, keepdim=True) - 1)
+    last = ((ordered >= kth).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # nothing is ≥ NaN
+    total = through.gather(-1, last)
     enough = (total.double() * share[:, None]).ceil().long()
     return ordered.gather(-1, torch.searchsorted(through, enough).clamp_(max=ordered.shape[-1] - 1))

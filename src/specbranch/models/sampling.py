@@ -20,7 +20,7 @@ from torch import Tensor
 from specbranch.core.noise import uniform
 from specbranch.core.orders import Sparse, TokenLogprobs
 from specbranch.core.request import Spot
-from specbranch.core.runner import MOST_ENTRIES, Ask, Proposal
+from specbranch.core.runner import MOST_ENTRIES, NO_TOKEN, Ask, NoNumber, Proposal
 from specbranch.models import sample
 from specbranch.models.columns import Columns, finder
 from specbranch.models.noise import Noise
@@ -48,12 +48,14 @@ class TorchSampler:
         self._ids = torch.arange(0)
 
     def pick(self, rows: Sequence[TensorRow], spots: Sequence[Spot]) -> list[int]:
-        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id."""
+        """Return the model's own token at each row: argmax(log p + noise), ties to the lowest id; NO_TOKEN if the
+        greatest score is not finite."""
         if not rows:
             return []
-        chosen: list[int] = self._transfer.down(
-            argmax(self.scores(rows, spots, self._sent(self.picking(spots)))[1])
-        ).tolist()
+        scores = self.scores(rows, spots, self._sent(self.picking(spots)))[1]
+        best = argmax(scores)
+        top = scores.gather(-1, best[:, None])[:, 0]  # NaN if any score is
+        chosen: list[int] = self._transfer.down(torch.where(top < torch.inf, best, NO_TOKEN)).tolist()
         return chosen
 
     def picking(self, spots: Sequence[Spot]) -> Arrays:
@@ -95,9 +97,11 @@ class TorchSampler:
         return torch.cat([confidence[:, None], ids.double(), of_best], dim=-1)
 
     def law(self, row: TensorRow, spot: Spot) -> TensorLaw:
-        """Return the shaped distribution at a row."""
+        """Return the shaped distribution at a row, or raise NoNumber."""
         logits = self.logits([row])
         shaped = sample.shape(logits, self._sent(self._asked([spot], logits.shape[-1], None)))
+        if not shaped.amax() < torch.inf:
+            raise NoNumber("the logits of a row are not finite")
         if spot.request.greedy:
             return TensorLaw(torch.zeros_like(shaped[0], dtype=torch.int64).index_fill_(0, argmax(shaped), 1))
         return TensorLaw(sample.units(shaped)[0])

@@ -10,6 +10,7 @@ line's nodes, nothing else.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from specbranch.core.pages import pieces
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
-from specbranch.errors import BadParameter, CacheFull, ModelError
+from specbranch.errors import BadParameter, CacheFull, ModelError, not_finite
 from specbranch.extras import ACCELERATE, Extra
 from specbranch.models.files.inflation import is_inflation
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
@@ -365,6 +366,8 @@ def _probe(runner: TransformersRunner, name: str) -> int:
     except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
         raise ModelError(f"{name} does not work with a cache of keys and values that can be cut: {error}") from error
     difference = float((again[-1] - whole[-1]).float().norm() / whole[-1].float().norm().clamp(min=1e-9))
+    if math.isnan(difference):
+        raise not_finite(name)
     if not difference <= SAME.get(runner.model.dtype, ROUGH):
         raise ModelError(f"{name} cannot take tokens back: after a rollback its logits are off by {difference:.0%}.")
     return int(whole.shape[-1])

@@ -18,7 +18,7 @@ from torch import Tensor
 from specbranch.core import noise
 from specbranch.core.orders import Sparse
 from specbranch.core.request import Spot
-from specbranch.core.runner import Judged, Trial
+from specbranch.core.runner import NO_TOKEN, Judged, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models import sample
 from specbranch.models.sample import Asked
@@ -113,12 +113,16 @@ def _tried(trial: Trial, parent: int) -> list[Tried]:
 
 def decided(tokens: Tensor, shaped: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
     """Return each row's token [rows], and which rows the target comes to [rows]; `tokens` are those of the match
-    rule."""
+    rule. A row that is not finite says NO_TOKEN."""
+    finite = shaped.amax(dim=-1) < torch.inf  # no comparison holds for NaN
     if "tried" not in asked:
+        tokens = torch.where(finite, tokens, NO_TOKEN)
         chosen = asked["eligible"] & (tokens[asked["parent"]] == asked["said"])
     else:
         took, drawn = sample.decide(sample.units(shaped), asked)
-        tokens, above = torch.where(asked["by_ratio"], drawn, tokens), took[asked["parent"]]
+        took = torch.where(finite, took, -1)
+        tokens = torch.where(finite, torch.where(asked["by_ratio"], drawn, tokens), NO_TOKEN)
+        above = took[asked["parent"]]
         carried = asked["eligible"] & (above < 0) & (tokens[asked["parent"]] == asked["said"])
         chosen = torch.where(asked["attempt"] >= 0, above == asked["attempt"], carried)
     return tokens, sample.walk(chosen | (asked["said"] < 0), asked["ancestors"])
@@ -129,7 +133,7 @@ def lines(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, said
     probe says."""
     parts = [tokens.double()[:, None], reached.double()[:, None]]
     if top is not None:
-        ids, logs = sample.logprobs(logits, tokens, top)
+        ids, logs = sample.logprobs(logits, tokens.clamp(min=0), top)
         parts += [ids.double(), logs]
     return torch.cat([*parts, said.double()] if said is not None else parts, dim=-1)
 

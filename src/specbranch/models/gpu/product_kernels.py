@@ -135,12 +135,14 @@ def _nibble_product(x, w, scale, columns, there, first, N, K, part,
 @triton.jit
 def _summed(x, COUNT: tl.constexpr):
     """Add up the COUNT numbers of each row, none below zero: in whole parts of a power of two, so the sum is the same
-    in any order."""
+    in any order. Where one of them is not finite, the sum is NaN."""
     UNITS: tl.constexpr = (1 << 30) // COUNT  # of the power of two below the greatest
-    power = tl.max(x, 1).to(tl.int32, bitcast=True) & 0x7F800000
+    # as bits, numbers from 0 up are ordered alike, infinity and NaN last; as floats a maximum passes over NaN
+    power = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) & 0x7F800000
     inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
     whole = (x * inverse[:, None] * UNITS).to(tl.int32)
-    return tl.sum(whole, 1).to(tl.float32) * (power.to(tl.float32, bitcast=True) / UNITS)
+    summed = tl.sum(whole, 1).to(tl.float32) * (power.to(tl.float32, bitcast=True) / UNITS)
+    return tl.where(power == 0x7F800000, float("nan"), summed)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ for it (`begun`). Invariant: a step that was begun and is not asked for is as if
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -18,7 +19,7 @@ from torch import Tensor
 from specbranch.core.orders import Context, Receiver
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Spot
-from specbranch.core.runner import Ask, Done, Feed, Growing, Hear, Judged, Lanes, Proposal, Trial, Verdicts
+from specbranch.core.runner import NO_TOKEN, Ask, Done, Feed, Growing, Hear, Judged, Lanes, Proposal, Trial, Verdicts
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trees import Tree
@@ -29,7 +30,7 @@ from specbranch.models.decoder import Decoder
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
-from specbranch.models.gpu.choice import Chooser
+from specbranch.models.gpu.choice import CONFIDENCE, Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.launching import StepLauncher, wide
@@ -357,7 +358,7 @@ class GpuRunner(StepLauncher):
         """Start the step that most likely follows on a verdict, at the places behind it, where all of them lie on a
         page that it keeps."""
         order, seq = trial.order, trial.seq
-        if order.follows is None or self._moves:
+        if order.follows is None or self._moves or found.token == NO_TOKEN:
             return found
         chain = order.follows(order.taken(found.path, found.token))
         start = len(self.slots(seq).prefix) + trial.root + 1 + len(found.path)
@@ -439,10 +440,12 @@ def _judged(
     trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
     """Make verdicts of lines; notes what each sequence says, where a step was started that presumes it."""
-    told, found = lines[:, :2].tolist(), []
+    told, found = lines[:, : CONFIDENCE + 1].tolist(), []
     for trial, (root, *nodes) in zip(trials, at, strict=True):
         path = tuple([index for index, row in enumerate(nodes) if told[row][1]])
-        token = int(told[nodes[path[-1]] if path else root][0])
+        way = [told[root], *(told[nodes[index]] for index in path)]
+        # a row whose logits are not all finite has no confidence
+        token = NO_TOKEN if math.isnan(sum(row[CONFIDENCE] for row in way)) else int(way[-1][0])
         found.append(Judged(path, token))
         if said is not None:
             said[trial.seq] = token
