@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from filelock import FileLock
@@ -13,8 +18,8 @@ from filelock import FileLock
 from specbranch import LLM, SamplingParams
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
-from specbranch.core.experience import Insight
-from specbranch.experiences import ExperienceFile, Experiences, experience_folder
+from specbranch.core.experience import MOST_SHIFT, Insight
+from specbranch.experiences import MOST_NEWS, ExperienceFile, Experiences, LearnedNews, experience_folder
 
 HERE = {"target": "a", "threads": 2}
 CONFIG = SpeculativeConfig(method="specbranch")
@@ -83,7 +88,7 @@ def test_processes_at_work_at_once_lose_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.new"))
 
 
-DAMAGE = {
+DAMAGE: dict[str, Callable[[str], str]] = {
     "cut short": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
     "no object": lambda text: "[1, 2]",
@@ -97,6 +102,20 @@ DAMAGE = {
     "a share above 1": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[20.0], [26.0]]'),
     "no load": lambda text: text.replace('"1": [true', '"0": [true'),
     "no way to decode": lambda text: text.replace('"1": [true', '"1": ["plainly"'),
+    "an endless time": lambda text: text.replace("0.02", "1e300", 1),
+    "rows below zero": lambda text: text.replace('"4": [0.02', '"-5": [0.02', 1),
+    "rows that are no number": lambda text: text.replace('"4": [0.02', '"four": [0.02', 1),
+    "rows without end": lambda text: text.replace('"4": [0.02', '"4000000000": [0.02', 1),
+    "a tally without end": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[1e308], [1e308]]'),
+    "a tally beyond its memory": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[900], [16.0]]'),
+    "a tally below zero": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[20.0], [-1]]'),
+    "shifts without end": lambda text: text.replace('"shifts": [0.0', '"shifts": [1e308'),
+    "shifts that are no numbers": lambda text: text.replace('"shifts": [0.0', '"shifts": [true'),
+    "tokens below zero": lambda text: text.replace('"tokens": 3', '"tokens": -3'),
+    "time below zero": lambda text: text.replace('"seconds": 0.1', '"seconds": -0.1'),
+    "endless belief": lambda text: re.sub(r'"1": \[true, \d+', '"1": [true, 1e18', text),
+    "half a round": lambda text: re.sub(r'"1": \[true, \d+', '"1": [true, 2.5', text),
+    "a load without end": lambda text: text.replace('"1": [true', '"99999999999999999999": [true'),
     "too few": lambda text: text.replace('"cover": [[20.0], [16.0]]', '"cover": [[], []]'),
 }
 
@@ -130,15 +149,92 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_else(
     assert caplog.text.count("What was learned is not kept") == 1
 
 
-def test_a_lock_that_is_not_free_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def finishes(what: Callable[[], object]) -> bool:
+    """Whether something ends; a hang is a failure."""
+    thread = Thread(target=what, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+def test_nobody_waits_for_a_lock_while_decoding_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.experiences.WAIT", 60.0)
+    monkeypatch.setattr("specbranch.experiences.PAUSE", 0.0)
+    file = ExperienceFile(tmp_path, HERE)
+    made = learned(file)
+    with FileLock(file.path.with_suffix(".lock")):
+        assert finishes(made.write), "it waits for the lock"
+        made.of(CONFIG).insight.learn("first", 2, True)
+        assert finishes(made.write)
+        assert not file.path.exists()
+    made.write(last=True)
+    assert next(iter(file.read().insights.values())).first.seen[2] == Insight().first.seen[2] + 4
+
+
+def test_what_was_learned_is_in_the_file_before_anything_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a process that is killed loses its last seconds only."""
+    monkeypatch.setattr("specbranch.experiences.PAUSE", 0.0)
+    file = ExperienceFile(tmp_path, HERE)
+    made = learned(file)
+    made.write()
+    deadline = time.monotonic() + 20
+    while not file.path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert file.read().costs.knows_target
+
+
+def test_closing_waits_for_a_lock_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbranch.experiences.WAIT", 0.05)
     file = ExperienceFile(tmp_path, HERE)
     made = learned(file)
     with FileLock(file.path.with_suffix(".lock")):
-        made.write(last=True)
+        assert finishes(lambda: made.write(last=True))
     assert not file.path.exists()
     made.write(last=True)
     assert next(iter(file.read().insights.values())).first.seen[2] == Insight().first.seen[2] + 3
+
+
+def test_an_llm_answers_while_the_lock_is_held(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.experiences.WAIT", 60.0)
+    monkeypatch.setattr("specbranch.experiences.PAUSE", 0.0)
+    with LLM(*pair, method="specbranch", device="cpu") as llm:
+        writer = llm._experiences._writer
+        assert writer is not None
+        lock = writer._file.path.with_suffix(".lock")
+        lock.parent.mkdir(parents=True)
+        with FileLock(lock):
+            assert finishes(lambda: llm.generate("one two three", SamplingParams(max_tokens=4)))
+    assert len(kept(tmp_path / "experience")) == 1
+
+
+def test_news_that_wait_for_a_lock_are_bounded() -> None:
+    many = LearnedNews([("target", 1, 0.1)] * MOST_NEWS, {"a": [("first", 0, 1.0)] * MOST_NEWS})
+    both = many.then(LearnedNews([("target", 2, 0.2)], {"a": [("first", 1, 0.0)], "b": [("first", 1, 1.0)]}))
+    assert len(both.costs) == len(both.insights["a"]) == MOST_NEWS and len(both.insights["b"]) == 1
+    assert both.costs[-1] == ("target", 2, 0.2) and both.insights["a"][-1] == ("first", 1, 0.0)
+
+
+def test_what_cannot_be_is_not_written(tmp_path: Path) -> None:
+    """A process that was stopped for hours in a round must not make its file unreadable."""
+    file = ExperienceFile(tmp_path, HERE)
+    made = learned(file)
+    assert made.learned is not None
+    made.learned.count("target", 4, 1e9)
+    made.of(CONFIG).insight.learn("pace", 3, 1e9)
+    for _ in range(2000):
+        made.of(CONFIG).insight.learn("shift", 1, 1.0)
+    made.write(last=True)
+    known = file.read()
+    assert known.costs.target_seconds(4) == 0.02
+    (insight,) = known.insights.values()
+    assert insight.seconds < 1.0 and insight.shifts[1] == MOST_SHIFT
+    assert all(math.isfinite(math.exp(shift)) for shift in insight.shifts)
 
 
 def test_the_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

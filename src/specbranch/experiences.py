@@ -1,29 +1,30 @@
 """What was learned of a pair on this machine: by an LLM while it runs, and in a file from process to process.
 
 Owns the file: which one belongs to a pair, what stands in it, how news are added. Invariants: news are added to what
-the file holds at that moment, under a lock, so processes at work at once lose nothing; what is damaged or foreign is
-never believed.
+the file holds at that moment, under a lock, so processes at work at once lose nothing; a thread of its own writes, so
+nobody who decodes waits for a disk or a lock; a file with any number that cannot be is refused as a whole.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, TypeGuard
 
 from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import KEPT, Costs, LearnedCosts, Timed
-from specbranch.core.experience import Experience, Insight, News, Tally
-from specbranch.core.stance import Findings
+from specbranch.core.experience import MOST_SHIFT, MOST_TOKENS, Experience, Insight, News, Tally
+from specbranch.core.stance import MOST_SPAN, Findings
 from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
@@ -33,16 +34,21 @@ FORMAT = 4
 PAUSE = 5.0  # seconds between two writes, unless it is the last
 WAIT = 2.0  # seconds for another process to finish its write
 MOST_WAYS = 64  # configurations whose experience is at hand; a request may bring any
+AT_CLOSE = 5.0  # seconds that closing waits for a write under way
+MOST_NEWS = 20_000  # of one kind that wait for a lock; the file forgets older ones anyway
+MOST_BYTES = 16 << 20  # of a file
 TALLIES = ("first", "other", "cover", "looked")
-ANY = -math.inf
-# seconds that can be
-LEAST: dict[Timed, float] = {
-    "target": 1e-9,
-    "step": 1e-9,
-    "setup": 0.0,
-    "host": 0.0,
-    "slow_down": ANY,
-    "draft_slow_down": ANY,
+MOST_ROWS = 1 << 20
+MOST_LOAD = 32  # as a power of two of sessions
+HOUR = 3600.0
+# seconds that one of these can take
+RANGES: dict[Timed, tuple[float, float]] = {
+    "target": (1e-9, HOUR),
+    "step": (1e-9, HOUR),
+    "setup": (0.0, HOUR),
+    "host": (0.0, HOUR),
+    "slow_down": (-HOUR, HOUR),
+    "draft_slow_down": (-HOUR, HOUR),
 }
 
 
@@ -53,7 +59,7 @@ class Experiences:
         self.learned = costs if isinstance(costs, LearnedCosts) else None
         self._costs = costs
         self._has_draft = has_draft
-        self._file = file
+        self._writer = BackgroundWriter(file) if file else None
         self._kept = file.read() if file else Kept()
         self._made: dict[str, Experience] = {}
         self._written = time.monotonic()
@@ -70,7 +76,7 @@ class Experiences:
             for old in list(self._made)[: max(len(self._made) + 1 - MOST_WAYS, 0)]:
                 del self._made[old]  # what it has shown since the last write is lost
             made = self._made[name] = Experience(self._costs, self._has_draft)
-            if self._file:
+            if self._writer:
                 made.insight = self._kept.insights.pop(name, made.insight)
                 made.insight.news = []
                 if made.stance is not None:
@@ -78,35 +84,100 @@ class Experiences:
         return self._made[name]
 
     def write(self, last: bool = False) -> None:
-        """Add what is new to the file; not at every call, unless it is the last."""
-        if self._file is None or self.learned is None or (time.monotonic() < self._written + PAUSE and not last):
+        """Have what is new added to the file, without waiting; not at every call. The last time, wait a little until
+        it is there."""
+        if self._writer is None or self.learned is None or (time.monotonic() < self._written + PAUSE and not last):
             return
         self._written = time.monotonic()
-        insights = {name: one.insight.news for name, one in self._made.items() if one.insight.news}
-        stances = {name: one.stance.found() for name, one in self._made.items() if one.stance is not None}
-        news = self.learned.news or []
-        if (news or insights) and not self._added(self._file, news, insights, stances):
-            return
-        self.learned.news = []
-        for one in self._made.values():
-            one.insight.news = []
+        news = self._news(None if self._writer.failed else [])
+        if self._writer.failed:
+            self._writer = None
+        elif last:
+            self._writer.finish(news)
+        else:
+            self._writer.write(news)
 
-    def _added(
-        self,
-        file: ExperienceFile,
-        costs: list[tuple[Timed, int, float]],
-        insights: Mapping[str, list[News]],
-        stances: Mapping[str, Findings],
-    ) -> bool:
-        """Whether the news are in the file; where it can never be written that is said once, and nothing is kept."""
+    def _news(self, begin: list[Any] | None) -> LearnedNews:
+        """What was learned since the last time; what is learned from now on is noted in lists like `begin`, or not."""
+        assert self.learned is not None
+        made = self._made.items()
+        news = LearnedNews(
+            self.learned.news or [],
+            {name: one.insight.news for name, one in made if one.insight.news},
+            {name: one.stance.found() for name, one in made if one.stance is not None},
+        )
+        self.learned.news = None if begin is None else begin.copy()
+        for _, one in made:
+            one.insight.news = None if begin is None else begin.copy()
+        return news
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedNews:
+    """What was learned and is not in the file yet; of what was found at a load, the latest."""
+
+    costs: list[tuple[Timed, int, float]] = field(default_factory=list)
+    insights: dict[str, list[News]] = field(default_factory=dict)
+    stances: dict[str, Findings] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.costs or self.insights)
+
+    def then(self, later: LearnedNews) -> LearnedNews:
+        """This and what came later; of too much the latest."""
+        insights = {
+            name: [*self.insights.get(name, ()), *later.insights.get(name, ())][-MOST_NEWS:]
+            for name in {**self.insights, **later.insights}
+        }
+        return LearnedNews([*self.costs, *later.costs][-MOST_NEWS:], insights, {**self.stances, **later.stances})
+
+
+class BackgroundWriter:
+    """Adds news to a file in a thread of its own. What cannot be added because another process holds the lock waits
+    for the next time."""
+
+    def __init__(self, file: ExperienceFile) -> None:
+        self.failed = False  # the file can never be written; that was said
+        self._file = file
+        self._lock = Lock()
+        self._waiting = LearnedNews()
+        self._thread: Thread | None = None
+
+    def write(self, news: LearnedNews) -> None:
+        """Begin to add news, unless an earlier write is still under way: then they go with the next."""
+        self._take(news)
+        if self._thread is None or not self._thread.is_alive():
+            # a daemon: no process stays for it. It replaces the file whole, so it may end anywhere.
+            thread = Thread(target=self._add, name="specbranch-experience", daemon=True)
+            with suppress(RuntimeError):  # no thread can be had: next time
+                thread.start()
+                self._thread = thread
+
+    def finish(self, news: LearnedNews) -> None:
+        """Add the last news here, after a bounded wait for a write under way."""
+        self._take(news)
+        if self._thread is not None:
+            self._thread.join(AT_CLOSE)
+        if self._thread is None or not self._thread.is_alive():
+            self._add()
+
+    def _take(self, news: LearnedNews) -> None:
+        with self._lock:
+            self._waiting = self._waiting.then(news)
+
+    def _add(self) -> None:
+        with self._lock:
+            news, self._waiting = self._waiting, LearnedNews()
+        if not news or self.failed:
+            return
         try:
-            file.add(costs, insights, stances)
-        except Timeout:
-            return False  # another process is at it: next time
+            self._file.add(news)
+        except Timeout:  # another process is at it: next time
+            with self._lock:
+                self._waiting = news.then(self._waiting)
         except Exception as error:  # an answer is not to be lost for this
-            log.warning("What was learned is not kept: %s cannot be written (%s).", file.path, error)
-            self._file = None
-        return True
+            self.failed = True
+            log.warning("What was learned is not kept: %s cannot be written (%s).", self._file.path, error)
 
 
 @dataclass(slots=True)
@@ -135,15 +206,30 @@ class Kept:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Kept:
-        """From JSON; raises where something does not fit."""
+        """From JSON; raises where something does not fit, or is a number that cannot be."""
         insights = {str(name): _insight(told) for name, told in values["insights"].items()}
         stances = {str(name): _findings(told) for name, told in values["stances"].items()}
         known = cls(insights=insights, stances=stances)
         for kind in known.costs.times:
             for rows, times in values["costs"][kind].items():
+                count = _count(rows, 0, MOST_ROWS)
                 for seconds in times[-KEPT:]:
-                    known.costs.take(kind, int(rows), _number(seconds, LEAST[kind]))
+                    known.costs.take(kind, count, _number(seconds, *RANGES[kind]))
         return known
+
+    def add(self, news: LearnedNews) -> None:
+        """Take in news. What cannot be, as the time of a round in which the machine slept, is left out: it would make
+        the file unreadable."""
+        for kind, rows, seconds in news.costs:
+            if _is_in(seconds, *RANGES[kind]) and 0 <= rows <= MOST_ROWS:
+                self.costs.take(kind, rows, seconds)
+        for name, learned in news.insights.items():
+            insight = self.insights.setdefault(name, Insight())
+            for of, at, value in learned:
+                if of != "pace" or (_is_in(value, 0.0, HOUR) and 0 <= at <= MOST_TOKENS // 2):
+                    insight.take(of, at, value)
+        for name, found in news.stances.items():
+            self.stances[name] = {**self.stances.get(name, {}), **found}
 
 
 class ExperienceFile:
@@ -158,6 +244,8 @@ class ExperienceFile:
         """Return what is known; nothing if there is no file, or one that is damaged or of something else, which is
         said aloud."""
         try:
+            if (size := self.path.stat().st_size) > MOST_BYTES:
+                raise ValueError(f"it has {size} bytes")
             values = json.loads(self.path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT or values["circumstances"] != self.circumstances:
                 raise ValueError("it is of another version or another pair")
@@ -169,24 +257,12 @@ class ExperienceFile:
                 log.warning("What was learned earlier in %s is ignored (%s); it is learned anew.", self.path, error)
             return Kept()
 
-    def add(
-        self,
-        costs: list[tuple[Timed, int, float]],
-        insights: Mapping[str, list[News]],
-        stances: Mapping[str, Findings] | None = None,
-    ) -> None:
-        """Add news to what the file holds, or raise; of what was found at a load the latest stands."""
+    def add(self, news: LearnedNews) -> None:
+        """Add news to what the file holds, or raise."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
             kept = self.read(aloud=False)  # it was said when it was first read
-            for time_taken in costs:
-                kept.costs.take(*time_taken)
-            for name, news in insights.items():
-                insight = kept.insights.setdefault(name, Insight())
-                for one in news:
-                    insight.take(*one)
-            for name, found in (stances or {}).items():
-                kept.stances[name] = {**kept.stances.get(name, {}), **found}
+            kept.add(news)
             values = {"format": FORMAT, "circumstances": self.circumstances, **kept.to_dict()}
             with replacing(self.path) as part:
                 part.write_text(json.dumps(values), encoding="utf-8")
@@ -216,31 +292,42 @@ def _told(insight: Insight) -> dict[str, Any]:
 def _findings(told: Mapping[str, Any]) -> Findings:
     found: Findings = {}
     for load, (best, span) in told.items():
-        if not isinstance(best, bool) or not 1 <= int(load) <= 32:
-            raise ValueError(f"{load!r} is no load, or {best!r} no way to decode")
-        found[int(load)] = best, int(_number(span, 1.0))
+        if not isinstance(best, bool) or not isinstance(span, int):
+            raise ValueError(f"{best!r:.40} is no way to decode, or {span!r:.40} no number of rounds")
+        found[_count(load, 1, MOST_LOAD)] = best, int(_number(span, 1, MOST_SPAN))
     return found
 
 
 def _insight(told: Mapping[str, Any]) -> Insight:
-    insight = Insight(tokens=_number(told["tokens"]), seconds=_number(told["seconds"]))
+    tokens, seconds = _number(told["tokens"], 0.0, MOST_TOKENS), _number(told["seconds"], 0.0, MOST_TOKENS * HOUR)
+    insight = Insight(tokens=tokens, seconds=seconds)
     for name in TALLIES:
         tally: Tally = getattr(insight, name)
-        seen, true = ([_number(x) for x in column] for column in told[name])
+        seen, true = ([_number(x, 0.0, tally.most) for x in column] for column in told[name])
         if not (
             len(seen) == len(true) == len(tally.seen)
-            and all(0.0 <= t <= s and s > 0.0 for s, t in zip(seen, true, strict=True))
+            and all(t <= s and s > 0.0 for s, t in zip(seen, true, strict=True))
         ):
             raise ValueError(f"{name} does not fit")
         tally.seen, tally.true = seen, true
-    shifts = [_number(x) for x in told["shifts"]]
+    shifts = [_number(x, -MOST_SHIFT, MOST_SHIFT) for x in told["shifts"]]
     if len(shifts) != len(insight.shifts):
         raise ValueError("shifts do not fit")
     insight.shifts = shifts
     return insight
 
 
-def _number(value: object, least: float = -math.inf) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < least:
-        raise ValueError(f"{value!r} is no number, or none that can be")
-    return float(value)
+def _is_in(value: object, least: float, most: float) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+
+
+def _number(value: object, least: float, most: float) -> float:
+    if not _is_in(value, least, most):  # no comparison holds for NaN
+        raise ValueError(f"{value!r:.40} where a number from {least:g} to {most:g} is expected")
+    return value
+
+
+def _count(text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
+        raise ValueError(f"{text!r:.40} where a whole number from {least} to {most} is expected")
+    return int(text)

@@ -4,6 +4,7 @@ interrupt."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ from specbranch.models.piece_attention import attend_masked, choose_attend_piece
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 KINDS = {"plain": NativeRunner, "graphs": GpuRunner}
+
+
+def test_the_docs_say_how_long_chunks_are_on_gpus() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "lossless.md"
+    assert f"({PIECES['cuda']} tokens on GPUs)" in docs.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

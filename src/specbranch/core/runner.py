@@ -98,8 +98,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Indices of the taken tokens, then the target's own next one, NO_TOKEN if a row on the way is not finite; `said` is what a probe made of the row behind the
-    last taken, `kept` whether what was taken joined the prefix already."""
+    """Indices of the taken tokens, then the target's own next one, NO_TOKEN where a row on the way is not finite.
+
+    `said` is what a probe made of the row behind the last taken, `kept` whether what was taken joined the prefix
+    already.
+    """
 
     path: tuple[int, ...]
     token: int
