@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specbranch.core.noise import SCALE, keys
 from specbranch.models.columns import Columns
+from specbranch.models.cpu.contenders import contenders
 
 Place = tuple[int, int, int]  # seed, sample, position
 NoiseKey = tuple[Place, Columns | None]
@@ -94,6 +95,26 @@ class Noise:
 def shared_noise() -> Noise:
     """The rows that all samplers of this process share."""
     return Noise()
+
+
+def winner(scores: Tensor, place: Place) -> int:
+    """Return argmax(scores + noise) of one row on a CPU [vocabulary], float32; ties to the lowest id.
+
+    Only tokens that can still win are given their noise, about one in ten thousand; where nothing can be compiled, all.
+    """
+    row = scores.numpy()
+    top = int(row.argmax())
+    if not np.isfinite(row[top]):  # also what is no number; noise changes none of these
+        return top
+    ids = contenders(np.ascontiguousarray(row), top, keys(*place))
+    if ids is None:
+        ids = np.arange(len(row))
+    return int(ids[0]) if len(ids) == 1 else int(ids[_best(row[ids], place, ids)])
+
+
+def _best(scores: np.ndarray[Any, np.dtype[np.float32]], place: Place, ids: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+    noise = gumbel(hashed(place, torch.from_numpy(ids)))
+    return int((torch.from_numpy(scores) + noise).numpy().argmax())
 
 
 def hashed(place: Place, ids: Tensor) -> Tensor:

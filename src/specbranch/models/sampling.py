@@ -23,11 +23,11 @@ from specbranch.core.request import Spot
 from specbranch.core.runner import MOST_ENTRIES, NO_TOKEN, Ask, NoNumber, Proposal
 from specbranch.models import sample
 from specbranch.models.columns import Columns, finder
-from specbranch.models.noise import Noise
+from specbranch.models.noise import Noise, winner
 from specbranch.models.reductions import argmax
 from specbranch.models.rows import TensorRow, collate, scored
 from specbranch.models.sample import Asked
-from specbranch.models.sheet import Arrays, places_of, sheet_of
+from specbranch.models.sheet import Arrays, is_noisy, places_of, sheet_of
 from specbranch.models.transfer import Transfer
 
 LEAST = 1e-300  # a weight that is still above 0 once normalised
@@ -52,7 +52,11 @@ class TorchSampler:
         greatest score is not finite."""
         if not rows:
             return []
-        scores = self.scores(rows, spots, self._sent(self.picking(spots)))[1]
+        asked = self._sent(self.picking(spots))
+        if rows[0].block.device.type == "cpu":
+            shaped = sample.shape(self.logits(rows), asked)
+            return [_chosen(row, spot) for row, spot in zip(shaped, spots, strict=True)]
+        scores = self.scores(rows, spots, asked)[1]
         best = argmax(scores)
         top = scores.gather(-1, best[:, None])[:, 0]  # NaN if any score is
         chosen: list[int] = self._transfer.down(torch.where(top < torch.inf, best, NO_TOKEN)).tolist()
@@ -197,6 +201,12 @@ def told(line: list[float], top: int) -> TokenLogprobs:
     """Make log-probabilities of the ids and values that `sample.logprobs` gives for a row, one behind the other."""
     first, *rest = _entries_of(line)
     return TokenLogprobs(first[1], tuple(_ranked(rest)[:top]))
+
+
+def _chosen(shaped: Tensor, spot: Spot) -> int:
+    """Return the token of one row on a CPU [vocabulary], NO_TOKEN if its score is not finite, as NaN comes first."""
+    token = winner(shaped, *places_of([spot])) if is_noisy(spot) else int(shaped.numpy().argmax())
+    return token if shaped[token] < torch.inf else NO_TOKEN
 
 
 def _proposal(spot: Spot, ask: Ask, packed: list[float]) -> Proposal:
