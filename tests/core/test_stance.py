@@ -9,6 +9,7 @@ import pytest
 from specbranch.config import SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience
+from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.planner import Planner
@@ -143,3 +144,17 @@ def test_where_planning_takes_long_nothing_is_planned(sessions: int, monkeypatch
     monkeypatch.undo()
     quick = decoded(sessions, 0.0, monkeypatch)
     assert share_of_plain(quick[len(quick) // 2 :]) < 0.5
+
+
+def test_free_text_on_which_plain_decoding_is_faster_does_not_keep_copied_text_from_lookup() -> None:
+    experience, free, copied = Experience(), list(range(40)), [*range(30), 3, 4, 5, 6]
+    planners = {
+        name: Planner(experience, ngrams=Ngrams(text, 4)) for name, text in (("free", free), ("copied", copied))
+    }
+    for _ in range(3000):  # planning gives twice the tokens on copied text, half of them on free text
+        for name, planner in planners.items():
+            way = planner.plainly(1)
+            planner.passed(1, way, 2, 2.0 if way else 1.0 if name == "copied" else 4.0)
+    assert planners["free"].plainly(1) is True and planners["copied"].plainly(1) is False
+    assert Planner(experience).plainly(1) is True, "nothing is looked up"
+    assert Planner(experience, ngrams=Ngrams([*range(30), 7, 3, 4, 5], 4)).plainly(1) is True, "three tokens alike"

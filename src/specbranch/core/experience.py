@@ -163,6 +163,8 @@ class Experience:
         self.has_draft = has_draft
         self.insight = Insight()
         self.stance = None if self.costs.prices_all else Stance(self._most_plain)
+        # What free text shows says nothing about text that is being copied, where lookup pays; kept in no file.
+        self.copying = None if self.costs.prices_all else Stance(self._most_plain)
         self._credit = 0.0  # seconds that may be spent on asking it all the same
 
     def _most_plain(self, company: int) -> float:

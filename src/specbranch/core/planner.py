@@ -19,6 +19,7 @@ from specbranch.core.market import LaneGrant, LaneOffer, RowGrant, RowOffer, pay
 from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
+from specbranch.core.stance import Stance
 from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class_of, look_class, match_class, standing
 
 # A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
@@ -26,6 +27,7 @@ from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class
 SPARED = 0.7
 AT_FIRST = 0.5  # of what the steps beside the target promise, the first one does
 LOOKED = 15  # tokens looked up at a time
+COPIED = 4  # tokens in a row that stood in the text before: it is being copied
 SURE = 4  # reading a node is worth something if the target's token is among so many candidates: few others are sent
 IN_A_ROW = 4  # a wide step is made beside the target only if so many of them fit in: wide reading is not deep
 LIGHT = 1.25  # a wide step may always cost this much of a narrow one
@@ -72,6 +74,7 @@ class Planner:
         self._most_rows = most_rows
         self._breadth = WIDE if self.overlap and branches else NARROW if trees or branches else ONE
         self._silent = 0
+        self._copies = False  # the text repeats what it said before, since this round began
         self._context, self._company, self._slowed = 0, 1, 1.0
         self._seconds: dict[int, float] = {}  # of the target by rows, since this round began
         self._rate = 0.0  # tokens a second
@@ -89,14 +92,20 @@ class Planner:
         return self._can_draft and self.costs.knows_target and self.costs.knows_draft
 
     def plainly(self, company: int) -> bool:
-        """Whether nothing is to be planned at all: plain decoding has been faster among so many sessions."""
-        stance = self.experience.stance
+        """Whether nothing is to be planned at all: plain decoding has been faster among so many sessions, for text
+        like this."""
+        self._copies = company == 1 and self._ngrams is not None and self._ngrams.find(1)[0] >= COPIED
+        stance = self._stance
         return stance is not None and stance.plainly(company)
+
+    @property
+    def _stance(self) -> Stance | None:
+        return self.experience.copying if self._copies else self.experience.stance
 
     def passed(self, company: int, plainly: bool, tokens: int, seconds: float) -> None:
         """Take in how long a round took from end to end, and what it gave."""
-        if self.experience.stance is not None:
-            self.experience.stance.note(company, plainly, tokens, seconds)
+        if (stance := self._stance) is not None:
+            stance.note(company, plainly, tokens, seconds)
 
     def begin(self, context: int, company: int = 1) -> None:
         """Look at rate, prices and chances anew, at so many tokens of text, among so many sessions that do alike.
