@@ -18,6 +18,7 @@ from specbranch.doctor.gains import Prediction, answers, predict, recommendation
 from specbranch.doctor.installation import installation
 from specbranch.doctor.pair import agreement, costs, kernels, models_at_hand
 from specbranch.errors import SpecBranchError
+from specbranch.machine_load import LoadMeter, roughness
 from specbranch.measure.loaded_pair import load_pair
 from specbranch.measure.probes import QUICK
 from specbranch.measure.profile_pair import measure
@@ -88,8 +89,11 @@ def _pair(patient: Patient, report: DoctorReport, progress: StepsDone) -> Iterat
     progress("The draft reads along", 2, 5)
     yield agreement(compare(pair.drafter.runner, texts))
     progress("Timing both", 3, 5)
+    meter = LoadMeter()
     profile = measure(pair, QUICK)
     yield costs(profile)
+    if rough := roughness(meter.other_cores(), ()):
+        yield note("Costs", rough, "What is predicted from them is rough, too; look again when they rest.")
     progress("Trying each method", 4, 5)
     report.predictions = predict(pair, texts, profile)
     report.best, finding = recommendation(report.predictions)

@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from specbranch.doctor.finding import Finding, note, problem, well
 from specbranch.extras import EXTRAS, Extra
+from specbranch.machine_load import LoadMeter, is_busy, usable_cores
 
 PYTHON, TORCH, TRANSFORMERS = (3, 11), (2, 11), (5, 17)
 GIB = 2**30
+LOOK = 0.3  # seconds that other programs are watched for
 ROOM = 0.5 * GIB  # that a cache folder should have
 FEATURES = {  # what the kernels and BLAS make use of, by LLVM's names
     "x86_64": ("avx2", "fma", "avxvnni", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16"),
@@ -49,7 +52,7 @@ def processor() -> Finding:
     """Tell what the CPU is and how much of it is used."""
     import torch
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable, other = usable_cores(), _other_cores()
     threads = torch.get_num_threads()
     said = f"{platform.machine()}, {usable} usable cores, {threads} threads{_features()}"
     if threads < usable:
@@ -57,10 +60,9 @@ def processor() -> Finding:
         return note("CPU", f"{said}.", advice)
     if threads > usable:
         return note("CPU", f"{said}.", f"More threads than cores hinder one another: set OMP_NUM_THREADS={usable}.")
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if busy > usable * 0.7:
+    if is_busy(other):
         advice = "What is timed below will be too slow; look again when they rest."
-        return note("CPU", f"{said}; other work keeps them busy (load {busy:.1f}).", advice)
+        return note("CPU", f"{said}; other programs use {other:.1f} of them.", advice)
     return well("CPU", f"{said}.")
 
 
@@ -99,6 +101,12 @@ def cache() -> Finding:
     if free < ROOM:
         return problem("Cache folder", f"{folder} has {free / GIB:.1f} GiB of room left.", advice)
     return well("Cache folder", f"{folder}, {free / GIB:.1f} GiB of room.")
+
+
+def _other_cores() -> float:
+    meter = LoadMeter()
+    time.sleep(LOOK)
+    return meter.other_cores()
 
 
 def _at_least(name: str, version: str | None, least: tuple[int, int]) -> Finding:
