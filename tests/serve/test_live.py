@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from running import PROMPT, Running, Visitor, events, load_tiny, running, until
 
-from specbranch import LLM, SamplingParams
+from specbranch import LLM, SamplingParams, machine_load
+from specbranch.machine_load import LoadMeter
 from specbranch.serve.keys import new_key
-from specbranch.serve.live import CLOCKS, RACERS, WALL
+from specbranch.serve.live import CLOCKS, WALL
+from specbranch.serve.race import RACERS, TURNS
 
 CHAT, RACE = "/v1/live/chat", "/v1/live/race"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40}
@@ -65,14 +67,39 @@ def test_a_word_that_was_drafted_has_its_node_in_the_round_it_came_in(served: Ru
 def test_a_race_ends_with_the_same_text_in_every_lane(served: Running, reference: LLM, clock: str) -> None:
     told = events(served.post(RACE, {**RACED, "clock": clock}))
     expected = reference.chat([{"role": "user", "content": PROMPT}], SamplingParams(max_tokens=24))
-    lanes = {name: [one for one in told if one["lane"] == name] for name in RACERS}
+    turns = range(1, (TURNS if clock == WALL else 1) + 1)
+    lanes = {
+        (name, turn): [one for one in told if (one.get("lane"), one.get("turn")) == (name, turn)]
+        for name in RACERS
+        for turn in turns
+    }
     for lane in lanes.values():
         steps = [step for one in lane for step in one.get("steps", ())]
         assert joined(lane) == expected.text and sum(added for _, added in steps) == len(expected.token_ids)
         assert steps[0][0] == 0.0 and [at for at, _ in steps] == sorted(at for at, _ in steps)
     if clock == "c10":  # where a forward of the target takes 10 ms
-        plain = [step for one in lanes["autoregressive"] for step in one.get("steps", ())]
+        plain = [step for one in lanes["autoregressive", 1] for step in one.get("steps", ())]
         assert [at for at, _ in plain] == pytest.approx([n / 100 for n in range(len(plain))])
+
+
+@pytest.mark.parametrize(("other_cores", "said"), [(1.5, "This machine is busy, figures are rough"), (0.0, "")])
+def test_methods_race_by_turns_after_a_warm_up_and_a_busy_machine_is_told(
+    served: Running, monkeypatch: pytest.MonkeyPatch, other_cores: float, said: str
+) -> None:
+    monkeypatch.setattr(LoadMeter, "other_cores", lambda meter: other_cores)
+    monkeypatch.setattr(machine_load, "SPREAD", 1e9)
+    told = events(served.post(RACE, {**RACED, "max_tokens": 4}))
+    starts = [(one["turn"], one["lane"]) for one in told if "lane" in one and "steps" not in one]
+    assert starts == [(turn, name) for turn in range(TURNS + 1) for name in RACERS]
+    assert not [one for one in told if one.get("turn") == 0 and "steps" in one]
+    assert told[-1]["rough"].startswith(said) and bool(told[-1]["rough"]) == bool(said)
+
+
+def test_the_page_is_offered_a_prompt_to_copy_from_and_a_free_one(served: Running) -> None:
+    offered = served.http.get("/v1/live").json()["examples"]
+    assert [one["name"] for one in offered] == ["copying", "free"] and all(
+        one["prompt"] and one["why"] for one in offered
+    )
 
 
 def test_races_are_run_one_at_a_time_and_by_known_clocks(served: Running) -> None:
@@ -171,5 +198,9 @@ def test_a_race_without_a_draft_says_who_cannot_run(pair: tuple[str, str], clock
         told = events(found.post(RACE, {**RACED, "clock": clock}))
         errors = {one["lane"] for one in told if "error" in one}
         assert {"speculative", "pearl"} <= errors and "autoregressive" not in errors
-        texts = {name: joined([one for one in told if one["lane"] == name]) for name in set(RACERS) - errors}
+        assert len([one for one in told if "error" in one]) == len(errors)  # once each, not in every turn
+        texts = {
+            name: joined([one for one in told if (one.get("lane"), one.get("turn")) == (name, 1)])
+            for name in set(RACERS) - errors
+        }
         assert len(set(texts.values())) == 1 and all(texts.values())

@@ -1,4 +1,5 @@
-"""What the page asks of the models: a chat whose rounds can be seen, and a race of one prompt by several methods.
+"""What the page asks of the models: a chat whose rounds can be seen, and a race (`race.py`) of one prompt by several
+methods.
 
 Owns the routes under `/v1/live/`, which serve the page of the same version and are no part of the API. Answers are
 server-sent events, read by `fetch` so that a key can go with the request. Invariant: whoever goes away takes the
@@ -9,17 +10,17 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from specbranch.answer import Chunk, Output
+from specbranch.answer import Chunk
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter, SpecBranchError
 from specbranch.serve.bodies import CheckedRoute
@@ -27,8 +28,11 @@ from specbranch.serve.errors import too_many
 from specbranch.serve.events import DONE, EventStream, event
 from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import note_of
+from specbranch.serve.race import RACE_SECONDS, RACERS, by_turns
 from specbranch.serve.serving import Serving
-from specbranch.traces.frames import Film, Frame
+from specbranch.serve.witness import LiveEvent, Witness, finished, pieces
+from specbranch.suites.examples import EXAMPLES
+from specbranch.traces.frames import Frame
 
 if TYPE_CHECKING:
     from specbranch.async_engine import Submission
@@ -39,14 +43,11 @@ CLOCKS = {  # profiles that the page offers beside the machine's own clock
     "c10": "two devices, target = 10 draft steps",
     "h200-68m-7b": "one H200, costs of 68M and 7B",
 }
-RACERS = ("autoregressive", "speculative", "pearl", "specbranch")
 MOST_TOKENS = 512  # of an answer on the page
 MOST_RACED = 128
-RACE_SECONDS = 20  # that one takes, about
 MOST_TEXT = 16_000  # characters of a message
 NODES = 48  # of a tree: more are not seen
 TURN = 2  # messages: a question and its answer
-LiveEvent = dict[str, Any]  # one event
 Role = Literal["system", "user", "assistant"]
 
 
@@ -76,24 +77,7 @@ class LiveRace(BaseModel):
     model_config = ConfigDict(extra="forbid")
     prompt: str = Field(min_length=1, max_length=MOST_TEXT)
     clock: str = Field(WALL, max_length=40)
-    max_tokens: int = Field(64, ge=2, le=MOST_RACED)
-
-
-class Witness:
-    """The rounds of a request as frames: noted in the engine's thread, made and taken in the server's."""
-
-    def __init__(self) -> None:
-        self._rounds: deque[Any] = deque()
-        self._film = Film()
-
-    def note(self, *told: Any) -> None:
-        """Note a round."""
-        self._rounds.append(told)
-
-    def take(self) -> list[Frame]:
-        """Return the frames of all rounds since the last call."""
-        noted = [self._rounds.popleft() for _ in range(len(self._rounds))]
-        return [frame for told in noted if (frame := self._film.see(*told)) is not None]
+    max_tokens: int = Field(80, ge=2, le=MOST_RACED)
 
 
 class Live:
@@ -111,6 +95,7 @@ class Live:
             "method": self._serving.engine.method,
             "racers": RACERS,
             "clocks": CLOCKS,
+            "examples": [asdict(one) for one in EXAMPLES],
         }
 
     def chat(self, asked: LiveChat, fitting: tuple[list[int], int], admitted: Admitted) -> EventStream:
@@ -137,38 +122,25 @@ class Live:
         return EventStream(_written(told()), close)
 
     def race(self, asked: LiveRace, admitted: Admitted) -> EventStream:
-        """Answer a prompt by one method after the other."""
+        """Answer a prompt by every method in turn."""
         prompt = self._serving.engine.tokenizer.chat([{"role": "user", "content": asked.prompt}])
         params = SamplingParams(max_tokens=self._tokens(asked.max_tokens))
         self._races = True
+
+        def decode(method: str, seen: Witness) -> tuple[AsyncGenerator[Chunk, None], Callable[[], None]]:
+            return self._decoding(method, prompt, params, asked.clock, seen)
 
         def close() -> None:
             self._races = False
             admitted.leave()
 
-        return EventStream(_written(self._lanes(prompt, params, asked.clock)), close)
+        return EventStream(_written(by_turns(decode, asked.clock == WALL)), close)
 
     def check_race(self, asked: LiveRace) -> None:
         """Refuse a race by an unknown clock, and a second one."""
         _check_clock(asked.clock)
         if self._races:
             raise too_many("Another race is being run. Try again when it is over.", RACE_SECONDS, "race_under_way")
-
-    async def _lanes(self, prompt: list[int], params: SamplingParams, clock: str) -> AsyncGenerator[LiveEvent, None]:
-        for name in RACERS:
-            yield {"lane": name}
-            seen = Witness()
-            try:
-                chunks, cancel = self._decoding(name, prompt, params, clock, seen)
-            except SpecBranchError as error:  # such as a method that needs a draft where there is none
-                yield {"lane": name, "error": str(error)}
-                continue
-            try:
-                async with aclosing(_lane(chunks, seen)) as events:
-                    async for told in events:
-                        yield {"lane": name, **told}
-            finally:
-                cancel()
 
     def _decoding(
         self, method: str | None, prompt: list[int], params: SamplingParams, clock: str, seen: Witness
@@ -225,9 +197,9 @@ class Live:
 
     def _chunk(self, chunk: Chunk, frames: list[Frame]) -> LiveEvent:
         return {
-            "pieces": _pieces(chunk),
+            "pieces": pieces(chunk),
             "frames": [frame.trimmed(NODES).to_dict(self._serving.spelling.text) for frame in frames],
-            "done": _done(chunk.output),
+            "done": finished(chunk.output),
         }
 
     def _tokens(self, asked: int) -> int:
@@ -284,20 +256,6 @@ async def _chunks(submission: Submission) -> AsyncGenerator[Chunk, None]:
         yield chunk
 
 
-async def _lane(chunks: AsyncGenerator[Chunk, None], seen: Witness) -> AsyncGenerator[LiveEvent, None]:
-    """The events of one racer, times in seconds since its first token; what it cannot do is an event, too."""
-    first: float | None = None
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                frames = [frame for frame in seen.take() if frame.added]
-                first = frames[0].end if frames and first is None else first
-                steps = [[round(frame.end - (first or 0.0), 6), frame.added] for frame in frames]
-                yield {"steps": steps, "pieces": _pieces(chunk), "done": _done(chunk.output)}
-        except SpecBranchError as error:
-            yield {"error": str(error)}
-
-
 async def _written(told: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(told):
         try:
@@ -306,22 +264,3 @@ async def _written(told: AsyncGenerator[LiveEvent, None]) -> AsyncGenerator[byte
         except SpecBranchError as error:
             yield event(json.dumps({"error": str(error)}))
     yield DONE
-
-
-def _pieces(chunk: Chunk) -> list[list[str]]:
-    return [[piece.text, piece.origin] for piece in chunk.pieces]
-
-
-def _done(output: Output | None) -> LiveEvent | None:
-    """What a finished answer did."""
-    if output is None:
-        return None
-    if output.error is not None:
-        return {"error": str(output.error)}
-    names = ("tokens", "tokens_per_second", "tokens_per_forward", "target_forwards", "drafted", "accepted")
-    return {
-        "method": output.method,
-        "finish_reason": output.finish_reason,
-        "text": output.text,
-        **{name: output.stats.get(name) for name in (*names, "branch_hits", "branch_hit_rate", "ttft_seconds")},
-    }

@@ -1,35 +1,48 @@
-// The race: the server decodes one prompt by four methods, one after the other; then all run side by side on the page, by
-// the times that were measured, or charged by a profile.
+// The race: the server decodes one prompt by four methods, several turns each; then each one's median turn runs on the
+// page, side by side, by the times that were measured, or charged by a profile.
 
 import { ask, clocks, NAMES, onReady, Refused } from "/page/live.js";
 import { differences } from "/page/stage.js";
 
 const LONGEST = 8; // seconds that the slowest takes on the page
+const PLAIN = "autoregressive", OURS = "specbranch";
 
 export function race() {
   const form = document.getElementById("race-form"), clock = document.getElementById("race-clock");
   const go = document.getElementById("race-go"), note = document.getElementById("race-note");
-  const result = document.getElementById("race-result"), list = document.getElementById("tracks");
-  let tracks = new Map(), running = null, shown = 0;
+  const kind = document.getElementById("race-kind"), prompt = document.getElementById("race-prompt");
+  const list = document.getElementById("tracks"), rough = document.getElementById("race-rough");
+  let tracks = new Map(), running = null, shown = 0, examples = [];
 
   onReady((about) => {
     clock.replaceChildren(...clocks(about));
+    examples = about.examples;
+    kind.replaceChildren(...examples.map((one) => new Option(one.title, one.name)), new Option("a prompt of your own", ""));
+    prompt.value ||= examples[0].prompt;
     tracks = lay(list, about.racers);
   });
+  kind.addEventListener("change", () => {
+    prompt.value = examples.find((one) => one.name === kind.value)?.prompt ?? "";
+    if (!kind.value) prompt.focus();
+  });
+  prompt.addEventListener("input", () => { kind.value = examples.find((one) => one.prompt === prompt.value)?.name ?? ""; });
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     if (running) { running.abort(); return; }
     running = new AbortController();
     go.textContent = "Stop";
-    const turn = ++shown;
-    result.classList.remove("there");
-    note.textContent = "The server runs one method after the other …";
+    const turn = ++shown, why = examples.find((one) => one.name === kind.value)?.why ?? "";
+    clear();
+    note.textContent = "The methods take turns on the server …";
     try {
-      const prompt = document.getElementById("race-prompt").value.trim() || "Hello";
       tracks = lay(list, [...tracks.keys()].length ? [...tracks.keys()] : Object.keys(NAMES));
-      for await (const told of ask("/v1/live/race", { prompt, clock: clock.value }, running.signal)) tracks.get(told.lane)?.take(told);
-      note.textContent = label(clock);
-      if (turn === shown) await run([...tracks.values()], result, () => turn === shown);
+      for await (const told of ask("/v1/live/race", { prompt: prompt.value.trim() || "Hello", clock: clock.value }, running.signal)) {
+        if (told.lane) tracks.get(told.lane)?.take(told);
+        else rough.textContent = told.rough;
+      }
+      tracks.forEach((one) => one.settle());
+      note.textContent = label(clock, Math.max(...[...tracks.values()].map((one) => one.turns.length)));
+      if (turn === shown) await run([...tracks.values()], why, () => turn === shown);
       list.dataset.done = "yes";
     } catch (error) {
       note.textContent = error.name === "AbortError" ? "Stopped." : error instanceof Refused ? error.message : "The server went away.";
@@ -39,9 +52,15 @@ export function race() {
   });
 }
 
-function label(clock) {
+function clear() {
+  for (const id of ["race-why", "race-rough"]) document.getElementById(id).textContent = "";
+  document.getElementById("race-result").classList.remove("there");
+}
+
+function label(clock, turns) {
+  const often = turns > 1 ? `the median of ${turns} turns after a warm-up` : "one turn after a warm-up";
   return clock.value === "wall"
-    ? "By this machine's clock, one method after the other, from each one's first token on; shown side by side. Other requests to this server slow a lane down. Where draft and target share a processor they take turns, and drafting has little to win."
+    ? `By this machine's clock, ${often}, from each one's first token on; shown side by side. Other requests to this server slow a lane down.`
     : `Modelled, not measured: decisions of the real models, time charged by the profile “${clock.value}” (${clock.selectedOptions[0].text.replace("modelled: ", "")}), from each one's first token on.`;
 }
 
@@ -52,9 +71,11 @@ function lay(list, names) {
   return made;
 }
 
+// A method's turns; `settle` chooses the one in the middle.
 class Track {
   constructor(name) {
     this.name = name;
+    this.turns = []; // {words, times, forward}
     this.words = [];
     this.times = [];
     this.error = "";
@@ -69,12 +90,22 @@ class Track {
 
   take(told) {
     if (told.error || told.done?.error) { this.error = told.error || told.done.error; this.gain.textContent = "–"; this.said.textContent = this.error; return; }
-    for (const [text] of told.pieces || []) this.words.push(text);
-    for (const [at, added] of told.steps || []) for (let n = 0; n < added; n++) this.times.push(at);
-    this.gain.textContent = this.words.length ? `${this.words.length} tokens …` : "starts …";
+    if (!told.steps) { // a turn starts
+      this.gain.textContent = told.turn ? `turn ${told.turn} …` : "warms up …";
+      if (told.turn) this.turns.push({ words: [], times: [], forward: null });
+      return;
+    }
+    const turn = this.turns.at(-1);
+    for (const [text] of told.pieces) turn.words.push(text);
+    for (const [at, added] of told.steps) for (let n = 0; n < added; n++) turn.times.push(at);
+    turn.forward = told.done?.tokens_per_forward ?? turn.forward;
   }
 
-  get text() { return this.words.join(""); }
+  settle() {
+    const whole = this.turns.filter((one) => one.times.length).sort((a, b) => a.times.at(-1) - b.times.at(-1));
+    Object.assign(this, whole[whole.length >> 1]);
+  }
+
   get seconds() { return this.times.at(-1) || 0; }
 
   draw(t, whole, plain) {
@@ -91,10 +122,10 @@ function capital(text) { return text[0].toUpperCase() + text.slice(1); }
 function seconds(s) { return s >= 1 ? `${s.toFixed(2)} s` : `${Math.round(s * 1000)} ms`; }
 
 // All side by side, then the result.
-async function run(tracks, result, still) {
+async function run(tracks, why, still) {
   const able = tracks.filter((one) => !one.error && one.times.length > 1);
   if (!able.length) return;
-  const whole = Math.max(...able.map((one) => one.seconds)), plain = able.find((one) => one.name === "autoregressive")?.seconds;
+  const whole = Math.max(...able.map((one) => one.seconds)), plain = able.find((one) => one.name === PLAIN)?.seconds;
   if (!matchMedia("(prefers-reduced-motion: reduce)").matches) {
     const begun = performance.now(), lasts = Math.min(LONGEST, Math.max(whole, 3));
     await new Promise((done) => requestAnimationFrame(function tick() {
@@ -106,11 +137,19 @@ async function run(tracks, result, still) {
   }
   if (!still()) return;
   able.forEach((one) => one.draw(whole, whole, plain));
+  conclude(able, plain, why);
+}
+
+function conclude(able, plain, why) {
   const best = able.reduce((a, b) => (b.seconds < a.seconds ? b : a));
   able.forEach((one) => one.box.classList.toggle("winner", one === best));
-  const unlike = able.reduce((sum, one) => sum + differences(able[0].text, one.text), 0);
+  const texts = able.flatMap((one) => one.turns.map((turn) => turn.words.join("")));
+  const unlike = texts.reduce((sum, one) => sum + differences(texts[0], one), 0);
   const strong = (text, kind = "") => Object.assign(document.createElement("strong"), { textContent: text, className: kind });
-  const won = best.name === "autoregressive" ? ["Plain decoding was the fastest here, "] : [strong(`${((plain || best.seconds) / best.seconds).toFixed(1)} ×`), ` by ${NAMES[best.name] || best.name}, `];
-  result.replaceChildren(...won, strong(String(unlike), "zero"), ` character${unlike === 1 ? "" : "s"} different among ${able.length} texts`);
+  const won = best.name === PLAIN ? ["Plain decoding was the fastest here, "] : [strong(`${((plain || best.seconds) / best.seconds).toFixed(1)} ×`), ` by ${NAMES[best.name] || best.name}, `];
+  const result = document.getElementById("race-result"), ours = able.find((one) => one.name === OURS);
+  result.replaceChildren(...won, strong(String(unlike), "zero"), ` character${unlike === 1 ? "" : "s"} different among ${texts.length} texts`);
   result.classList.add("there");
+  const forward = ours?.forward ? `A forward of the target brought SpecBranch ${ours.forward.toFixed(1)} tokens, plain decoding 1. ` : "";
+  document.getElementById("race-why").textContent = `${forward}${why}`;
 }
