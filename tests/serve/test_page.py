@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Running, load_tiny, running
+from running import PROMPT, Running, load_tiny, running
 
 from specbranch import LLM, SamplingParams
+from specbranch.machine_load import LoadMeter
 from specbranch.serve.keys import new_key
 from specbranch.serve.page import FILES
 
@@ -23,6 +24,7 @@ RECORDING = json.loads((FILES / "recording.json").read_text(encoding="utf-8"))
 QUESTION = "What is a branch?"
 WAIT = 60_000  # milliseconds
 SHAPES = {"desk": {"width": 1280, "height": 800}, "phone": {"width": 360, "height": 740}}
+LOW = {"width": 360, "height": 420}  # a phone whose keyboard is up
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ class Visit:
     """A page that is open, and what it asked for and complained of meanwhile."""
 
     def __init__(self, browser: Any, url: str, shape: str = "desk", **given: Any) -> None:
-        self.page = browser.new_page(viewport=SHAPES[shape], **given)
+        self.page = browser.new_page(viewport={**SHAPES, "low": LOW}[shape], **given)
         self.page.set_default_timeout(WAIT)
         self.requests: list[str] = []
         self.complaints: list[str] = []
@@ -75,6 +77,11 @@ class Visit:
         self.page.click("#race-go")
         self.page.wait_for_selector("#tracks[data-done]")
         return str(self.page.inner_text("#race-result"))
+
+    def in_view(self, selector: str) -> bool:
+        """Whether the whole of an element is on the screen."""
+        box, height = self.page.locator(selector).last.bounding_box(), self.page.evaluate("innerHeight")
+        return bool(box and box["y"] > -1 and box["y"] + box["height"] < height + 1)  # parts of pixels apart
 
     def violations(self) -> list[str]:
         """What axe finds wrong."""
@@ -151,10 +158,38 @@ def test_a_word_tells_who_proposed_it(visit: Visit) -> None:
 @pytest.mark.parametrize("clock", ["wall", "c10"])
 def test_four_methods_race_to_the_same_text(visit: Visit, clock: str) -> None:
     visit.page.emulate_media(reduced_motion="reduce")
-    assert "0 characters different among 4 texts" in visit.race(clock)
+    assert f"0 characters different among {12 if clock == 'wall' else 4} texts" in visit.race(clock)
     texts = visit.page.locator(".track .said").all_text_contents()
     assert len(texts) == 4 and len(set(texts)) == 1 and texts[0]
-    assert ("Modelled, not measured" in visit.page.inner_text("#race-note")) == (clock != "wall")
+    note = visit.page.inner_text("#race-note")
+    assert ("Modelled, not measured" in note) == (clock != "wall") == ("median of 3 turns" not in note)
+
+
+def test_a_race_offers_an_answer_that_copies_and_a_free_one_and_says_why(visit: Visit, served: Running) -> None:
+    visit.page.emulate_media(reduced_motion="reduce")
+    copying, free = served.http.get("/v1/live").json()["examples"]
+    visit.page.wait_for_selector("#race-kind option[value=free]", state="attached")
+    assert visit.page.input_value("#race-prompt") == copying["prompt"]
+    for example in (copying, free):
+        visit.page.select_option("#race-kind", example["name"])
+        assert visit.page.input_value("#race-prompt") == example["prompt"]
+    visit.race("c10")
+    why = visit.page.inner_text("#race-why")
+    assert free["why"] in why and "A forward of the target brought SpecBranch" in why
+    visit.page.fill("#race-prompt", PROMPT)
+    assert visit.page.input_value("#race-kind") == ""
+    visit.race("c10")
+    assert free["why"] not in visit.page.inner_text("#race-why")
+
+
+def test_a_race_on_a_busy_machine_says_so(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadMeter, "other_cores", lambda meter: 1.5)
+    visit.page.emulate_media(reduced_motion="reduce")
+    visit.page.wait_for_selector("#race-kind option[value=free]", state="attached")
+    visit.race("wall")
+    assert "This machine is busy, figures are rough" in visit.page.inner_text("#race-rough")
+    visit.race("c10")
+    assert visit.page.inner_text("#race-rough") == ""
 
 
 def test_everything_can_be_done_by_keyboard(visit: Visit) -> None:
@@ -236,6 +271,127 @@ def test_a_key_is_asked_for_where_one_is_wanted(browser: Any, pair: tuple[str, s
             )
         assert visit.page.locator("#key-form").is_hidden() and visit.ask()
         visit.page.close()
+
+
+def test_a_wrong_key_is_answered_beside_its_field(browser: Any, pair: tuple[str, str], tmp_path: Path) -> None:
+    key = new_key(tmp_path / "keys", "alice")
+    with running(load_tiny(pair), keys=tmp_path / "keys") as found:
+        visit = Visit(browser, found.url, "phone", reduced_motion="reduce")
+        visit.page.fill("#key", "wrong")
+        visit.page.press("#key", "Enter")
+        said = visit.page.get_by_role("alert").filter(has_text="not known")
+        said.wait_for()
+        assert visit.in_view("#key-said") and visit.page.get_attribute("#key", "aria-invalid") == "true"
+        assert visit.violations() == []
+        visit.page.fill("#key", key)
+        visit.page.press("#key", "Enter")
+        visit.page.wait_for_selector("#key-form", state="hidden")
+        assert said.count() == 0
+        visit.page.close()
+
+
+def test_a_key_that_was_taken_away_is_asked_for_again(browser: Any, pair: tuple[str, str], tmp_path: Path) -> None:
+    key = new_key(tmp_path / "keys", "alice")
+    with running(load_tiny(pair), keys=tmp_path / "keys") as found:
+        visit = Visit(browser, found.url)
+        visit.page.fill("#key", key)
+        visit.page.press("#key", "Enter")
+        visit.page.wait_for_selector("#key-form", state="hidden")
+        visit.page.route("**/v1/live/chat", lambda route: route.fulfill(status=401, json={"error": {"message": "No."}}))
+        visit.ask()
+        assert visit.page.locator("#key-form").is_visible() and visit.page.inner_text("#key-said")
+        visit.page.close()
+
+
+def test_the_chat_follows_its_answer(browser: Any, served: Running) -> None:
+    visit = Visit(browser, served.url, "low")
+    visit.ask()
+    assert visit.page.evaluate("document.querySelector('.answer').offsetHeight > innerHeight")
+    assert visit.in_view("#send") and visit.in_view(".answer .sum")
+    visit.page.close()
+
+
+def test_who_scrolls_back_while_an_answer_is_written_is_left_there(browser: Any, served: Running) -> None:
+    visit = Visit(browser, served.url, "low")
+    with served.held():
+        visit.page.fill("#question", QUESTION)
+        visit.page.press("#question", "Enter")
+        visit.page.wait_for_selector(".answer", state="attached")
+        top = visit.page.evaluate("() => { scrollBy({ top: -200, behavior: 'instant' }); return scrollY; }")
+        visit.page.wait_for_function("() => new Promise((done) => requestAnimationFrame(() => done(true)))")
+    visit.page.wait_for_selector(".answer[data-done]")
+    assert visit.page.evaluate("scrollY") == top > 0
+    visit.page.close()
+
+
+def test_a_question_entered_during_an_answer_is_asked_after_it(visit: Visit, served: Running) -> None:
+    questions, sent = [QUESTION, "And a tree?"], list[Any]()
+    visit.page.on("request", lambda one: sent.append(one.post_data_json) if one.url.endswith("/chat") else None)
+    with served.held():
+        for question in questions:
+            visit.page.fill("#question", question)
+            visit.page.press("#question", "Enter")
+        visit.page.press("#question", "Enter")  # an empty field stops nothing
+        assert visit.page.locator(".asked-by").all_inner_texts() == questions
+        assert visit.page.locator(".asked-by.waiting").count() == 1 and visit.page.inner_text("#send") == "Stop"
+    visit.page.locator(".answer[data-done]").nth(1).wait_for()
+    first = "".join(visit.page.locator(".answer").first.locator(".tok").all_text_contents())
+    assert [one["content"] for one in sent[1]["messages"]] == [QUESTION, first, questions[1]]
+    assert visit.page.locator(".answer .bad").count() == 0
+    assert visit.page.locator(".asked-by.waiting").count() == 0 and visit.page.inner_text("#send") == "Ask"
+
+
+def test_stop_stops_the_answer_and_keeps_what_was_typed(visit: Visit, served: Running) -> None:
+    with served.held():
+        visit.page.fill("#question", QUESTION)
+        visit.page.press("#question", "Enter")
+        visit.page.fill("#question", "half a que")
+        visit.page.click("#send")
+        visit.page.wait_for_selector(".answer[data-done]")
+        assert visit.page.locator(".answer .bad").inner_text() == "Stopped."
+        assert visit.page.input_value("#question") == "half a que"
+
+
+def test_the_recording_keeps_its_height_while_it_plays(browser: Any, served: Running) -> None:
+    visit = Visit(browser, served.url, "phone", reduced_motion="reduce")
+    for width in (320, 360, 412, 1280):
+        visit.page.set_viewport_size({"width": width, "height": 740})
+        heights = visit.page.evaluate(
+            """async () => {
+                const moment = document.getElementById("moment"), found = new Set();
+                await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+                for (let at = 0; at <= 1000; at += 5) {
+                    moment.value = at;
+                    moment.dispatchEvent(new Event("input"));
+                    found.add(document.getElementById("stage").getBoundingClientRect().height);
+                }
+                return [...found];
+            }"""
+        )
+        assert len(heights) == 1, (width, heights)
+    visit.page.close()
+
+
+def test_the_story_of_a_word_does_not_cover_the_word(browser: Any, served: Running) -> None:
+    visit = Visit(browser, served.url, "phone")
+    visit.page.select_option("#chat-method", "pearl")
+    visit.ask()
+    words = visit.page.locator(".answer .tok[role=button] b:not(:empty)")
+    covered = """() => {
+        const word = document.querySelector(".tok.chosen").getBoundingClientRect();
+        const story = document.getElementById("story").getBoundingClientRect();
+        return word.bottom > story.top || word.top < 0;
+    }"""
+    for shape in (SHAPES["phone"], LOW):
+        visit.page.set_viewport_size(shape)
+        for at in (0, words.count() // 2, words.count() - 1):
+            words.nth(at).evaluate("one => one.scrollIntoView({ block: 'end', behavior: 'instant' })")
+            words.nth(at).dispatch_event("click")
+            assert not visit.page.evaluate(covered), (shape, at)
+            visit.page.keyboard.press("ArrowLeft")
+            assert not visit.page.evaluate(covered), (shape, at)
+            visit.page.keyboard.press("Escape")
+    visit.page.close()
 
 
 def test_a_refusal_is_told_on_the_page(browser: Any, served: Running) -> None:

@@ -1,14 +1,19 @@
 // The live chat: words coloured by origin, the rounds they came in, and the story of each.
 
 import { ask, clocks, NAMES, onReady, Refused } from "/page/live.js";
+import { Follower } from "/page/follow.js";
 import { Lanes } from "/page/lanes.js";
 import { hush, tell } from "/page/story.js";
+
+const GAP = 24; // pixels between a word and the box that tells its story
 
 export function chat() {
   const form = document.getElementById("ask"), question = document.getElementById("question");
   const talk = document.getElementById("talk"), send = document.getElementById("send");
   const lanes = new Lanes(document.getElementById("lanes"), document.getElementById("lanes-scroll"));
   const said = []; // messages so far
+  const waiting = []; // questions that were entered while an answer was being written
+  const follower = new Follower(form);
   let running = null;
 
   const method = document.getElementById("chat-method"), clock = document.getElementById("chat-clock");
@@ -22,38 +27,55 @@ export function chat() {
   });
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (running) { running.abort(); return; }
-    const text = question.value.trim() || question.placeholder;
+    if (running && event.submitter) { running.abort(); return; } // the button, which says Stop
+    const text = question.value.trim();
+    if (running && !text) return;
     question.value = "";
+    waiting.push(enter(talk, text || question.placeholder));
+    follower.start();
+    if (!running) while (waiting.length) await answer(waiting.shift());
+  });
+
+  async function answer(asked) {
     running = new AbortController();
     send.textContent = "Stop";
-    const answer = new Answer(talk, lanes, text, clock.value !== "wall");
+    const user = { role: "user", content: asked.textContent };
+    const made = new Answer(asked, lanes, follower, clock.value !== "wall");
     try {
-      for await (const told of ask("/v1/live/chat", { messages: [...said, { role: "user", content: text }], method: method.value || null, clock: clock.value }, running.signal)) answer.take(told);
-      said.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
+      for await (const told of ask("/v1/live/chat", { messages: [...said, user], method: method.value || null, clock: clock.value }, running.signal)) made.take(told);
     } catch (error) {
-      answer.fail(error.name === "AbortError" ? "Stopped." : error instanceof Refused ? error.message : "The server went away.");
+      made.fail(error.name === "AbortError" ? "Stopped." : error instanceof Refused ? error.message : "The server went away.");
     }
+    if (made.text) said.push(user, { role: "assistant", content: made.text }); // a stopped one as far as it came
     running = null;
     send.textContent = "Ask";
-  });
+  }
+}
+
+// Show a question; it waits until it is asked.
+function enter(talk, text) {
+  const made = Object.assign(document.createElement("p"), { className: "asked-by waiting", textContent: text });
+  talk.append(made);
+  return made;
 }
 
 // One answer: its words, its rounds, which word is selected.
 class Answer {
-  constructor(talk, lanes, question, modelled) {
+  constructor(asked, lanes, follower, modelled) {
     this.lanes = lanes;
+    this.follower = follower;
     this.modelled = modelled;
     this.words = []; // {text, origin, span}
     this.frames = [];
     this.text = "";
-    const asked = Object.assign(document.createElement("p"), { className: "asked-by", textContent: question });
+    asked.classList.remove("waiting");
     this.box = Object.assign(document.createElement("div"), { className: "answer" });
     this.box.setAttribute("role", "group");
     this.box.setAttribute("aria-label", "Answer; arrow keys go from word to word");
-    talk.append(asked, this.box);
+    asked.after(this.box);
     lanes.clear();
     this.forget();
+    follower.step();
     this.box.addEventListener("click", (event) => { const at = this.at(event.target); if (at >= 0) this.choose(at); });
     this.box.addEventListener("keydown", (event) => this.key(event));
   }
@@ -67,6 +89,7 @@ class Answer {
     if (told.left_out) this.note(`The context is full: ${told.left_out} of the oldest messages ${told.left_out === 1 ? "was" : "were"} left out.`);
     this.count(told.done);
     if (told.done) this.finish(told.done);
+    this.follower.step();
   }
 
   add(text, origin) {
@@ -100,12 +123,15 @@ class Answer {
 
   choose(at) {
     this.forget();
+    this.follower.stop(); // who reads about a word is not to be scrolled away from it
     this.words.forEach((one, n) => { if (one.text) one.span.tabIndex = n === at ? 0 : -1; });
     const { span } = this.words[at];
     span.classList.add("chosen");
     span.setAttribute("aria-pressed", "true");
-    span.focus({ preventScroll: false });
+    span.focus({ preventScroll: true });
     const frame = tell(this.words, this.frames, at);
+    span.style.scrollMarginBottom = `${document.getElementById("story").offsetHeight + GAP}px`; // the box lies above the page's foot
+    span.scrollIntoView({ block: "nearest", behavior: "instant" });
     if (frame) this.lanes.mark(frame.number);
   }
 
@@ -131,6 +157,7 @@ class Answer {
   fail(words) {
     this.note(words, "sum bad");
     this.box.dataset.done = "error";
+    this.follower.step();
   }
 
   note(words, kind = "sum") {

@@ -23,24 +23,39 @@ export async function connect() {
   const status = document.getElementById("server"), form = document.getElementById("key-form");
   form.addEventListener("submit", (event) => { event.preventDefault(); key = document.getElementById("key").value.trim(); greet(); });
   async function greet() {
+    wantKey(form, false);
     try {
       const answer = await fetch("/v1/live", { headers: headers() });
-      form.hidden = answer.status !== 401 && answer.status !== 403;
-      if (!form.hidden) { status.textContent = key ? "That key is not known here." : "A key is wanted."; return; }
+      if (unknown(answer)) { status.textContent = key ? "That key is not known here." : "A key is wanted."; wantKey(form, true); return; }
       if (!answer.ok) throw new Refused(await reason(answer));
       const about = await answer.json();
       status.textContent = `${about.model} · ${about.method}`;
+      form.hidden = true;
       listeners.forEach((listener) => listener(about));
     } catch (error) {
       status.textContent = error instanceof Refused ? error.message : "The server does not answer.";
+      document.getElementById("key-said").textContent = status.textContent; // the status is far above the field
     }
   }
   await greet();
 }
 
+function unknown(answer) { return answer.status === 401 || answer.status === 403; }
+
+// Say beside the field that a key is wanted, and that the one which was given is not the right one; or say nothing yet.
+function wantKey(form, wanted) {
+  const field = document.getElementById("key"), wrong = wanted && key !== "";
+  if (wanted) form.hidden = false;
+  field.setAttribute("aria-invalid", String(wrong));
+  const said = document.getElementById("key-said");
+  said.textContent = wrong ? "That key is not known here." : "";
+  if (wrong) said.scrollIntoView({ block: "nearest" });
+}
+
 // Send a question; yields events until the answer is whole. Aborting `signal` takes the request along.
 export async function* ask(path, body, signal) {
   const answer = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  if (unknown(answer)) wantKey(document.getElementById("key-form"), true);
   if (!answer.ok) throw new Refused(await reason(answer));
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

@@ -67,9 +67,19 @@ export class Stage {
       one.y = spot.top + spot.height / 2 - box.top;
     }
     for (const frame of this.frames) this.place(frame);
+    this.reserve();
     this.shapes.forEach((one) => one.remove());
     this.shapes.clear();
     this.draw(this.now);
+  }
+
+  // Room for the longest sentence about a round, so that no sentence moves what stands below it.
+  reserve() {
+    const now = this.state.textContent;
+    this.state.style.minHeight = "";
+    const heights = this.frames.map((frame) => { this.state.textContent = sentence(frame); return this.state.offsetHeight; });
+    this.state.textContent = now;
+    this.state.style.minHeight = `${Math.max(...heights)}px`;
   }
 
   // Where a frame's nodes stand. What the target will take stands in the middle, also while nobody knows it yet.
