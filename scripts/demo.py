@@ -1,152 +1,193 @@
-"""`make demo`: stream an answer of the default pair with SpecBranch, then compare the methods on this machine and on
-a modelled GPU."""
+"""`make demo`: stream an answer of the default pair, then show what pays on this machine, and on a modelled GPU.
+
+Two prompts: an edit, whose answer copies most of the prompt, and a free question. The methods take turns; figures are
+medians over turns after a warm-up.
+"""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from specbranch import LLM, Output, SamplingParams
 from specbranch.cli.paint import LEGEND, show, summary
-from specbranch.core.methods import METHODS as ALL_METHODS
+from specbranch.machine_load import LoadMeter, roughness, usable_cores
 from specbranch.sim.shipped import load_profile
+from specbranch.suites.examples import COPYING, EXAMPLES, FREE, Example
 
-QUESTION = "Write a Python function that tells whether a word reads the same backwards, and explain it."
-PROMPTS = (  # code, reasoning and prose: from what a draft foresees well to what it does not
-    "Write a Python function that counts the words in a file.",
-    "A gardener plants 4 rows of 9 tulips, and 7 of them do not come up. How many flower? Explain step by step.",
-    "Describe in a short paragraph a harbour on a foggy morning.",
-)
-PLAIN = "autoregressive"
-# without lookahead, which reads 120 rows a step: too long for a CPU
-METHODS = tuple(name for name, method in ALL_METHODS.items() if not method.guesses)
+PLAIN, OURS = "autoregressive", "specbranch"
+# Those of most interest first: a slow machine leaves out the last ones. Without lookahead, which verifies 120 rows a
+# step: too long for a CPU.
+METHODS = (PLAIN, OURS, "lookup", "tree", "speculative", "adaptive", "pearl", "auto")
+TURNS = 3  # that count
+ROUNDS = TURNS + 2  # a warm-up before them, a modelled one after them
+TOKENS = 80  # of an answer: the edit's whole one
+SECONDS = 50.0  # for all turns together; methods that do not fit are left out
+KINDS = {COPYING.name: "edit", FREE.name: "free"}
+GAIN = 1.03  # below this a method is not called faster
 CLOCK = "h200-1b-8b"
-SECONDS = 30.0  # after which no further prompt is begun
 NEXT = """Go on with
   .venv/bin/specbranch chat
+  .venv/bin/specbranch serve             # and its page, with a race, on http://127.0.0.1:8000
   .venv/bin/specbranch generate --method specbranch "Once upon a time" --trace trace.json
   .venv/bin/specbranch generate --chat "Why is the sky blue?" --temperature 0.7 --json > answer.jsonl
   .venv/bin/specbranch verify answer.jsonl
   .venv/bin/specbranch distill --help    # a draft for a target of your own"""
+Answers = dict[str, dict[str, list[Output]]]  # by example and method, one for each turn
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method's figures over all tokens of its answers; the speedup is over plain decoding of the same prompts."""
+    """One method's figures on one prompt: medians over its turns; the speedup is over plain decoding's."""
 
     method: str
     tokens_per_second: float
     speedup: float
     tokens_per_forward: float
-    rollback: float | None
+    seconds: tuple[float, ...]  # of each turn's decoding
     lossless: bool
+
+
+Rows = dict[str, dict[str, Row]]  # by example and method
 
 
 def main(**models: Any) -> None:
     """Run the demonstration, on the default pair unless other models are named."""
     console = Console(stderr=True, highlight=False)
     with console.status("Loading SmolLM2-135M-Instruct and its draft"):
-        llm = LLM(**models, method="specbranch", prefix_cache=False)
+        llm = LLM(**models, method=OURS, prefix_cache=False)
+        _answer(llm, COPYING)  # what is seen first is not the first forward of a process
     with llm:
         stream(llm, console)
         with progress(console) as bar:
-            here = measure(llm, PROMPTS, bar, "The same with every method, on this machine", SECONDS)
-    with console.status("Loading them once more, on a modelled clock"):
-        llm = LLM(**models, method="specbranch", clock=CLOCK, prefix_cache=False)
-    with llm, progress(console) as bar:
-        there = measure(llm, PROMPTS[: len(here[PLAIN])], bar, "On a modelled GPU", SECONDS)
-    prompts = len(there[PLAIN])
-    found = rows(here, prompts), rows(there, prompts)
-    console.print(table(*found, prompts))
-    console.print(verdict(*found), soft_wrap=True)
+            meter = LoadMeter()
+            methods = warm_up(llm, bar, SECONDS)
+            here = rows(measure(methods, bar, "On this machine", TURNS))
+            rough = roughness(meter.other_cores(), [row.seconds for found in here.values() for row in found.values()])
+            timed = llm.modelled(CLOCK)
+            there = rows(measure({name: timed.using(name) for name in methods}, bar, "On a modelled GPU", 1))
+    console.print(table(here))
+    console.print(verdict(here, rough), soft_wrap=True)
+    console.print(modelled_table(there))
+    console.print(sameness(here, there), soft_wrap=True)
     console.print(f"\n{NEXT}", markup=False, soft_wrap=True)
 
 
 def stream(llm: LLM, console: Console) -> None:
     """Show one answer as it comes."""
-    console.print(f"[bold]{QUESTION}[/]  (method specbranch)\n", soft_wrap=True)
+    console.print(f"[bold]{COPYING.prompt}[/]\n", soft_wrap=True)
     colour = sys.stdout.isatty()
-    output = show(llm.stream_chat(asked(QUESTION), SamplingParams(max_tokens=160)), colour)
+    output = show(llm.stream_chat(asked(COPYING.prompt), SamplingParams(max_tokens=2 * TOKENS)), colour)
     console.print(f"\n{summary(output)}", markup=False, soft_wrap=True)
     if colour:
         print(LEGEND, file=sys.stderr)
 
 
-def measure(llm: LLM, prompts: Sequence[str], bar: Progress, what: str, seconds: float) -> dict[str, list[Output]]:
-    """Answer the prompts with every method by turns; leaves out the last prompts where time runs out."""
-    methods = {name: llm.using(name) for name in METHODS}
-    answers: dict[str, list[Output]] = {name: [] for name in methods}
-    task, start = bar.add_task(what, total=len(prompts) * len(methods)), time.monotonic()
-    for one in methods.values():
-        one.chat(asked("Hello"), SamplingParams(max_tokens=8))  # warm-up
-    for prompt in prompts:
-        for name, one in methods.items():
-            bar.update(task, description=f"{what}: {name}", refresh=True)
-            answers[name].append(one.chat(asked(prompt), SamplingParams(max_tokens=64)))
-            bar.advance(task)
-        if time.monotonic() - start > seconds:
+def warm_up(llm: LLM, bar: Progress, seconds: float) -> dict[str, LLM]:
+    """Answer once by each method; returns those for whose turns there is time, plain decoding and ours at least."""
+    kept: dict[str, LLM] = {}
+    task, start = bar.add_task("Warming up", total=len(METHODS)), time.monotonic()
+    for name in METHODS:
+        if len(kept) > 1 and ROUNDS * (time.monotonic() - start) * (1 + 1 / len(kept)) > seconds:
             break
+        kept[name] = llm.using(name)
+        for example in EXAMPLES:
+            _answer(kept[name], example)
+        bar.advance(task)
+        bar.refresh()
+    return kept
+
+
+def measure(methods: Mapping[str, LLM], bar: Progress, what: str, turns: int) -> Answers:
+    """Answer both prompts by every method in turn: load that comes and goes meets them all."""
+    answers: Answers = {example.name: {name: [] for name in methods} for example in EXAMPLES}
+    task = bar.add_task(what, total=turns * len(EXAMPLES) * len(methods))
+    for _ in range(turns):
+        for example in EXAMPLES:
+            for name, one in methods.items():
+                bar.update(task, description=f"{what}: {name}", refresh=True)
+                answers[example.name][name].append(_answer(one, example))
+                bar.advance(task)
     return answers
 
 
-def rows(answers: dict[str, list[Output]], prompts: int) -> dict[str, Row]:
-    """Turn the answers to the first prompts into figures."""
-    return {name: _row(name, outputs[:prompts], answers[PLAIN][:prompts]) for name, outputs in answers.items()}
+def rows(answers: Answers) -> Rows:
+    """Turn answers into figures."""
+    return {
+        example: {name: _row(name, outputs, found[PLAIN]) for name, outputs in found.items()}
+        for example, found in answers.items()
+    }
 
 
-def table(here: dict[str, Row], there: dict[str, Row], prompts: int) -> Table:
-    """Set this machine's figures beside the modelled ones."""
-    clock = load_profile(CLOCK)
+def table(here: Rows) -> Table:
+    """Set what was measured on both prompts side by side."""
+    cores = usable_cores()
     made = Table(
-        title=f"\n{prompts} prompt{'s' if prompts > 1 else ''}, every method on the same pair (over all tokens)",
-        caption="* Modelled, not measured: what is drafted and accepted is this pair's, but time is charged by the "
-        f"profile {CLOCK}, "
-        f"measured on {clock.hardware} with {clock.pair}, both at work at once.",
-        caption_justify="left",
+        title=f"\nMeasured on this machine ({cores} core{'s' if cores > 1 else ''}): "
+        f"median of {TURNS} turns after a warm-up",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    made.add_column("method", no_wrap=True)
-    headings = ("tokens/s\nhere", "× plain\nhere", "tokens/\nforward", "rollback", "same\ntokens", "× plain,\nGPU*")
-    for heading in headings:
-        made.add_column(heading, justify="right")
-    for name, row in here.items():
-        rollback = "–" if row.rollback is None else f"{row.rollback:.0%}"
-        figures = (f"{row.tokens_per_second:.1f}", f"{row.speedup:.2f}", f"{row.tokens_per_forward:.2f}", rollback)
-        same = "yes" if row.lossless and there[name].lossless else "[red]NO[/]"
-        made.add_row(name, *figures, same, f"{there[name].speedup:.2f}")
+    made.add_column("\n\nmethod", no_wrap=True)
+    for example in here:
+        for heading in (f"{KINDS[example]}:\ntokens\n/s", "\n×\nplain", "\ntokens/\nforward"):
+            made.add_column(heading, justify="right")
+    made.add_column("\nsame\ntokens", justify="right")
+    for name in _first(here):
+        found = [one[name] for one in here.values()]
+        figures = [
+            figure
+            for row in found
+            for figure in (f"{row.tokens_per_second:.1f}", f"{row.speedup:.2f}", f"{row.tokens_per_forward:.2f}")
+        ]
+        made.add_row(name, *figures, "yes" if all(row.lossless for row in found) else "[red]NO[/]")
     return made
 
 
-def verdict(here: dict[str, Row], there: dict[str, Row]) -> str:
-    """Say in plain words what to use here, and what a GPU would change."""
-    best, other = (max(found.values(), key=lambda row: row.speedup) for found in (here, there))
-    if best.speedup <= 1.0 or best.method == PLAIN:
-        choice = "Plain decoding is the faster choice on this machine: --method autoregressive."
-    else:
-        choice = f"Fastest here: {best.method}, {best.speedup:.2f} × plain decoding."
-    if here["specbranch"].speedup <= 1.0:
-        choice += (
-            " specbranch does not pay here: drafting costs more than it brings, and on so short a text it has "
-            "hardly found that out."
-        )
-    if any(row.speedup > 1.1 * row.tokens_per_forward for row in here.values()):
-        choice += (
-            " But something else kept this machine busy: no method can gain more than its tokens per forward. Try "
-            "again when it is quiet."
-        )
-    gpu = "" if other.method == "specbranch" else f"{other.method} {other.speedup:.2f} ×, "
-    lossless = all(row.lossless for row in (*here.values(), *there.values()))
-    whole, parted = "Every method gave exactly the tokens of plain decoding.", "Not every method gave the same tokens."
-    sentence = whole if lossless else f"[red]{parted}[/]"
-    return f"{choice}\nOn the modelled GPU: {gpu}specbranch {there['specbranch'].speedup:.2f} ×.\n{sentence}"
+def verdict(here: Rows, rough: str) -> str:
+    """Say in plain words what pays here and why, which methods were left out, and whether figures are rough."""
+    said = [f"{_result(example, here[example.name])} {example.why}" for example in EXAMPLES]
+    if left_out := [name for name in METHODS if name not in _first(here)]:
+        said.append(f"Left out, for this machine would take too long: {', '.join(left_out)}.")
+    if rough:
+        said.append(f"[bold red]{rough}[/]")
+    return "\n".join(said)
+
+
+def modelled_table(there: Rows) -> Table:
+    """What a cost profile charges for the same decisions."""
+    clock = load_profile(CLOCK)
+    made = Table(
+        title="\nModelled, not measured: × plain on a GPU",
+        caption="Drafted and accepted tokens are this pair's; time is charged by the profile "
+        f"{CLOCK}, measured on {clock.hardware} with {clock.pair}, both at work at once.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        min_width=60,
+    )
+    made.add_column("method", no_wrap=True)
+    for example in there:
+        made.add_column(KINDS[example], justify="right")
+    for name in _first(there):
+        made.add_row(name, *(f"{found[name].speedup:.2f}" for found in there.values()))
+    return made
+
+
+def sameness(*all_rows: Rows) -> str:
+    """Say whether every answer was plain decoding's."""
+    if all(row.lossless for found in all_rows for one in found.values() for row in one.values()):
+        return "Every method gave exactly the tokens of plain decoding."
+    return "[red]Not every method gave the same tokens.[/]"
 
 
 @contextmanager
@@ -168,23 +209,35 @@ def asked(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
+def _answer(llm: LLM, example: Example) -> Output:
+    return llm.chat(asked(example.prompt), SamplingParams(max_tokens=TOKENS))
+
+
+def _first(found: Rows) -> dict[str, Row]:
+    return next(iter(found.values()))
+
+
+def _result(example: Example, found: Mapping[str, Row]) -> str:
+    """Name the fastest method on a prompt, and how ours does."""
+    best, ours = max(found.values(), key=lambda row: row.speedup), f"specbranch {found[OURS].speedup:.2f} ×"
+    title = f"{example.title[0].upper()}{example.title[1:]}."
+    if best.speedup < GAIN:
+        return f"{title} Nothing is faster than plain decoding here; {ours}."
+    other = "" if best.method == OURS else f"{best.method} {best.speedup:.2f} ×, "
+    return f"{title} Against plain decoding: {other}{ours}."
+
+
 def _row(name: str, outputs: Sequence[Output], plain: Sequence[Output]) -> Row:
-    rates = [output.stats["rollback_rate"] for output in outputs if output.stats["rollback_rate"] is not None]
-    speed, base = _over_all(outputs, "decode_seconds"), _over_all(plain, "decode_seconds")
+    tokens, seconds = len(outputs[0].token_ids) - 1, tuple(one.stats["decode_seconds"] for one in outputs)
+    usual, base = statistics.median(seconds), statistics.median(one.stats["decode_seconds"] for one in plain)
     return Row(
         method=name,
-        tokens_per_second=speed,
-        speedup=speed / base if base else 1.0,
-        tokens_per_forward=_over_all(outputs, "target_forwards") or 1.0,
-        rollback=statistics.fmean(rates) if rates else None,
-        lossless=all(output.token_ids == base.token_ids for output, base in zip(outputs, plain, strict=True)),
+        tokens_per_second=tokens / usual if usual else 0.0,
+        speedup=base / usual if usual else 1.0,
+        tokens_per_forward=statistics.median(one.stats["tokens_per_forward"] or 1.0 for one in outputs),
+        seconds=seconds,
+        lossless=all(one.token_ids == plain[0].token_ids for one in outputs),
     )
-
-
-def _over_all(outputs: Sequence[Output], what: str) -> float:
-    """Tokens of all answers, the first of each left out, by what they took; 0 if that is nothing."""
-    taken = sum(output.stats[what] for output in outputs)
-    return sum(len(output.token_ids) - 1 for output in outputs) / taken if taken else 0.0
 
 
 if __name__ == "__main__":
