@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tiers import mark_uncovering
+
 if TYPE_CHECKING:
     from specbranch.pairs import Pair
 
@@ -96,6 +98,12 @@ def default_model() -> Path:
         return store.pull("smollm2-135m")
     except DownloadError as error:
         pytest.skip(f"the default model is not here: {error}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the cases that a covering array can do without to `make test-all`."""
+    mark_uncovering(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,6 +24,7 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull
 from specbranch.sim.toys import START, Logits, ToyLaw, ToyRunner
+from tiers import each_value
 
 CONTEXT, TAIL = 60, 24
 GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
@@ -230,6 +231,7 @@ class Exercise:
         return Feed(seq, tuple(self.some_tokens(count)), tuple(parents))
 
 
+@each_value
 @pytest.mark.parametrize("seed", range(4))
 def test_every_live_row_is_that_of_its_own_tokens(subject: Subject, seed: int) -> None:
     exercise = Exercise(subject, seed)

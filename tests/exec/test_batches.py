@@ -23,7 +23,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.toys import ToyRunner
-from tiers import tiered
+from tiers import each_value, tiered
 from toybench import (
     MOST_ROUNDS,
     NAMES,
@@ -113,6 +113,7 @@ def join_some(
         joined.append(start(loop, *waiting.pop(0)))
 
 
+@each_value
 @pytest.mark.parametrize("rules", [("match",), ("match", "ratio")], ids=["match", "both-rules"])
 def test_sessions_joining_at_different_times_give_what_each_gives_alone(
     executor: Executor, rules: tuple[Rule, ...]
@@ -160,6 +161,7 @@ def test_leaving_twice_is_harmless(executor: Executor) -> None:
     assert not loop.live
 
 
+@each_value
 @pytest.mark.parametrize("method", tiered(METHODS, ("autoregressive", "specbranch").__contains__))
 def test_a_session_whose_cache_is_full_fails_alone(executor: Executor, method: str) -> None:
     loop = Loop(executor)
@@ -230,6 +232,7 @@ def stumbling(session: Session, after: int) -> MethodRounds:
             raise ZeroDivisionError("a mistake of the method's")
 
 
+@each_value
 @pytest.mark.parametrize("method", ["autoregressive", "specbranch", "pearl"])
 def test_a_method_that_raises_takes_no_other_with_it(executor: Executor, method: str) -> None:
     """The sessions that come after it in the round have their reports all the same."""

@@ -29,7 +29,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.sim.toys import ToyRunner
-from tiers import tiered
+from tiers import each_value, tiered
 from toybench import (
     PROFILE,
     VOCABULARY,
@@ -304,6 +304,7 @@ def test_thousands_of_runs_are_compared() -> None:
     assert sum(len(cell.cases()) * len(cell.drafts) for cell in CELLS) >= 3000
 
 
+@each_value
 @pytest.mark.parametrize("kind", ["serial", "process", "streams", "clock"])
 @pytest.mark.parametrize("method", ["speculative", "adaptive", "pearl", "confidence"])
 def test_a_perfect_draft_is_never_rejected(

@@ -15,6 +15,7 @@ from specbranch.core.orders import Context, Orders, Reports, Verify
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.exec.serial import Serial
+from tiers import each_value
 from toybench import (
     PROFILE,
     Case,
@@ -108,6 +109,7 @@ def joined(loop: Loop, case: Case, method: str) -> Session:
     return session
 
 
+@each_value
 @pytest.mark.parametrize("method", METHODS_TRIED)
 def test_repeated_orders_change_no_token(inner: Executor, method: str) -> None:
     executor, drafted = Repeating(inner, seed=7), 0
@@ -121,6 +123,7 @@ def test_repeated_orders_change_no_token(inner: Executor, method: str) -> None:
     assert min(executor.repeated.values()) > 3 and (drafted > 100 or method == "autoregressive")
 
 
+@each_value
 @pytest.mark.parametrize("method", ["speculative", "pearl", "lookup", "lookahead"])
 def test_repeated_orders_change_no_token_under_the_ratio_rule(inner: Executor, method: str) -> None:
     for seed in range(4):

@@ -33,6 +33,7 @@ from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.paged_toys import PagedToyRunner
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.toys import Logits, ToyRunner, ToySampler
+from tiers import each_value
 from toybench import (
     NAMES,
     Case,
@@ -189,6 +190,7 @@ MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
 }
 
 
+@each_value
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("kind", ["serial", "process", "streams", "clock"])
 def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(kind: str, memory: str) -> None:
@@ -521,6 +523,7 @@ CPU = CostProfile(
 )
 
 
+@each_value
 @pytest.mark.parametrize("method", ["autoregressive", "speculative", "specbranch", "pearl"])
 @pytest.mark.parametrize(("profile", "piece"), [(GPU, 256), (CPU, 16)], ids=["gpu", "cpu"])
 def test_a_long_prompt_among_eight_makes_no_gap_longer_than_three_usual_rounds(

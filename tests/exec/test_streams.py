@@ -26,6 +26,7 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.toys import Logits, ToyRunner
+from tiers import each_value
 from toybench import (
     PROFILE,
     Case,
@@ -210,6 +211,7 @@ def out_of_memory() -> None:
     raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nDetails that nobody reads")
 
 
+@each_value
 @pytest.mark.parametrize("rule", ["match", "ratio"])
 @pytest.mark.parametrize("method", METHODS_WITH_DRAFT)
 def test_a_draft_that_fails_loses_no_request(

@@ -17,6 +17,7 @@ from specbranch.models.cpu.machine_code import compile_text
 from specbranch.models.cpu.operation_text import FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import float_bits
 from specbranch.models.kv import _whole, widened
+from tiers import each_value
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
 
@@ -74,6 +75,7 @@ def attended(shape: KernelShape, machine: Registers, rows: list[Sequence]) -> to
     return out
 
 
+@each_value
 @pytest.mark.parametrize("machine", [ARM, X86], ids=["arm", "x86"])
 @pytest.mark.parametrize("size", [4, 2, 1])
 @pytest.mark.parametrize(
@@ -89,6 +91,7 @@ def test_attention_is_that_of_plain_arithmetic(
         assert torch.allclose(found.double(), row.expected(), rtol=1e-4, atol=1e-5), row.count
 
 
+@each_value
 @pytest.mark.parametrize("size", [4, 2, 1])
 @pytest.mark.parametrize("count", [5, SPLIT, SPLIT + 1, 2 * PAGE + 77])
 def test_a_rows_bits_depend_on_neither_company_nor_where_the_prefix_ends(count: int, size: Literal[4, 2, 1]) -> None:

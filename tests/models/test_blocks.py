@@ -48,6 +48,7 @@ from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.storage import agreed
 from test_identity_models import SHAPINGS, compare
 from test_weights import HALVES, random_blocks, write_gguf
+from tiers import each_pair, each_value
 from tiny_models import GREEDY, SHAPE, saved, some_tokens
 
 pytestmark = pytest.mark.skipif(not multiplies(ROWS), reason="no compiled kernels on this machine")
@@ -131,6 +132,7 @@ def test_rows_are_rounded_as_the_twin_rounds_them() -> None:
     assert whole.abs().amax(-1).eq(127).sum() == 39 and (rounded_rows(x) - x).abs().max() <= 0.5001 * 1e30 / 127
 
 
+@each_pair
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, 70])
 @pytest.mark.parametrize("name", ALL)
 def test_the_product_is_that_of_what_was_rounded_written_out(name: str, rows: int, threads: int) -> None:
@@ -143,6 +145,7 @@ def test_the_product_is_that_of_what_was_rounded_written_out(name: str, rows: in
     torch.testing.assert_close(found, BlockTwin(matrix)(x), rtol=1e-4, atol=1e-4 * exact.abs().max().item())
 
 
+@each_value
 @pytest.mark.parametrize("name", ALL)
 def test_a_row_has_the_same_bits_alone_and_among_others(name: str, threads: int) -> None:
     layer, x = BlockLinear(BlockMatrix((part_of(name, 45, 512),))), numbers(70, 512)
@@ -278,6 +281,7 @@ def rows_with_great_sums(rows: int) -> Tensor:
     return x
 
 
+@each_value
 @pytest.mark.parametrize("dot", ["plain", "vnni", "avx2", "smmla", "sdot"])
 @pytest.mark.parametrize("name", ALL)
 def test_the_text_for_other_processors_gives_the_same_bits(name: str, dot: Dot) -> None:
@@ -443,6 +447,7 @@ def test_a_token_has_the_same_bits_alone_in_a_tree_and_in_company(files: dict[st
     assert torch.equal(tree[1], alone[0]) and torch.equal(company[-1], alone[0])
 
 
+@each_value
 @pytest.mark.parametrize("shaping", ["greedy", "everything"])
 @pytest.mark.parametrize("name", ["llama Q4_1", "qwen2 Q8_0"])
 def test_every_method_gives_what_plain_decoding_gives_with_stored_weights(

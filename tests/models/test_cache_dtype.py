@@ -19,6 +19,7 @@ from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
 from specbranch.models.storage import kept_in
 from test_identity_models import SHAPINGS, compare
+from tiers import each_value
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 SMALL = {"bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -52,6 +53,7 @@ def scored(runner: NativeRunner) -> torch.Tensor:
     return found
 
 
+@each_value
 @compiled
 @small
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -155,6 +157,7 @@ def test_what_was_read_has_the_bits_of_what_was_scored(cache_dtype: str, folders
     assert torch.equal(*held)
 
 
+@each_value
 @small
 @pytest.mark.parametrize("shaping", ["greedy", "everything"])
 def test_every_method_gives_the_tokens_of_plain_decoding(
@@ -167,6 +170,7 @@ def test_every_method_gives_the_tokens_of_plain_decoding(
     assert sum(session.stats.accepted for session in sessions.values()) > 0
 
 
+@each_value
 @small
 @pytest.mark.parametrize("method", ["specbranch", "lookup"])
 def test_both_models_take_the_setting_and_answers_are_those_of_plain_decoding(

@@ -25,6 +25,7 @@ from specbranch.models.files.weights import ReducedHead, read_weights
 from specbranch.models.kv import Table
 from specbranch.models.native import COMPILED_PIECE, NativeRunner, load_native, open_model
 from specbranch.models.rows import TensorRow, collate
+from tiers import each_value
 from tiny_models import CONFIGS, GREEDY, SHAPE, planted, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
@@ -55,6 +56,7 @@ def plain(runner: NativeRunner) -> NativeRunner:
     return other
 
 
+@each_value
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_fused_rows_equal_plain_ones_up_to_rounding(kind: str, threads: int, folders: dict[str, Path]) -> None:
     fused = load_native(folders[kind], context_length=512, tail=64)
@@ -106,6 +108,7 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(
     assert torch.equal(batch[0][1].logits, alone[1])
 
 
+@each_value
 @pytest.mark.parametrize("prefix", [5, 40, 100, 128, 230, 250, 256, 300])
 def test_a_node_behind_siblings_has_the_bits_of_plain_decoding(
     prefix: int, threads: int, folders: dict[str, Path]
@@ -196,6 +199,7 @@ def one_by_one(runner: NativeRunner, feed: Feed) -> list[TensorRow]:
     ]
 
 
+@each_value
 @pytest.mark.parametrize("weights", RUNNERS)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("rows", [17, 33, 64, 65, 150])

@@ -27,6 +27,7 @@ from specbranch.models.kv import Table
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.transfer import BUFFERS, Transfer
 from test_identity_models import SHAPINGS, compare
+from tiers import each_value
 from tiny_models import planted, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -281,6 +282,7 @@ def test_a_question_is_one_copy_up_and_one_read(shaping: str, pair: tuple[Path, 
     assert sum(copies for copies, _ in verified) <= 1.05 * len(verified)
 
 
+@each_value
 @pytest.mark.parametrize("prefix", [5, 40, 230, 250, 256, 300])
 @pytest.mark.parametrize("kind", ["plain", "graphs"])
 def test_a_node_behind_siblings_scores_as_in_plain_decoding(

@@ -17,6 +17,7 @@ from specbranch.models.batch import Rows, dealt, rows_of_piece, shared_end
 from specbranch.models.gpu.attention import attend_plainly, choose_attend
 from specbranch.models.gpu.layout import MOST_ROWS, OWN, Bucket, Views, bucket_of, pack, packed_size, views
 from specbranch.models.kv import Table
+from tiers import each_value
 from tiny_models import SHAPE, in_double, logits_of, some_tokens, tiny
 
 torch.set_num_threads(1)
@@ -131,6 +132,7 @@ def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, places: list[i
     return found
 
 
+@each_value
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_plain_attention_equals_a_loop_over_ancestors(seed: int, dtype: torch.dtype) -> None:
@@ -229,6 +231,7 @@ def test_hidden_states_are_what_enters_the_last_layers_and_the_last_of_all_norme
     assert torch.allclose(states[:40], torch.cat([one[0] for one in hidden[-3:]], -1), rtol=0, atol=1e-9)
 
 
+@each_value
 @pytest.mark.parametrize("behind", [1, 3])
 @pytest.mark.parametrize("prefix", [0, 20, 60, 300, 760])
 def test_a_row_behind_siblings_has_the_bits_of_a_single_step(

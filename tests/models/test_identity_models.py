@@ -21,7 +21,7 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.models.native import load_native
 from specbranch.models.transformers_runner import load_transformers
-from tiers import tiered
+from tiers import each_value, tiered
 from tiny_models import CONFIGS, in_double, saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
@@ -94,6 +94,7 @@ def compare(load: Load, target: Path, draft: Path, shaping: dict[str, object], r
     return sessions
 
 
+@each_value
 @pytest.mark.parametrize("shaping", tiered(SHAPINGS, ("greedy", "everything").__contains__))
 @pytest.mark.parametrize("kind", tiered(CONFIGS, ("llama", "qwen2", "qwen3").__contains__))
 def test_native_runner_gives_autoregressive_tokens_with_every_method(

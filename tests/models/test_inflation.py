@@ -31,7 +31,7 @@ from specbranch.models.rows import collate
 from specbranch.models.shapes import SHAPES, Shape
 from specbranch.models.transformers_runner import load_transformers
 from test_identity_models import SHAPINGS, decode
-from tiers import tiered
+from tiers import each_value, tiered
 from tiny_models import CONFIGS, GREEDY, SHAPE, saved, some_tokens, tiny
 
 VOCABULARY = SHAPE["vocab_size"]
@@ -84,6 +84,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+@each_value
 @pytest.mark.parametrize(("heads", "kv_heads", "times"), GROUPS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_of_every_family_are_the_sources(
@@ -100,6 +101,7 @@ def test_logits_of_every_family_are_the_sources(
     assert apart(found[:, :VOCABULARY], expected) < 1e-9
 
 
+@each_value
 @pytest.mark.parametrize("kind", tiered(CONFIGS, ("llama", "qwen3").__contains__))
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_compiled_steps_give_the_sources_logits_in_float32_and_int8(
@@ -112,6 +114,7 @@ def test_compiled_steps_give_the_sources_logits_in_float32_and_int8(
     assert apart(scores(found, some_tokens(60))[:, :VOCABULARY], scores(expected, some_tokens(60))) < 1e-4
 
 
+@each_value
 @pytest.mark.parametrize("shaping", ["greedy", "everything"])
 @pytest.mark.parametrize("on_graphs", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

@@ -15,6 +15,7 @@ from specbranch.core.request import Request
 from specbranch.exec.drafter import Drafter, NoNumber
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
+from tiers import each_value
 from tiny_models import saved, some_tokens, tiny
 
 torch.set_num_threads(1)
@@ -87,6 +88,7 @@ def tokens_of(found: list[tuple[Branch, ...]]) -> list[list[tuple[int, ...]]]:
     return [[branch.tokens for branch in branches] for branches in found]
 
 
+@each_value
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("prefix", [20, 252, 256])
 @pytest.mark.parametrize("name", PLANS)

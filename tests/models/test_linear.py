@@ -29,6 +29,7 @@ from specbranch.models.cpu.linear import (
 )
 from specbranch.models.cpu.machine_code import _clean_mappings, compile_text
 from specbranch.models.files.matrix import Matrix
+from tiers import each_value
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,6 +75,7 @@ def assert_close_to_float64(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor |
     assert ((y.double() - exact).abs() <= 1e-5 * scale).all()
 
 
+@each_value
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,6 +114,7 @@ def test_the_bits_do_not_depend_on_threads_or_on_the_run(make: Callable[[Tensor]
 # --- weights in int8 ---
 
 
+@each_value
 @needs_kernel
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -37,6 +37,7 @@ from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import NativeRunner, load_native
+from tiers import each_value
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
@@ -108,6 +109,7 @@ class Reference:
         return found
 
 
+@each_value
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_that_begins_like_another_has_the_bits_of_reading_it(kind: str, chunk: int, decoder: Decoder) -> None:
@@ -197,6 +199,7 @@ def decoded(
     return [token for one in sessions for token in one.tokens]
 
 
+@each_value
 @pytest.mark.parametrize("method", ["autoregressive", "lookup"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,6 +31,7 @@ from specbranch.models.gpu.trees import DEEPEST, DeviceTree
 from specbranch.models.kv import Table
 from test_device_trees import some_growth
 from test_streams_models import decode, decoders, executor
+from tiers import each_value
 
 __all__ = ["decoders"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,6 +45,7 @@ def counts(works: Serial) -> tuple[int, int]:
     return target.received, target.received_right
 
 
+@each_value
 @pytest.mark.parametrize("method", ["tree", "specbranch", "auto"])
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "hot"])

@@ -27,6 +27,7 @@ from specbranch.models.noise import Noise
 from specbranch.models.reductions import leading
 from specbranch.models.rows import TensorRow, collate, rows_of, scored
 from specbranch.models.sampling import TorchSampler
+from tiers import each_pair
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,6 +84,7 @@ def whole(rows: Sequence[TensorRow]) -> list[TensorRow]:
 # --- proposals ---
 
 
+@each_pair
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 3001])
 @pytest.mark.parametrize("ask", ASKS, ids=str)
 @pytest.mark.parametrize("name", SPOTS)

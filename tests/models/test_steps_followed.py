@@ -28,6 +28,7 @@ from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
 from specbranch.models.gpu.layout import LEAST, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
+from tiers import each_value
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
@@ -61,6 +62,7 @@ def prompts() -> list[list[int]]:
     return [[*half, *half, *half[: rng.randrange(1, 4)]] for half in halves]
 
 
+@each_value
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("method", ["lookup", "auto"])

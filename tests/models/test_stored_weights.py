@@ -33,6 +33,7 @@ from specbranch.models.native import NativeRunner, load_native, open_model
 from specbranch.models.storage import agreed
 from test_decoder import scores
 from test_identity_models import SHAPINGS, compare
+from tiers import each_pair, each_value
 from tiny_models import SHAPE, saved, some_tokens, tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # the second is only named here
@@ -302,6 +303,7 @@ def written_out(weights: Weights, dtype: torch.dtype) -> Weights:
     return replace(weights, layers=layers, head=weights.head.in_floats(dtype), reduced=reduced)
 
 
+@each_pair
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("make", [NativeRunner, GpuRunner])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -357,6 +359,7 @@ def loading(kind: WeightsName, make: type[NativeRunner]) -> Callable[..., Runner
     return load
 
 
+@each_value
 @pytest.mark.parametrize("shaping", ["greedy", "everything"])
 @pytest.mark.parametrize("make", [NativeRunner, GpuRunner])
 @pytest.mark.parametrize("kind", ["int8", "int4"])

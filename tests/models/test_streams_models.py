@@ -23,6 +23,7 @@ from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.transfer import Reading, Transfer
 from test_identity_models import SHAPINGS
+from tiers import each_value
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
@@ -89,6 +90,7 @@ def decode(works: Serial, method: str, params: SamplingParams, number: int, rule
     return session
 
 
+@each_value
 @pytest.mark.parametrize("draft", [GpuRunner, NativeRunner], ids=["beside on a device", "beside on the host"])
 @pytest.mark.parametrize("shaping", ["cool", "everything"])
 def test_every_method_gives_autoregressive_tokens(
@@ -130,6 +132,7 @@ def test_requests_of_both_rules_are_served_together(decoders: tuple[Any, Any]) -
     assert together[0] == together[1]
 
 
+@each_value
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("draft", [GpuRunner, NativeRunner])
 @pytest.mark.parametrize("how", ["no number", "no memory"])

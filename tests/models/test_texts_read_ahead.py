@@ -26,6 +26,7 @@ from specbranch.models import transfer
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.runner import GpuRunner
 from test_streams_models import decode, decoders, executor
+from tiers import each_value
 from tiny_models import some_tokens
 from toybench import PROFILE, Timeless, run_out
 
@@ -89,6 +90,7 @@ def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
     assert len(moved) > 5 and any(moved) and target.followed_right >= 0.8 * target.followed
 
 
+@each_value
 @pytest.mark.parametrize("method", ["tree", "specbranch"])
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "hot"])
@@ -113,6 +115,7 @@ def always(said: Following) -> Callable[..., Following]:
     return lambda *given: said
 
 
+@each_value
 @pytest.mark.parametrize("kind", [Serial, Streams])
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "hot"])
 def test_a_text_that_was_read_for_nothing_changes_no_text(

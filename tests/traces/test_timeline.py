@@ -18,7 +18,7 @@ from specbranch.traces.rounds import TracedRound, read_rounds, times, usual_seco
 from specbranch.traces.spans import LOOKS
 from specbranch.traces.timeline import Style, draw_text
 from specbranch.traces.timeline_svg import WIDTH, draw_comparison, draw_svg
-from tiers import tiered
+from tiers import each_value, tiered
 from toybench import Case, Ending, decode, serial, virtual_clock
 
 METHODS = (
@@ -92,6 +92,7 @@ def test_models_that_take_turns_are_never_together() -> None:
         assert spent.together == 0 and spent.draft_alone > 0 and spent.target_alone > 0
 
 
+@each_value
 @pytest.mark.parametrize("unicode", [True, False])
 @pytest.mark.parametrize("width", [40, 57, 80, 200])
 @pytest.mark.parametrize("method", METHODS)
