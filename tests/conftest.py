@@ -57,7 +57,7 @@ def tiny_draft(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) 
         "--layers",
         "1",
         "--writing-rows",
-        "4",
+        "16",
         "--writing-length",
         "64",
         "--rows",

@@ -17,6 +17,7 @@ from specbranch.answer import Answer, Chunk
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, DeadlinePassed, EngineFailed, RequestCancelled, SpecBranchError
 from specbranch.experiences import MOST_WAYS
+from tiers import tiered
 
 PROMPT = "A branch is a guess about what the large model will say next."
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
@@ -62,7 +63,7 @@ PROMPTS: list[Any] = [PROMPT, "Smile", [5, 6, 7] * 30, [{"role": "user", "conten
 def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[str, str], reference: LLM) -> None:
     asked = [
         (PROMPTS[at % len(PROMPTS)], SamplingParams(max_tokens=24, ignore_eos=True, **params), how)
-        for at, (params, how) in enumerate(MIXED * 2)
+        for at, (params, how) in enumerate(MIXED)
     ]
 
     async def work(engine: AsyncLLM) -> list[Any]:
@@ -83,7 +84,7 @@ def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[s
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-9)
 
 
-@pytest.mark.parametrize("method", ["speculative", "pearl"])
+@pytest.mark.parametrize("method", tiered(("speculative", "pearl"), "pearl".__eq__))
 def test_the_ratio_rule_gives_the_same_tokens_in_company(pair: tuple[str, str], method: str) -> None:
     config = {"method": method, "rule": "ratio"}
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(5)]
@@ -346,6 +347,7 @@ def test_whoever_looks_on_has_a_chunk_a_round_so_that_a_long_prompt_holds_up_nob
     assert "".join(one.text for one in chunks) == chunks[-1].output.text  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_time_is_not_modelled_for_a_draft_in_another_process(pair: tuple[str, str]) -> None:
     with load(pair, executor="process") as llm, pytest.raises(BadParameter, match="process of its own"):
         llm.modelled("c10")

@@ -154,6 +154,7 @@ def test_interleaved_streams_and_calls_each_get_their_whole_answer(llm: LLM) -> 
     assert chunks[-1].output is not None and chunks[-1].output.text == expected[0]
 
 
+@pytest.mark.slow
 def test_nothing_can_be_generated_after_close(pair: tuple[str, str]) -> None:
     with LLM(*pair, executor="process", device="cpu", context_length=64) as llm:
         assert llm.draft_state == "ready"
@@ -163,6 +164,7 @@ def test_nothing_can_be_generated_after_close(pair: tuple[str, str]) -> None:
     assert llm._parts.executor.child_pid is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_an_interrupted_answer_leaves_the_draft_process_in_step(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

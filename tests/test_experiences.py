@@ -263,6 +263,7 @@ def test_an_llm_keeps_what_it_learns_and_another_takes_it_up(pair: tuple[str, st
         assert llm.generate("one two three", SamplingParams(max_tokens=24)).token_ids == first.token_ids
 
 
+@pytest.mark.slow
 def test_other_circumstances_have_a_file_of_their_own(pair: tuple[str, str], tmp_path: Path) -> None:
     stored: list[dict[str, object]] = [{"weights": "int8"}, {"draft_weights": "int8"}]
     for settings in ({}, {"dtype": "float64"}, {"runner": "transformers"}, {"draft": None, "method": "auto"}, *stored):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def layer(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     name = str(path.relative_to(SOURCE))
     return [Import(name, module, at_once) for module, at_once in _walk(ast.parse(path.read_text()), True)]

@@ -43,6 +43,7 @@ def test_a_folder_is_refused_before_anything_runs(
     assert "llama.cpp runs GGUF files only" in err and "out of --methods" in err
 
 
+@pytest.mark.slow
 @pytest.mark.default_model
 def test_llamacpp_answers_within_the_task_and_much_as_we_do(default_model: Path, tmp_path: Path) -> None:
     with Lab(target=str(default_model), folder=tmp_path) as lab:

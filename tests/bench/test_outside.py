@@ -147,6 +147,7 @@ def test_a_distilled_assistant_says_what_the_draft_says_in_our_engine(
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_distilled_draft_assists(pair: tuple[str, str], reduced: Path, lab: Lab, tmp_path: Path) -> None:
     with Lab(target=pair[0], draft=str(reduced), folder=tmp_path) as other:
         theirs = Transformers(other)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from in_process import Command, Done
 
+from tiers import tiered
+
 LINES = (
     {"question_id": 1, "category": "writing", "turns": ["A branch is a guess"]},
     {"question_id": 2, "category": "coding", "turns": ["def", "go on"]},
@@ -63,7 +65,7 @@ def last(done: Done) -> list[dict[str, object]]:
     return rows
 
 
-@pytest.mark.parametrize("clock", [(), ("--clock", "c5", "--clock", "h200-1b-8b")])
+@pytest.mark.parametrize("clock", tiered(((), ("--clock", "c5", "--clock", "h200-1b-8b")), bool))
 def test_the_last_line_is_json_and_the_files_are_there(
     command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path, clock: tuple[str, ...]
 ) -> None:
@@ -83,6 +85,7 @@ def test_the_last_line_is_json_and_the_files_are_there(
     assert str(tmp_path) not in (tmp_path / "out" / "report.html").read_text() or clock == ()
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_a_further_method_is_added(
     command: Command, pair: tuple[str, str], tmp_path: Path, prompts: Path
 ) -> None:

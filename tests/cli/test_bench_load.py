@@ -25,6 +25,7 @@ def loaded(command: Command, prompts: Path, *more: str) -> Done:
     return command("bench", "load", "--pair", "tiny", *given, *more)
 
 
+@pytest.mark.slow
 def test_every_method_runs_at_every_number_of_requests(command: Command, tiny: Pair, prompts: Path) -> None:
     options = (
         "--clock",

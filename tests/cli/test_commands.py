@@ -36,6 +36,7 @@ def test_help_has_each_method_on_a_line_of_its_own(command: Command) -> None:
     assert {line.split()[0] for line in lines[lines.index("Methods:") + 1 :] if line.strip()} >= METHODS.keys()
 
 
+@pytest.mark.slow
 def test_an_answer_made_in_a_process_of_its_own_has_the_promised_keys_and_verifies(
     models: list[str], command: Command
 ) -> None:

@@ -26,7 +26,7 @@ SMALL = (
     "--device",
     "cpu",
     "--writing-rows",
-    "8",
+    "32",
     "--writing-length",
     "96",
     "--rows",
@@ -221,6 +221,7 @@ def test_a_folder_that_is_not_to_be_had_is_told_before_the_target_is_read(
     assert done.code == 2 and "Another distill is at work in" in done.err
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_be_read_leaves_no_run_behind(
     command: Command, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +247,7 @@ def test_material_of_nothing_is_refused_and_that_of_another_target_told(
     assert "was written by elsewhere, not by target" in caplog.text
 
 
+@pytest.mark.slow
 def test_material_given_once_leaves_the_notes_of_the_writing(
     command: Command, pair: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_what_was_written_once_serves_again_and_gives_the_same(
     assert "told rightly" in shown[0] and "nats a round" in shown[0] and "rounds were learned from" in shown[0]
 
 
+@pytest.mark.slow
 def test_a_text_that_was_written_is_what_the_target_says_greedily(
     command: Command, pair: tuple[str, str], out: Path
 ) -> None:

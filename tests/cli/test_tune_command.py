@@ -71,6 +71,7 @@ def test_what_is_written_is_what_generate_chat_and_llm_use(command: Command, ask
         assert llm.config == SpeculativeConfig.from_dict(written)
 
 
+@pytest.mark.slow
 def test_another_policy_is_told_and_written(command: Command, asked: list[str], tmp_path: Path) -> None:
     done = command(*asked, "--profile", profile(tmp_path, 0.01), "--methods", "specbranch:confidence", *SOME[2:])
     assert done.code == 0 and "Best: specbranch:confidence, predicted" in done.out
@@ -89,6 +90,7 @@ def test_options_beside_a_config_win(command: Command, tmp_path: Path) -> None:
     assert answer["method"] == "speculative"
 
 
+@pytest.mark.slow
 def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str], tmp_path: Path) -> None:
     options = ("--profile", profile(tmp_path, 0.01), *SOME)
     table = command(*asked, *options).out
@@ -168,6 +170,7 @@ def test_a_config_of_another_pair_is_used_with_one_line_of_warning(
     assert done.err.count("\n") == 1 and "tuned for another pair (another)" in done.err
 
 
+@pytest.mark.slow
 def test_a_config_for_models_side_by_side_says_so_where_they_take_turns(
     command: Command, asked: list[str], tmp_path: Path
 ) -> None:
@@ -238,6 +241,7 @@ def test_a_profile_of_another_pair_is_refused_unless_forced(command: Command, as
     )
 
 
+@pytest.mark.slow
 def test_a_search_knows_how_weights_are_stored(command: Command, asked: list[str], tmp_path: Path) -> None:
     how = ("--profile", profile(tmp_path, 0.01), *SOME, "--weights")
     done = command(*asked, *how, "int8")

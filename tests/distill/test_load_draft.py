@@ -39,7 +39,7 @@ OPTIONS = [
     "--device",
     "cpu",
     "--writing-rows",
-    "8",
+    "32",
     "--writing-length",
     "96",
     "--rows",

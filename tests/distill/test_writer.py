@@ -34,7 +34,7 @@ ENDS = tuple(range(0, 420, 14))  # so many that a random model ends its turns no
 
 
 def settings(**given: object) -> WriterSettings:
-    usual = {"tokens": 1500, "rows": 8, "length": 120, "question_tokens": 12, "steps": 32, "min_p": 0.01}
+    usual = {"tokens": 900, "rows": 8, "length": 120, "question_tokens": 12, "steps": 32, "min_p": 0.01}
     return WriterSettings(**{**usual, **given})  # type: ignore[arg-type]
 
 

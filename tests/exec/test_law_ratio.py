@@ -29,6 +29,7 @@ from toybench import SHARED, wandering
 
 LENGTH = 5  # tokens of the joint window: several rounds of every method
 SEEDS = 3000
+QUICK_SEEDS = 1500  # of the cases in the quick tier
 ENOUGH = 100  # times each event must happen
 TARGET = ToyLaw(vocabulary=4, seed=4, sharpness=1.3)
 DRAFT = ToyLaw(vocabulary=4, seed=4, sharpness=1.3, drift=0.6)
@@ -107,11 +108,11 @@ def strict_entropy() -> Entropy:
 CASES = {
     "autoregressive": Case("autoregressive"),
     "speculative": Case("speculative", CHAIN),
-    "speculative-confidence": Case("speculative", CHAIN, policy="confidence"),
-    "adaptive": Case("adaptive", CHAIN, make=strict_entropy),
-    "lookup": Case("lookup", CHAIN),
+    "speculative-confidence": Case("speculative", CHAIN, policy="confidence", seeds=QUICK_SEEDS),
+    "adaptive": Case("adaptive", CHAIN, make=strict_entropy, seeds=QUICK_SEEDS),
+    "lookup": Case("lookup", CHAIN, seeds=QUICK_SEEDS),
     "lookahead": Case("lookahead", (ALL, SIBLING)),  # its pool is filled too late for more of a window of five tokens
-    "pearl-sampled": Case("pearl", FORK, heads="sampled"),
+    "pearl-sampled": Case("pearl", FORK, heads="sampled", seeds=QUICK_SEEDS),
     "pearl-top": Case("pearl", FORK, heads="top"),
     "pearl-confidence": Case("pearl", (ALL, HIT, OTHER, TRIMMED), policy="confidence"),
     "specbranch-sampled": Case("specbranch", HEDGE, policy="confidence", heads="sampled", seeds=8000),
@@ -133,7 +134,7 @@ CASES = {
 
 
 # of trees: tests/core/test_verify.py
-QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled", "pearl-top")
+QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled")
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))
@@ -203,25 +204,29 @@ class CutByNextConfidence(Confidence):
 
 
 FAULTS = {
-    "argmax residual": Case("speculative", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())),
+    "argmax residual": Case("speculative", pair=Pair(TARGET, DRAFT, GreedyResidualSampler()), seeds=4000),
     "argmax residual at a branch point": Case(
-        "specbranch", policy="confidence", pair=Pair(TARGET, DRAFT, GreedyResidualSampler())
+        "specbranch", policy="confidence", pair=Pair(TARGET, DRAFT, GreedyResidualSampler()), seeds=4000
     ),
-    "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, runner=OneUniform)),
-    "one variate for a block of looked-ahead tokens": Case("lookahead", pair=Pair(TARGET, DRAFT, runner=OneForABlock)),
-    "cut at the token's own probability": Case("speculative", make=lambda: CutAtOwnProbability(3, 0.5)),
+    "one uniform used twice": Case("speculative", pair=Pair(TARGET, DRAFT, runner=OneUniform), seeds=2500),
+    "one variate for a block of looked-ahead tokens": Case(
+        "lookahead", pair=Pair(TARGET, DRAFT, runner=OneForABlock), seeds=4000
+    ),
+    "cut at the token's own probability": Case("speculative", make=lambda: CutAtOwnProbability(3, 0.5), seeds=1000),
     "cut a surviving branch at the token's own probability": Case(
-        "specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top")
+        "specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "top"), seeds=1000
     ),
-    "the same with a sampled head": Case("specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "sampled")),
-    "cut by the next token's confidence": Case("speculative", make=lambda: CutByNextConfidence(3, 0.0)),
+    "the same with a sampled head": Case(
+        "specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "sampled"), seeds=1000
+    ),
+    "cut by the next token's confidence": Case("speculative", make=lambda: CutByNextConfidence(3, 0.0), seeds=2000),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", tiered(FAULTS, lambda fault: FAULTS[fault].seeds < SEEDS))
 def test_planted_fault_is_caught(fault: str) -> None:
     case = FAULTS[fault]
-    assert case.p_value(case.draw(4000)) < CAUGHT
+    assert case.p_value(case.draw()) < CAUGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +261,7 @@ class ShyAfterLongLoss(Confidence):
         self.shy = len(pending.tokens) == 3 and not verdict.path
 
 
+@pytest.mark.slow
 def test_policy_may_learn_from_how_many_tokens_were_voided() -> None:
     # The draft's first token is 0 and mostly rejected. Its second, and whether a third follows, hang on the variate of
     # that place, which draws again after the correction to 1: shyness then goes with the token that would have been

@@ -152,7 +152,7 @@ def timeless(report: Reports) -> Reports:
 # it has more time where less is to be read
 @pytest.mark.parametrize("method", [name for name in METHODS_TRIED if name != "specbranch"])
 def test_an_order_that_is_repeated_is_answered_alike(method: str) -> None:
-    for seed in range(10):
+    for seed in range(4):
         loop = Loop(Twice(make_verifier(), make_drafter(DRIFT)))
         session = joined(loop, Case((seed, 5), 0.7, seed, ENDING), method)
         run_out(loop)

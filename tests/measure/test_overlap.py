@@ -184,6 +184,7 @@ def _broken() -> Drafter:
     raise ModelError("no such draft")
 
 
+@pytest.mark.slow
 def test_a_draft_that_cannot_start_is_a_sentence() -> None:
     pair = replace(toys(executor="process"), recipe=Recipe(f"{__name__}:_broken"))
     with pytest.raises(ModelError, match=r"could not start: .*no such draft"):

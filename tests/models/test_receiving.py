@@ -36,7 +36,7 @@ from tiers import each_value
 __all__ = ["decoders"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPARE = 100 * 256
-PARAMS = [SamplingParams(temperature=0.0, max_tokens=60), SamplingParams(temperature=0.9, max_tokens=60)]
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.9, max_tokens=40)]
 
 
 def counts(works: Serial) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
     params: SamplingParams, kind: type[Serial], method: str, decoders: tuple[Any, Any]
 ) -> None:
     works = executor(decoders, kind)[0]
-    for number in range(3):
+    for number in range(2):
         expected = decode(executor(decoders, Serial)[0], "autoregressive", params, number).tokens
         assert decode(works, method, params, number).tokens == expected
         works.target.runner.check()  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_a_step_that_was_begun_for_other_tokens_is_left_alone(
         return sheet(self, text, table, moves)
 
     monkeypatch.setattr(DeviceReceiver, "sheet", wrong)
-    for number in range(3):
+    for number in range(2):
         expected = decode(executor(decoders, Serial)[0], "autoregressive", PARAMS[1], number).tokens
         assert decode(works, "specbranch", PARAMS[1], number).tokens == expected
     begun, right = counts(works)

@@ -26,6 +26,7 @@ from specbranch.models.files.weights import read_weights
 from specbranch.models.kv import page_bytes
 from specbranch.models.native import NativeRunner, load_native, open_model
 from specbranch.models.room import pool_pages, weight_bytes
+from tiers import tiered
 from tiny_models import GREEDY, SHAPE, saved, some_tokens, tiny
 from toybench import SHARED, Timeless, run_out
 
@@ -179,7 +180,7 @@ def decoded(target: NativeRunner, draft: NativeRunner, prompts: list[list[int]],
     return sessions
 
 
-@pytest.mark.parametrize("method", ["speculative", "pearl", "tree", "specbranch"])
+@pytest.mark.parametrize("method", tiered(("speculative", "pearl", "tree", "specbranch"), "specbranch".__eq__))
 def test_a_full_pool_ends_a_request_with_a_sentence_and_none_of_the_others(method: str, folder: Path) -> None:
     prompts = [some_tokens(150, seed=seed) for seed in range(4)]
     plenty = load_native(folder, context_length=1000)
@@ -194,7 +195,7 @@ def test_a_full_pool_ends_a_request_with_a_sentence_and_none_of_the_others(metho
     assert all(session.output == expected[session.number] for session in sessions if session.error is None)
 
 
-@pytest.mark.parametrize("method", ["speculative", "pearl", "tree", "specbranch"])
+@pytest.mark.parametrize("method", tiered(("speculative", "pearl", "tree", "specbranch"), "specbranch".__eq__))
 def test_a_draft_without_memory_for_a_text_leaves_it_to_the_target(method: str, folder: Path) -> None:
     prompts = [some_tokens(150, seed=seed) for seed in range(4)]
     target = load_native(folder, context_length=1000)

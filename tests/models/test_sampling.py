@@ -464,9 +464,9 @@ def _p_value(tokens: Sequence[int], law: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def picked() -> list[int]:
-    """20,000 picks from one row, over seeds."""
+    """10,000 picks from one row, over seeds."""
     sampler = TorchSampler(8)
-    spots = [_spot(temperature=0.8, seed=seed) for seed in range(20_000)]
+    spots = [_spot(temperature=0.8, seed=seed) for seed in range(10_000)]
     rows = rows_of(SMALL) * 1000
     return [token for start in range(0, len(spots), 1000) for token in sampler.pick(rows, spots[start : start + 1000])]
 
@@ -498,8 +498,8 @@ def test_draws_from_a_law_follow_it_and_not_another() -> None:
 
 
 def test_sampled_heads_follow_their_own_law() -> None:
-    spots = [_spot(temperature=1.0, rule="ratio", seed=seed) for seed in range(20_000)]
-    proposals = TorchSampler(8).propose(rows_of(SMALL) * 20_000, spots, [Ask(0, ROOT)] * 20_000)
+    spots = [_spot(temperature=1.0, rule="ratio", seed=seed) for seed in range(10_000)]
+    proposals = TorchSampler(8).propose(rows_of(SMALL) * 10_000, spots, [Ask(0, ROOT)] * 10_000)
     law = SMALL[0].double().softmax(-1)
     assert _p_value([p.tokens[0] for p in proposals], law) > 1e-3
     assert _p_value([p.tokens[0] for p in proposals], (SMALL[0].double() / 1.1).softmax(-1)) < 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
 from specbranch.models.gpu.layout import LEAST, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
-from tiers import each_value
+from tiers import each_value, tiered
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GREEDY, WARM = SamplingParams(temperature=0.0, max_tokens=60), SamplingParams(temperature=0.3, max_tokens=60)
+GREEDY, WARM = SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.3, max_tokens=40)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,13 @@ def decode(runner: GpuRunner, method: str, params: SamplingParams, prompt: list[
     return session.tokens
 
 
+@cache
+def plain(decoder: Any, temperature: float, prompt: tuple[int, ...]) -> list[int]:
+    """The text of plain decoding, which many tests compare theirs with."""
+    params = GREEDY if temperature == 0.0 else WARM
+    return decode(GpuRunner(decoder, 600), "autoregressive", params, list(prompt), Serial)
+
+
 def prompts() -> list[list[int]]:
     """Texts that say everything twice; some end shortly before a page does."""
     rng = random.Random(4)
@@ -71,13 +79,12 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
 ) -> None:
     runner = GpuRunner(decoder, 600)
     for prompt in prompts():
-        assert decode(runner, method, params, prompt, kind) == decode(
-            GpuRunner(decoder, 600), "autoregressive", params, prompt, Serial
-        )
+        expected = plain(decoder, params.temperature, tuple(prompt))
+        assert decode(runner, method, params, prompt, kind) == expected
     assert runner.followed > 20 and runner.followed_right >= 0.9 * runner.followed
 
 
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("params", tiered((GREEDY, WARM), WARM.__eq__), ids=["greedy", "warm"])
 def test_what_was_written_out_before_a_verdict_is_taken(
     params: SamplingParams, decoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +98,7 @@ def test_what_was_written_out_before_a_verdict_is_taken(
     monkeypatch.setattr(ChainSheets, "take", noting)
     runner = GpuRunner(decoder, 600)
     for prompt in prompts():
-        expected = decode(GpuRunner(decoder, 600), "autoregressive", params, prompt, Serial)
+        expected = plain(decoder, params.temperature, tuple(prompt))
         assert decode(runner, "lookup", params, prompt, Streams) == expected
     assert sum(step is not None for step in taken) > 0.7 * len(taken) > 20
     assert runner.followed_right >= 0.9 * runner.followed
@@ -134,6 +141,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
     assert stopped.take(0, table, 3, [8], None) and stopped.take(0, table, 40, [8], None) is None
 
 
+@pytest.mark.slow
 def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find, rng, runner = Ngrams.find, random.Random(2), GpuRunner(decoder, 600)
 
@@ -143,7 +151,7 @@ def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monk
 
     monkeypatch.setattr(Ngrams, "find", wrong)
     for prompt in prompts():
-        expected = decode(GpuRunner(decoder, 600), "autoregressive", WARM, prompt, Serial)
+        expected = plain(decoder, WARM.temperature, tuple(prompt))
         assert decode(runner, "lookup", WARM, prompt, Streams) == expected
     # a round that verifies nothing but its own token has been begun, whatever came behind
     assert runner.followed > 20 and runner.followed_right < runner.followed

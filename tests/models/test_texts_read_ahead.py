@@ -32,7 +32,7 @@ from toybench import PROFILE, Timeless, run_out
 
 __all__ = ["decoders"]
 pytestmark = pytest.mark.usefixtures("one_thread")
-PARAMS = [SamplingParams(temperature=0.0, max_tokens=60), SamplingParams(temperature=0.9, max_tokens=60)]
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.9, max_tokens=40)]
 # What follows a verdict may be begun with it, and beside the target nothing is drafted.
 AHEAD = replace(PROFILE, asking=1e-6, slow_down=1.0)
 
@@ -84,7 +84,7 @@ def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
             moved.append(len(target._moves))
 
     monkeypatch.setattr(target, "keep", kept)
-    for number in range(8):
+    for number in range(4):
         text = planned(works, "specbranch", params, number, 40, repeats=4)[0]
         assert text == planned(plain, "autoregressive", params, number, 40, repeats=4)[0]
     assert len(moved) > 5 and any(moved) and target.followed_right >= 0.8 * target.followed
@@ -125,7 +125,7 @@ def test_a_text_that_was_read_for_nothing_changes_no_text(
     works, rng, ends = executor(decoders, kind)[0], random.Random(1), TextRead.ends
     monkeypatch.setattr(Planner, "_following", always("draft"))
     monkeypatch.setattr(TextRead, "ends", lambda *given: ends(*given) and rng.random() < 0.5)
-    for number in range(3):
+    for number in range(2):
         expected = decode(executor(decoders, Serial)[0], "autoregressive", params, number).tokens
         assert decode(works, "specbranch", params, number).tokens == expected
         prompt = 5 + 20 * (number % 2)

@@ -17,6 +17,7 @@ from specbranch.replay.runners import ProposalStore
 from specbranch.replay.several import SeveralRecords
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.toys import ToyRunner
+from tiers import each_value
 from toybench import law
 
 CHEAP = CostProfile(target=((1, 0.010), (16, 0.012), (64, 0.03)), draft=((1, 0.001), (16, 0.0012)), overlap=False)
@@ -75,6 +76,7 @@ def test_a_step_up_in_what_rows_cost_is_gone_around_by_rounds_of_different_sizes
     assert bound(stairs, 4, looked) == pytest.approx(2.0 * 0.010 / 0.016)
 
 
+@each_value
 @pytest.mark.parametrize("costs", [CHEAP, DEAR, BESIDE], ids=["cheap", "dear", "beside"])
 @pytest.mark.parametrize("method", ["speculative", "tree", "specbranch", "lookup", "pearl"])
 @pytest.mark.parametrize("at_once", [1, 8])

@@ -16,6 +16,7 @@ from specbranch.replay.runners import ProposalStore
 from specbranch.replay.several import SeveralRecords
 from specbranch.sim.profile import CostProfile
 from specbranch.sim.toys import ToyRunner
+from tiers import each_value
 from toybench import law
 
 COSTS = CostProfile(target=((1, 0.010), (16, 0.012), (64, 0.03)), draft=((1, 0.001), (16, 0.0012)), overlap=False)
@@ -29,6 +30,7 @@ def draft(tmp_path: Path) -> Iterator[ReplayedModel]:
     memory.close()
 
 
+@each_value
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("at_once", [1, 3, 8])
 def test_each_request_says_its_record_however_many_there_are(method: str, at_once: int, draft: ReplayedModel) -> None:

@@ -16,6 +16,7 @@ from specbranch import LLM, SamplingParams
 from specbranch.machine_load import LoadMeter
 from specbranch.serve.keys import new_key
 from specbranch.serve.page import FILES
+from tiers import each_value, tiered
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -155,7 +156,7 @@ def test_a_word_tells_who_proposed_it(visit: Visit) -> None:
     assert visit.page.locator(".answer .tok.draft, .answer .tok.branch").count() > 0
 
 
-@pytest.mark.parametrize("clock", ["wall", "c10"])
+@pytest.mark.parametrize("clock", tiered(("wall", "c10"), "wall".__eq__))
 def test_four_methods_race_to_the_same_text(visit: Visit, clock: str) -> None:
     visit.page.emulate_media(reduced_motion="reduce")
     assert f"0 characters different among {12 if clock == 'wall' else 4} texts" in visit.race(clock)
@@ -231,6 +232,7 @@ def test_everything_can_be_done_by_keyboard(visit: Visit) -> None:
     visit.page.wait_for_selector("#tracks[data-done]")
 
 
+@each_value
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_axe_finds_nothing_wrong_and_nothing_is_wider_than_the_screen(
@@ -401,6 +403,7 @@ def test_a_refusal_is_told_on_the_page(browser: Any, served: Running) -> None:
     visit.page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.default_model
 def test_the_recording_is_what_the_default_pair_says(default_reference: LLM) -> None:
     asked = [{"role": "user", "content": RECORDING["question"]}]

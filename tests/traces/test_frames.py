@@ -16,6 +16,7 @@ from specbranch.core.session import Session
 from specbranch.core.trace import Trace
 from specbranch.sim.profile import CostProfile
 from specbranch.traces.frames import Film, Frame
+from tiers import each_value
 from toybench import Case, Ending, next_number, run_out, serial, virtual_clock
 
 NAMES = ("autoregressive", "speculative", "pearl", "tree", "specbranch:confidence", "specbranch", "lookup")
@@ -46,6 +47,7 @@ def said(frame: Frame) -> list[int]:
     return [*(frame.nodes[node].token for node in frame.path), *own][: frame.added]
 
 
+@each_value
 @pytest.mark.parametrize("profile", [PROFILE, TURNS, None], ids=["beside", "in turns", "wall"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_frames_add_is_the_answer(name: str, profile: CostProfile | None) -> None:
