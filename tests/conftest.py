@@ -100,6 +100,15 @@ def default_model() -> Path:
         pytest.skip(f"the default model is not here: {error}")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In the quick tier hypothesis tries fewer examples, where a test does not say how many."""
+    if config.option.markexpr == "not slow":
+        from hypothesis import settings
+
+        settings.register_profile("quick", max_examples=25)
+        settings.load_profile("quick")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave the cases that a covering array can do without to `make test-all`."""

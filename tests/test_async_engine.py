@@ -84,6 +84,7 @@ def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[s
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", tiered(("speculative", "pearl"), "pearl".__eq__))
 def test_the_ratio_rule_gives_the_same_tokens_in_company(pair: tuple[str, str], method: str) -> None:
     config = {"method": method, "rule": "ratio"}
@@ -293,7 +294,7 @@ def test_every_method_can_be_asked_for_by_a_request(pair: tuple[str, str], refer
     assert {output.token_ids for output in outputs} == {reference.generate(PROMPT, PARAMS).token_ids}
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "pearl", "specbranch"])
+@pytest.mark.parametrize("method", tiered(("autoregressive", "pearl", "specbranch"), "specbranch".__eq__))
 def test_whoever_looks_on_is_told_of_every_token(pair: tuple[str, str], reference: LLM, method: str) -> None:
     from specbranch.traces.frames import Film, Frame
 

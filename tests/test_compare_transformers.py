@@ -43,6 +43,7 @@ def test_transformers_runs_on_our_weights_and_others_are_noticed(script: ModuleT
         script.check(runner, script.as_transformers(other.decoder), prompt)
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_run_holds_every_figure(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchErr
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.sim.shipped import load_profile
 from specbranch.text.chat_template import Message
+from tiers import each_value, tiered
 from tiny_pair import make_gpt2, make_pair
 
 PROMPT = "A branch is a guess about what the large model will say next."
@@ -69,6 +70,7 @@ def test_a_method_that_was_asked_for_is_taken(pair: tuple[str, str]) -> None:
     assert LLM(*pair, device="cpu", context_length=64, speculative={"method": "pearl"}).method == "pearl"
 
 
+@pytest.mark.slow
 def test_another_method_on_the_same_models_gives_the_same_tokens(pair: tuple[str, str]) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
     with LLM(*pair, "specbranch", dtype="float64", device="cpu", context_length=256) as llm:
@@ -227,7 +229,7 @@ def test_many_prompts_in_a_batch_give_what_each_gives_alone(pair: tuple[str, str
 
 
 @pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
-@pytest.mark.parametrize("method", ["autoregressive", "specbranch"])
+@pytest.mark.parametrize("method", tiered(("autoregressive", "specbranch"), "specbranch".__eq__))
 def test_a_prompt_among_many_gets_the_bits_it_gets_alone(
     method: str, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +395,7 @@ def test_small_weights_are_refused_where_only_transformers_runs_the_model(
     assert (llm.dtype, llm.weights) == ("bfloat16", "bfloat16")
 
 
+@each_value
 @pytest.mark.parametrize("method", ["speculative", "pearl", "specbranch", "tree"])
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 def test_every_method_gives_the_text_of_the_stored_weights(

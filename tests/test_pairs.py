@@ -138,6 +138,7 @@ def test_a_method_without_a_draft_does_not_even_look_for_it(
         LLM(device="cpu", context_length=64)
 
 
+@pytest.mark.slow
 @pytest.mark.default_model
 def test_the_default_pair_gives_the_tokens_of_plain_decoding(default_model: Path) -> None:
     params = SamplingParams(max_tokens=40)

@@ -519,6 +519,7 @@ class TestCompare:
         said = " ".join(compare(results(made_row()), results(made_row(), provenance=other)).warnings)
         assert "Toy Processor & Sons → Another" in said and "0123456789ab → ffff" in said
 
+    @pytest.mark.slow
     def test_two_runs_of_the_same_thing_differ_as_seldom_as_it_says_and_a_fifth_is_seen(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -42,6 +42,7 @@ def test_analyze_prints_tables_and_writes_charts_and_json(command: Command, tmp_
         ElementTree.parse(path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_analyze_json_holds_what_was_predicted_charged_and_mapped(command: Command, tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"

@@ -54,6 +54,7 @@ def test_every_method_runs_at_every_number_of_requests(command: Command, tiny: P
     assert "over plain" in again.out and "specbranch" in again.out
 
 
+@pytest.mark.slow
 def test_by_the_wall_clock_methods_take_turns_and_every_text_is_compared(
     command: Command, tiny: Pair, prompts: Path
 ) -> None:

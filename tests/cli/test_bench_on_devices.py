@@ -67,6 +67,7 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_gpu_core_runs_every_method_on_an_inflated_pair(
     command: Command, tiny: Pair, prompts: Path, no_public_suites: None
 ) -> None:
@@ -92,6 +93,7 @@ def test_gpu_core_runs_every_method_on_an_inflated_pair(
     assert "What draft and target did" in (prompts / "out" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command, tiny: Pair, prompts: Path) -> None:
     brief = ("--methods", "speculative", "--no-tune")
     first = rows_of(bench(command, prompts, *brief, *SHAPED, "--limit", "3", suites=("one",)))

@@ -123,6 +123,7 @@ def test_debug_after_two_dashes_is_a_prompt(models: list[str], command: Command)
     assert answer["prompt"] == "--debug"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_leaves_no_process(pair: tuple[str, str]) -> None:
     command = [sys.executable, "-m", "specbranch.cli.main", "generate", "--target", pair[0], "--draft", pair[1]]
     command += ["--executor", "process", "--context-length", "512", "--max-tokens", "400", "--ignore-eos"]

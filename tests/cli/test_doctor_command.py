@@ -9,6 +9,7 @@ import pytest
 from in_process import Command
 
 
+@pytest.mark.slow
 def test_a_sound_pair_ends_with_0_and_a_recommendation(pair: tuple[str, str], command: Command) -> None:
     done = command("doctor", "--target", pair[0], "--draft", pair[1], "--device", "cpu")
     assert done.code == 0, done.out + done.err

@@ -37,6 +37,7 @@ def test_the_file_is_a_profile_that_a_clock_takes(chosen: list[str], tmp_path: P
     assert traced.code == 0 and "modelled, not measured" in " ".join(traced.out.split())
 
 
+@pytest.mark.slow
 def test_the_json_holds_profile_and_check(chosen: list[str], tmp_path: Path, command: Command) -> None:
     (told,) = command("profile", *chosen, "--out", str(tmp_path / "mine.json"), "--json").answers()
     assert told["profile"] == json.loads((tmp_path / "mine.json").read_text())

@@ -106,6 +106,7 @@ def test_the_table_and_the_json_tell_the_same(command: Command, asked: list[str]
         assert f"{row['speedup']:.2f}×" in next(line for line in table.split("\n") if line.startswith(row["method"]))
 
 
+@pytest.mark.slow
 def test_where_nothing_pays_plain_decoding_is_written(command: Command, asked: list[str], tmp_path: Path) -> None:
     # specbranch has the text itself to draw on
     methods = (
@@ -120,6 +121,7 @@ def test_where_nothing_pays_plain_decoding_is_written(command: Command, asked: l
     assert answer["method"] == "autoregressive"
 
 
+@pytest.mark.slow
 def test_without_a_profile_this_machine_is_measured(command: Command, asked: list[str], tmp_path: Path) -> None:
     done = command(*asked, "--methods", "speculative", "--max-tokens", "16", "--json")
     assert done.code == 0, done.err

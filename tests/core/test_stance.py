@@ -138,6 +138,7 @@ def share_of_plain(sessions: list[Session]) -> float:
     return sum(one.stats.by_method.get("plain", 0) for one in sessions) / sum(one.stats.emitted for one in sessions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sessions", tiered((1, 4), (1).__eq__))
 def test_where_planning_takes_long_nothing_is_planned(sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = decoded(sessions, 50.0, monkeypatch)

@@ -93,6 +93,7 @@ def test_even_rows_answer_as_the_native_runner_does_greedily(target: WritingTarg
         assert chosen.tolist() == tokens[answer:]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_odd_rows_stray_from_the_greedy_answer_but_never_below_min_p(
     target: WritingTarget, tokenizer: Tokenizer
@@ -140,6 +141,7 @@ def test_sampled_tokens_follow_the_targets_law_cut_at_min_p(
     assert off(temperature * 1.25, 0.02) > 1.6 and off(temperature, 0.2) > 1.6, "another law would show"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_material_is_what_the_rows_fed_conversation_by_conversation(
     target: WritingTarget, tokenizer: Tokenizer
@@ -267,6 +269,7 @@ def test_writing_stops_when_the_time_is_over(target: WritingTarget, tokenizer: T
     assert watcher.done[-1] >= 0.3 and all(0 < seconds < 0.3 for seconds in watcher.done[:-1])
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_are_halved_and_told(
     target: WritingTarget, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -333,6 +336,7 @@ def test_without_an_end_token_answers_fill_their_length(
     assert int(material.lengths.max()) == 64 and int((material.lengths == 64).sum()) >= len(material) - 8
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_question_that_nothing_closes_goes_on_to_its_limit(target: WritingTarget, tokenizer: Tokenizer) -> None:
     script = replace(Script.of(tokenizer, target.arch, settings()), question_ends=())

@@ -7,6 +7,7 @@ Every other method equals it token for token (the identity tests), so its law is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import pytest
 
@@ -37,6 +38,11 @@ def decode(pair: Pair, temperature: float, seeds: Sequence[int], samples: Sequen
     return draw(pair, start, requests(params, "match", seeds, samples))
 
 
+@cache
+def over_seeds(temperature: float) -> Drawn:
+    return decode(PAIR, temperature, SEEDS)
+
+
 @pytest.fixture(scope="module")
 def flat() -> list[Tokens]:
     """Outputs of three neighbouring samples under neighbouring seeds, sample after sample."""
@@ -45,17 +51,18 @@ def flat() -> list[Tokens]:
 
 @pytest.mark.parametrize("temperature", tiered((0.6, 1.0, 1.5), (1.0).__eq__))
 def test_over_seeds_autoregressive_emits_the_joint_law(temperature: float) -> None:
-    drawn = decode(PAIR, temperature, SEEDS)
+    drawn = over_seeds(temperature)
     assert drawn.p_value(joint_law(TARGET, PROMPT, LENGTH, temperature)) > SOUND
 
 
+@pytest.mark.slow
 def test_over_samples_of_one_seed_autoregressive_emits_the_joint_law() -> None:
     drawn = decode(PAIR, 1.0, [11], range(4000))
     assert drawn.p_value(joint_law(TARGET, PROMPT, LENGTH)) > SOUND
 
 
 def test_law_of_another_temperature_is_caught() -> None:
-    drawn = decode(PAIR, 1.0, SEEDS)
+    drawn = over_seeds(1.0)
     assert drawn.p_value(joint_law(TARGET, PROMPT, LENGTH, 1.15)) < CAUGHT
 
 

@@ -111,7 +111,9 @@ CASES = {
     "speculative-confidence": Case("speculative", CHAIN, policy="confidence", seeds=QUICK_SEEDS),
     "adaptive": Case("adaptive", CHAIN, make=strict_entropy, seeds=QUICK_SEEDS),
     "lookup": Case("lookup", CHAIN, seeds=QUICK_SEEDS),
-    "lookahead": Case("lookahead", (ALL, SIBLING)),  # its pool is filled too late for more of a window of five tokens
+    "lookahead": Case(
+        "lookahead", (ALL, SIBLING), seeds=2000
+    ),  # its pool is filled too late for more of a window of five tokens
     "pearl-sampled": Case("pearl", FORK, heads="sampled", seeds=QUICK_SEEDS),
     "pearl-top": Case("pearl", FORK, heads="top"),
     "pearl-confidence": Case("pearl", (ALL, HIT, OTHER, TRIMMED), policy="confidence"),
@@ -130,11 +132,12 @@ CASES = {
     "tree-reduced": Case("tree", (INSIDE, ALL, SIBLING), pair=REDUCED, seeds=5000),
     "specbranch": Case("specbranch", (INSIDE, ALL, HIT, SIBLING), seeds=5000),
     "wandering": Case("wandering", (INSIDE, ALL, HIT, OTHER, SIBLING), seeds=10000),
+    "auto": Case("auto", (INSIDE, ALL, HIT, SIBLING), seeds=800),
+    "few-trees": Case("tree", (INSIDE, ALL, SIBLING), seeds=800),
 }
 
 
-# of trees: tests/core/test_verify.py
-QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled")
+QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled", "auto", "few-trees")
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))
@@ -219,7 +222,7 @@ FAULTS = {
     "the same with a sampled head": Case(
         "specbranch", make=lambda: CutAtOwnProbability(3, 0.5, 6, "sampled"), seeds=1000
     ),
-    "cut by the next token's confidence": Case("speculative", make=lambda: CutByNextConfidence(3, 0.0), seeds=2000),
+    "cut by the next token's confidence": Case("speculative", make=lambda: CutByNextConfidence(3, 0.0)),
 }
 
 

@@ -437,6 +437,7 @@ def test_a_draft_that_raises_takes_no_other_with_it(method: str, error: Exceptio
     check(asked if isinstance(error, RuntimeError) else [one for one in asked if one is not asked[3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_draft_process_that_is_killed_again_and_again_costs_no_request_anything(
     times: int, monkeypatch: pytest.MonkeyPatch

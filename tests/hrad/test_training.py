@@ -47,6 +47,7 @@ def test_a_network_learns_what_is_planted_and_says_it_with_the_right_chances() -
     assert sum(map(sum, told["confusion"])) == told["rounds"] == len(parts.judged)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_to_be_told_a_network_is_no_better_than_no_knowledge() -> None:
     parts = dealt(planted(told=0.0))
     rivals = rivalry(fit(parts, SETTINGS).network, parts)
@@ -108,6 +109,7 @@ def test_a_signal_has_the_chances_of_the_network() -> None:
         assert torch.allclose(torch.tensor(Signal.of(steps).chances), torch.tensor(chances), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_kind_of_text_that_was_never_seen_costs_what_it_has_of_its_own() -> None:
     rounds = planted()
     odd = rounds.task == 1

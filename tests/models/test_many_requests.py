@@ -28,6 +28,7 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(3, 400) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_pieces_and_put_backs_leave_every_bit_as_it_is(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     if load_kernel() is not None:
         monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")

@@ -68,6 +68,7 @@ def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, A
     assert decode(works, "specbranch", params, 1).tokens == expected and counts(works) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_begun_for_other_tokens_is_left_alone(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

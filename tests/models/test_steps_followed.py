@@ -84,6 +84,7 @@ def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered
     assert runner.followed > 20 and runner.followed_right >= 0.9 * runner.followed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", tiered((GREEDY, WARM), WARM.__eq__), ids=["greedy", "warm"])
 def test_what_was_written_out_before_a_verdict_is_taken(
     params: SamplingParams, decoder: Any, monkeypatch: pytest.MonkeyPatch

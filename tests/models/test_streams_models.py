@@ -98,7 +98,7 @@ def test_every_method_gives_autoregressive_tokens(
 ) -> None:
     (works, late), plain = executor(decoders, draft=draft), executor(decoders, Serial)[0]
     taken = 0
-    for number in range(2):
+    for number in (1,):
         params = SamplingParams(**SHAPINGS[shaping], max_tokens=16)  # type: ignore[arg-type]
         expected = decode(plain, "autoregressive", params, number).tokens
         for method in (*METHODS, "specbranch:confidence"):
@@ -112,7 +112,7 @@ def test_every_method_gives_autoregressive_tokens(
     "method",
     tiered(
         ("speculative", "pearl", "specbranch:confidence", "autoregressive", "lookahead"),
-        ("pearl", "lookahead").__contains__,
+        "pearl".__eq__,
     ),
 )
 def test_under_ratio_it_says_what_serial_says(method: str, decoders: tuple[Any, Any]) -> None:

@@ -26,7 +26,7 @@ from specbranch.models import transfer
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.runner import GpuRunner
 from test_streams_models import decode, decoders, executor
-from tiers import each_value
+from tiers import each_value, tiered
 from tiny_models import some_tokens
 from toybench import PROFILE, Timeless, run_out
 
@@ -68,6 +68,7 @@ def counts(works: Serial) -> tuple[int, int]:
     return draft.texts_read, draft.texts_right
 
 
+@pytest.mark.slow
 def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
     decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +118,7 @@ def always(said: Following) -> Callable[..., Following]:
 
 @each_value
 @pytest.mark.parametrize("kind", [Serial, Streams])
-@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "hot"])
+@pytest.mark.parametrize("params", tiered(PARAMS, PARAMS[1].__eq__), ids=["greedy", "hot"])
 def test_a_text_that_was_read_for_nothing_changes_no_text(
     params: SamplingParams, kind: type[Serial], decoders: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def target(tmp_path: Path) -> Iterator[ReplayedModel]:
     memory.close()
 
 
-QUICK = [*CONFIGS[::4], FIXED[[config.method for config in FIXED].index("lookahead")]]
+QUICK = [*CONFIGS[::8], FIXED[[config.method for config in FIXED].index("lookahead")]]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,7 @@ def fresh(tokens: list[int], case: Case) -> KnownProposal:
     return KnownProposal(top.tokens, top.confidence, bound.confidence, top.odds)
 
 
+@pytest.mark.slow
 def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(draft: ReplayedModel) -> None:
     runner = draft.runner
     assert isinstance(runner, CountingRunner)

@@ -15,6 +15,7 @@ from specbranch.serve.parameters import REFUSED, WITHOUT_EFFECT
 from specbranch.serve.prompts import _rendered
 from specbranch.serve.protocol import ChatRequest
 from specbranch.text.tokenizer import Tokenizer
+from tiers import tiered
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TALK = [{"role": "user", "content": "Smile, and wave."}]
@@ -67,7 +68,14 @@ def test_several_prompts_of_either_kind_are_answered_in_their_order(served: Runn
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
-@pytest.mark.parametrize("how", [False, {"off": True}, True, {}, *({"method": name} for name in METHODS)], ids=str)
+QUICK = ({"method": "pearl"}, {"method": "lookahead"}, {"method": "auto"})
+
+
+@pytest.mark.parametrize(
+    "how",
+    [False, {"off": True}, True, {}, *tiered(({"method": name} for name in METHODS), QUICK.__contains__)],
+    ids=str,
+)
 def test_a_request_says_how_it_is_decoded_and_its_text_is_the_same(
     served: Running, reference: LLM, how: bool | dict[str, Any]
 ) -> None:

@@ -50,6 +50,7 @@ def rects(picture: str) -> list[ElementTree.Element]:
     return list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect"))
 
 
+@each_value
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
 @pytest.mark.parametrize(
     "method",
@@ -158,7 +159,7 @@ def test_the_text_of_a_modelled_clock_says_so() -> None:
     assert "(measured)" in draw_text(made.rounds, stats, Style(200))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("pearl", "specbranch", "lookahead").__contains__))
 def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_request(method: str) -> None:
     made = run(method, ending=Ending("very long", max_tokens=300))
     drawn = draw_svg(made.rounds, "a <title> & more", "below")
