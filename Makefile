@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # Two processes with a thread each are quicker than one with two: most tests are Python's own work.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Bytecode is kept, whatever the environment says: each draft process would compile the package anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 MEASURED := core exec models text
 
 .PHONY: setup demo test test-all coverage lint benchmarks clean
@@ -20,7 +21,7 @@ demo: setup
 	$(BIN)/specbranch models pull
 	$(BIN)/python scripts/demo.py
 
-# The quick tests: every package, every promise, every planted fault. What is marked slow is left to test-all.
+# The quick tests: every package, every promise, every method on every executor. CONTRIBUTING.md says what they leave out.
 test: setup
 	$(BIN)/specbranch models pull
 	$(PYTEST) -m "not slow"
