@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from specbranch.text.detokenizer import TokenDecoder
 
 SENTENCES = [
     "A branch is a guess about what the large model will say next.",
@@ -71,6 +74,22 @@ def metaspace(size: int = 300) -> Tokenizer:
 
 
 KINDS = {"byte level": byte_level, "byte fallback": byte_fallback, "metaspace": metaspace}
+
+
+class CountingDecoder:
+    """A tokenizer that counts how many tokens it is asked to decode."""
+
+    def __init__(self, tokenizer: TokenDecoder) -> None:
+        self.decoded = 0
+        self.byte_ids = tokenizer.byte_ids
+        self._tokenizer = tokenizer
+
+    def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
+        return self._tokenizer.is_silent(token_id, skip_special)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, skip_special)
 
 
 def save(made: Tokenizer, folder: Path, **config: Any) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from small_tokenizers import SENTENCES
+from small_tokenizers import SENTENCES, CountingDecoder
 from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.tokenizer import Tokenizer
 
@@ -108,8 +108,30 @@ def test_pending_reads_as_if_nothing_followed(byte_fallback_tokenizer: Tokenizer
     by_name = {token: token_id for token_id, token in byte_fallback_tokenizer.vocabulary().items()}
     detokenizer = Detokenizer(byte_fallback_tokenizer)
     assert detokenizer.feed([by_name["a"], by_name["<0x0A>"]]) == "a"
-    assert detokenizer.pending == "\n"
-    assert detokenizer.feed([by_name["a"]]) == "\na" and detokenizer.pending == ""
+    assert detokenizer.pending() == "\n"
+    assert detokenizer.feed([by_name["a"]]) == "\na" and detokenizer.pending() == ""
+
+
+def test_pending_is_what_the_whole_list_would_end_in(tokenizer: Tokenizer) -> None:
+    """Runs of bytes that make characters, half of one, or none: what is held back is read as a whole list would be."""
+    draw = random.Random(10)
+    by_byte = {int(token[1:-1], 16): i for i, token in tokenizer.vocabulary().items() if i in tokenizer.byte_ids}
+    words = [i for i, token in tokenizer.vocabulary().items() if token.isalpha()]
+    for _ in range(200):
+        detokenizer, ids, given = Detokenizer(tokenizer), list[int](), ""
+        for _ in range(6):
+            if by_byte and draw.random() < 0.8:
+                chars = "".join(draw.choices(" aé€😀\ufffd", k=draw.randrange(1, 6))).encode()
+                new = [by_byte[byte] for byte in chars[: draw.choice((None, None, -1, -2))]]
+                new += [by_byte[0xFF]] * (draw.random() < 0.1)
+            else:
+                new = [draw.choice(words)]
+            for token in new:
+                ids.append(token)
+                given += detokenizer.feed([token])
+                whole = tokenizer.decode(ids)[len(given) :].rstrip("\ufffd")
+                assert detokenizer.pending() == whole, ids
+                assert detokenizer.pending(2) == whole[2:]
 
 
 @pytest.mark.parametrize(
@@ -135,21 +157,9 @@ def byte_of(token: str) -> int:
 
 @pytest.mark.parametrize("kind", ["text", "bytes that never make a character"])
 def test_cost_grows_with_the_length_not_its_square(byte_level_tokenizer: Tokenizer, kind: str) -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.decoded = 0
-            self.byte_ids = byte_level_tokenizer.byte_ids
-
-        def is_silent(self, token_id: int, skip_special: bool = True) -> bool:
-            return byte_level_tokenizer.is_silent(token_id, skip_special)
-
-        def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-            self.decoded += len(ids)
-            return byte_level_tokenizer.decode(ids, skip_special)
-
     lone = next(i for i in range(byte_level_tokenizer.vocabulary_size) if byte_level_tokenizer.decode([i]) == "\ufffd")
     ids = byte_level_tokenizer.encode(" ".join(SENTENCES) * 12) if kind == "text" else [lone] * 4000
-    counting = Counting()
+    counting = CountingDecoder(byte_level_tokenizer)
     detokenizer = Detokenizer(counting)
     started = time.perf_counter()
     text = "".join(detokenizer.feed([token]) for token in ids) + detokenizer.finish()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from small_tokenizers import CountingDecoder
 from specbranch.text.detokenizer import Detokenizer
 from specbranch.text.stop import StopStrings
 from specbranch.text.tokenizer import Tokenizer
@@ -122,4 +123,38 @@ def test_random_texts_stop_where_the_definition_says(tokenizer: Tokenizer, seed:
         assert (at, watcher.text) == expected, (ids, stops)
         assert "".join(shown) == watcher.text
         hits += at is not None
+    assert hits > 60
+
+
+@pytest.mark.parametrize("kind", ["characters", "half a character", "bad bytes"])
+def test_stops_over_a_long_run_of_bytes_cost_no_more_a_token(byte_fallback_tokenizer: Tokenizer, kind: str) -> None:
+    """A text in a script without tokens: one run of bytes, of which nothing is final before it ends."""
+    by_name = {token: token_id for token_id, token in byte_fallback_tokenizer.vocabulary().items()}
+    text = {"characters": "日本".encode() * 300, "half a character": "日".encode() * 600 + b"\xe6"}
+    spelled = text.get(kind, b"\xff" * 1800)
+    counting = CountingDecoder(byte_fallback_tokenizer)
+    watcher = StopStrings(["END", "本本"], Detokenizer(counting))
+    for byte in spelled:
+        watcher.append(by_name[f"<0x{byte:02X}>"])
+    watcher.finish()
+    assert not watcher.stopped
+    assert counting.decoded < 64 * len(spelled)
+
+
+def test_stops_in_runs_of_bytes_are_found_where_the_definition_says(byte_fallback_tokenizer: Tokenizer) -> None:
+    by_name = {token: token_id for token_id, token in byte_fallback_tokenizer.vocabulary().items()}
+    draw, hits = random.Random(3), 0
+    for _ in range(200):
+        spelled = "".join(draw.choices("aé€😀 ", k=30)).encode()
+        ids = [by_name[f"<0x{byte:02X}>"] for byte in spelled]
+        stops = ["".join(draw.choices("aé€😀 ", k=draw.randrange(2, 5))) for _ in range(3)]
+        if least := draw.choice((0, 40)):  # nothing was shown before
+            stops.append("é")
+        else:
+            ids.insert(draw.randrange(len(ids)), by_name["a"])
+        watcher, at, shown = watch(byte_fallback_tokenizer, ids, stops, least)
+        if at is not None:
+            assert (at, watcher.text) == first_stop(byte_fallback_tokenizer, ids, stops, least), (ids, stops)
+            hits += 1
+        assert "".join(shown) == watcher.text
     assert hits > 60

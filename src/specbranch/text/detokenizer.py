@@ -1,7 +1,7 @@
 """Token ids to text, a few at a time: what is given out is final and never ends within a character.
 
 Owns the window of tokens whose text is not settled yet. Invariant: the pieces, joined, are exactly the text of the
-whole list decoded at once, and each token is decoded a bounded number of times.
+whole list decoded at once, and each token is decoded a bounded number of times, whoever looks at what is pending.
 
 A decoder treats the beginning of a list apart (it drops a leading space, say), so the window starts with *context*:
 tokens given out already, whose text is not empty. The new text is what the window's text has beyond the context's.
@@ -9,12 +9,13 @@ tokens given out already, whose text is not empty. The new text is what the wind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
 _LONG = 32  # tokens held back before a cut between them is looked for
 _SPAN = 4  # a character has at most four bytes, so one of four neighbouring cuts falls between characters
+_LONGEST = _SPAN + 1  # bytes that make one character more: a decoder may drop a space at the beginning of a text
 
 
 class TokenDecoder(Protocol):
@@ -43,6 +44,7 @@ class Detokenizer:
         self._window: list[int] = []
         self._given = 0  # tokens at the window's start that are context
         self._context = ""  # their text
+        self._run: _ByteRun | None = None  # the run of bytes that the window ends in, once somebody has looked at it
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Append tokens; returns the text that became final."""
@@ -51,15 +53,20 @@ class Detokenizer:
     def finish(self) -> str:
         """Return what was still held back, with U+FFFD for what never became a character."""
         rest = self._text(self._window)[len(self._context) :]
-        self._window, self._given, self._context = [], 0, ""
+        self._window, self._given, self._context, self._run = [], 0, "", None
         return rest
 
-    @property
-    def pending(self) -> str:
-        """The text held back, as it would read if nothing followed, without an unfinished character."""
+    def pending(self, start: int = 0) -> str:
+        """The text held back, from a character on, as it would read if nothing followed, without an unfinished
+        character."""
         if self._given == len(self._window):
             return ""
-        return self._text(self._window)[len(self._context) :].rstrip(UNFINISHED)
+        if self._window[-1] not in self._tokenizer.byte_ids:
+            self._run = None
+            return self._text(self._window)[len(self._context) :].rstrip(UNFINISHED)[start:]
+        if self._run is None:
+            self._run = _ByteRun(self._window, self._run_start(), len(self._context), self._text)
+        return self._run.text(start).rstrip(UNFINISHED)
 
     def _append(self, token: int) -> str:
         if self._tokenizer.is_silent(token, self._skip_special):
@@ -67,6 +74,7 @@ class Detokenizer:
         self._window.append(token)
         if token in self._tokenizer.byte_ids:
             return ""  # one bad byte later on would change the text of the whole run
+        self._run = None
         text = self._text(self._window)
         if text.endswith(UNFINISHED):
             return self._relieve(text) if len(self._window) - self._given > _LONG else ""
@@ -93,5 +101,52 @@ class Detokenizer:
                     return new
         return ""
 
+    def _run_start(self) -> int:
+        """Where the run of bytes begins that the window ends in."""
+        start = len(self._window)
+        while start > self._given and self._window[start - 1] in self._tokenizer.byte_ids:
+            start -= 1
+        return start
+
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, self._skip_special)
+
+
+class _ByteRun:
+    """A run of byte tokens at the end of a window, read character by character as it grows.
+
+    A decoder reads a run as a whole: one bad byte makes every byte of it U+FFFD. So the run has a text only while it
+    ends with a character, and never again once it cannot.
+    """
+
+    def __init__(self, window: list[int], start: int, context: int, decode: Callable[[Sequence[int]], str]) -> None:
+        """`start`: where the run begins; `context`: how many characters of the text before it were given out."""
+        self._window, self._decode = window, decode
+        self._before = decode(window[:start])[context:]  # held back before the run
+        self._read = start  # the window up to here makes whole characters
+        self._starts = [0, 0]  # of the last two of them: what a character is read behind
+        self._characters = list(self._before)
+        self._broken = False
+
+    def text(self, start: int) -> str:
+        """The text from a character on; without that of the run while that does not end with a character."""
+        while not self._broken and self._read < len(self._window) and self._read_one():
+            pass
+        whole = not self._broken and self._read == len(self._window)
+        return "".join(self._characters[start:]) if whole else self._before[start:]
+
+    def _read_one(self) -> bool:
+        """Read one more character, if the bytes are there."""
+        first = self._starts[0]
+        before = self._decode(self._window[first : self._read])
+        for count in range(1, min(_LONGEST, len(self._window) - self._read) + 1):
+            text = self._decode(self._window[first : self._read + count])
+            new = text[len(before) :]
+            # Bytes that are no character become as many U+FFFD.
+            if text.startswith(before) and len(new) == 1 and (new != UNFINISHED or count > 1):
+                self._starts = [self._starts[1], self._read]
+                self._read += count
+                self._characters.append(new)
+                return True
+        self._broken = len(self._window) - self._read >= _LONGEST
+        return False

@@ -22,6 +22,8 @@ class StopStrings:
         self._settled: list[str] = []  # may be shown
         self._taken = 0  # pieces of it that were
         self._held = ""  # final text that may be the beginning of a stop string
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._searched = 0  # characters of what the detokenizer holds back in which no stop string ends
         self.matched: str | None = None  # the stop string that ended the text
 
     @property
@@ -57,13 +59,12 @@ class StopStrings:
 
     def _read(self, new: str) -> None:
         fresh = self._held + new
-        if self._stops and self._tokens >= self._min_tokens:
-            # What the detokenizer holds back counts too: a byte token may complete a stop string all by itself.
-            found = self._first(fresh + self._detokenizer.pending)
-            if found is not None:
-                at, self.matched = found
-                self._settle((fresh + self._detokenizer.pending)[:at], "")
-                return
+        if new:
+            self._searched = 0
+        if self._stops and self._tokens >= self._min_tokens and (found := self._found(fresh)) is not None:
+            at, self.matched = found
+            self._settle((fresh + self._detokenizer.pending())[:at], "")
+            return
         keep = self._beginning(fresh)
         self._settle(fresh[: len(fresh) - keep], fresh[len(fresh) - keep :])
 
@@ -72,11 +73,22 @@ class StopStrings:
             self._settled.append(text)
         self._held = held
 
+    def _found(self, fresh: str) -> tuple[int, str] | None:
+        """Look for a stop string in what is final and, behind it, what the detokenizer holds back: a byte token may
+        complete one all by itself. What was searched before is not searched again."""
+        start = max(self._searched - self._longest + 1, 0)
+        pending = self._detokenizer.pending(start)
+        self._searched = max(self._searched, start + len(pending))
+        if not start:
+            return self._first(fresh + pending)
+        found = self._first(pending)
+        return None if found is None else (len(fresh) + start + found[0], found[1])
+
     def _first(self, text: str) -> tuple[int, str] | None:
         """Where the earliest stop string begins, and which it is."""
         return min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
 
     def _beginning(self, text: str) -> int:
         """How many characters at the end of `text` are the beginning of a stop string."""
-        longest = min(len(text), max((len(stop) for stop in self._stops), default=0) - 1)
+        longest = min(len(text), self._longest - 1)
         return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
