@@ -23,6 +23,7 @@ from specbranch.models.cpu.block_kernel_text import Dot, Target, source
 from specbranch.models.cpu.kernels import PART, is_arm
 from specbranch.models.cpu.linear import forced_kind
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
+from specbranch.models.cpu.pace import threads_now
 from specbranch.models.cpu.rounding_text import ROUNDED, rounding
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm, BlockMatrix, BlockPart, Fields
 
@@ -47,7 +48,7 @@ class BlockCode:
 
     def __call__(self, *arguments: int) -> None:
         """Run it on every thread of torch's pool."""
-        numbers, threads = _Numbers(0, *arguments), torch.get_num_threads()
+        numbers, threads = _Numbers(0, *arguments), threads_now()
         if self.team is None or threads == 1:
             self.alone(ctypes.addressof(numbers))
         else:

@@ -8,6 +8,7 @@ Invariant: a row gets the same bits in any company, as every operation on the li
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,6 +23,7 @@ from specbranch.models.cpu.attention_text import SPLIT, part_floats
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
 from specbranch.models.cpu.operation_text import ENTRY, FIELDS, KernelShape
+from specbranch.models.cpu.pace import PACE, StepTimes, threads_now
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer
@@ -30,6 +32,7 @@ from specbranch.models.kv import Memory
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
 CUTS = 9  # the column of an attention that tells into how many cuts what rows see falls, at most
+LOST = 5  # the number of a header that counts what threads lost, in nanoseconds
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
 
 
@@ -37,6 +40,7 @@ COUNTER = 1  # the column of an operation that counts what was taken; column 0 i
 class Operations:
     """A list under construction, then in use as a table."""
 
+    count: int  # rows of the step
     rows: list[list[int]] = field(default_factory=list)
     # by layer, operations after which the buffer x holds what it is given
     entered: list[int] = field(default_factory=list)
@@ -80,7 +84,8 @@ class FusedStep:
         self._arrived = torch.zeros(STEP_ROWS * arch.kv_heads, dtype=torch.int64)
         self._lists: dict[int, Operations] = {}  # by rows
         self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
-        self._header = np.zeros(4, dtype=np.int64)
+        self._header = np.zeros(6, dtype=np.int64)
+        self._times = StepTimes()
         self._lines: list[np.ndarray] = []  # what the table of rows points to
 
     def store(self, work: Sequence[Rows]) -> None:
@@ -109,9 +114,15 @@ class FusedStep:
         return out, states.flatten(1)
 
     def _run(self, operations: Operations, end: int, start: int = 0) -> None:
-        table = operations.table
-        self._header[:] = 0, end - start, table.ctypes.data + start * table.strides[0], self.kernels.team_size
-        self.kernels.run(self._header.ctypes.data)
+        table, threads = operations.table, threads_now()
+        begin = table.ctypes.data + start * table.strides[0]
+        self._header[:] = 0, end - start, begin, self.kernels.team_size, 0, 0
+        before = time.perf_counter()
+        self.kernels.run(self._header.ctypes.data, threads)
+        seconds = time.perf_counter() - before
+        least = self._times.least((operations.count, start, end), seconds)
+        if least is not None:
+            PACE.note(seconds, least, float(self._header[LOST]) / 1e9)
 
     def _prepare(self, work: Sequence[Rows]) -> Operations:
         """Fill the first buffers and the table of rows."""
@@ -154,7 +165,7 @@ class FusedStep:
 
     def _listed(self, rows: int) -> Operations:
         """List the operations of a step over so many rows."""
-        operations = Operations()
+        operations = Operations(rows)
         for index, layer in enumerate(self.decoder.layers):
             self._add_norm(operations, layer.attention_norm, rows, layer.qkv, change=index > 0)
             operations.entered.append(len(operations.rows))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, loaded, torch_team
+from specbranch.models.cpu.pace import threads_now
 
 WeightBits = Literal["float32", "bfloat16", "int8"]
 BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
@@ -58,7 +59,7 @@ class Kernel:
         int8 has a scale."""
         # The first number counts the outputs taken so far: threads help themselves, so a slow one holds nobody up.
         arguments = _Arguments(0, x, weight, bias, y, rows, ins, outs, part, scale)
-        threads = torch.get_num_threads()
+        threads = threads_now()
         if self.team is None or threads == 1:
             self.alone(arguments)
         else:

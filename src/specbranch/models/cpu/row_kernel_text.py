@@ -7,15 +7,14 @@ numbers, in an order that depends on neither the rows beside it nor the threads.
 from __future__ import annotations
 
 import math
-import platform
 
 from specbranch.models.cpu.operation_text import FIELDS, KernelShape, entry, fraction, operation, rounded
 from specbranch.models.cpu.rounding_text import ROUND_STRETCH, whole, whole_declarations
 from specbranch.models.cpu.text_writer import number
+from specbranch.models.cpu.waiting_text import CLOCKS, waiting
 from specbranch.models.files.blocks import BLOCK
 
 STRETCH = 512  # numbers of a row that a thread takes at once: whole blocks
-SPINS = 4096  # looks at the barrier before a thread offers its core to others
 
 
 def source(shape: KernelShape) -> str:
@@ -38,7 +37,6 @@ declare float @llvm.sqrt.f32(float)
 declare float @llvm.rint.f32(float)
 declare float @llvm.fabs.f32(float)
 declare i64 @llvm.smin.i64(i64, i64)
-declare i32 @sched_yield()
 """
 _LOOSE = "reassoc contract"  # sums may be split into lanes, products fused
 
@@ -306,11 +304,10 @@ def _gate() -> str:
 
 
 def _run() -> str:
-    """Write the going through a list: do an operation together, wait for each other, go on."""
-    # A core that says it waits leaves what it shares to the other thread on it.
-    pause, argument = (
-        ("llvm.aarch64.hint", "i32") if platform.machine() in ("aarch64", "arm64") else ("llvm.x86.sse2.pause", "")
-    )
+    """Write the going through a list: do an operation together, wait for each other, go on.
+
+    At the end each thread adds the time it could have run but had no core to the header's last number.
+    """
     each = f"""  %at = mul i64 %o.i, {FIELDS}
   %code.p = getelementptr i64, ptr %list, i64 %at
   %code = load ptr, ptr %code.p
@@ -318,28 +315,17 @@ def _run() -> str:
   call void %code(ptr %numbers)
   %ordinal = add i64 %o.i, 1
   %expected = mul i64 %ordinal, %threads
-  %before = atomicrmw add ptr %header, i64 1 acq_rel
-  br label %wait
-wait:
-  %spin = phi i64 [0, %o.body], [%spin.next, %again]
-  %arrived = load atomic i64, ptr %header acquire, align 8
-  %all = icmp sge i64 %arrived, %expected
-  br i1 %all, label %onwards, label %patience
-patience:
-  call void @{pause}({argument and "i32 1"})
-  %spin.next = add i64 %spin, 1
-  %turn = urem i64 %spin.next, {SPINS}
-  %long = icmp eq i64 %turn, 0
-  br i1 %long, label %yield, label %again
-yield:
-  %ignored = call i32 @sched_yield()
-  br label %again
-again:
-  br label %wait
-onwards:"""
-    return f"""declare void @{pause}({argument})
+  %slept = call i64 @meet(ptr %header, i64 %expected)
+  %slept.before = load i64, ptr %slept.all
+  %slept.after = add i64 %slept.before, %slept
+  store i64 %slept.after, ptr %slept.all"""
+    wall, own = CLOCKS
+    return f"""{waiting()}
 define void @run(ptr %header) {{
-{_variables(o="i64")}
+{_variables(o="i64", **{"slept.all": "i64"})}
+  store i64 0, ptr %slept.all
+  %wall.start = call i64 @now(i32 {wall})
+  %own.start = call i64 @now(i32 {own})
   %many.p = getelementptr i64, ptr %header, i64 1
   %many = load i64, ptr %many.p
   %list.p = getelementptr i64, ptr %header, i64 2
@@ -355,5 +341,14 @@ ask:
 counted:
   %threads = phi i64 [1, %0], [%team.long, %ask]
 {_loop("o", "0", "%many", each)}
+  %own.end = call i64 @now(i32 {own})
+  %wall.end = call i64 @now(i32 {wall})
+  %wall = sub i64 %wall.end, %wall.start
+  %own = sub i64 %own.end, %own.start
+  %slept.total = load i64, ptr %slept.all
+  %off = sub i64 %wall, %own
+  %lost = sub i64 %off, %slept.total
+  %lost.p = getelementptr i64, ptr %header, i64 5
+  %lost.before = atomicrmw add ptr %lost.p, i64 %lost monotonic
   ret void
 }}"""

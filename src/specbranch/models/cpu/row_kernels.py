@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-import torch
-
 from specbranch.models.cpu.attention_text import Registers, attention
 from specbranch.models.cpu.kernels import is_arm
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, team_size_address, torch_team
@@ -42,10 +40,9 @@ class RowKernels:
     team: Team | None
     team_size: int  # address of the function that tells a thread how many there are
 
-    def run(self, header: int) -> None:
+    def run(self, header: int, threads: int) -> None:
         """Carry out a list of operations; `header` is the address of: arrived, operations, address of the list,
-        `team_size`."""
-        threads = torch.get_num_threads()
+        `team_size`, threads asleep, nanoseconds that threads lost."""
         if self.team is None or threads == 1:
             self.alone(header)
         else:
