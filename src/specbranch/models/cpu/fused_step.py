@@ -23,7 +23,7 @@ from specbranch.models.cpu.attention_text import SPLIT, part_floats
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
 from specbranch.models.cpu.operation_text import ENTRY, FIELDS, KernelShape
-from specbranch.models.cpu.pace import PACE, StepTimes, threads_now
+from specbranch.models.cpu.pace import PACE, StepTime, StepTimes, threads_now
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.decoder import Decoder, Layer
@@ -122,7 +122,7 @@ class FusedStep:
         seconds = time.perf_counter() - before
         least = self._times.least((operations.count, start, end), seconds)
         if least is not None:
-            PACE.note(seconds, least, float(self._header[LOST]) / 1e9)
+            PACE.note(StepTime(seconds, least, float(self._header[LOST]) / 1e9))
 
     def _prepare(self, work: Sequence[Rows]) -> Operations:
         """Fill the first buffers and the table of rows."""

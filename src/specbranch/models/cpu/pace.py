@@ -8,44 +8,45 @@ time to time; what is faster is kept. Invariant: only speed depends on the count
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 LOST = 0.15  # of a core that threads waited for while they could have run: more, and fewer threads are tried
-STEPS = 3  # of a window, at least
-WINDOW = 0.01  # seconds of undisturbed work in a window, at least
+STEPS = 4  # of a window, at least
+WINDOW = 0.02  # seconds of undisturbed work in a window, at least
 BETTER = 0.95  # of the cost before a trial: hysteresis
+WORSE = 1.5  # times the cost at which fewer threads did not help: then they are tried again at once
 PAUSE = 0.25  # seconds between trials, at least
 PAUSE_SHARE = 8  # a pause is so many times as long as the trial that failed: the price of trials is bounded
+LONGEST_PAUSE = 8.0  # seconds that fewer threads are not tried, where they failed again and again
 FORGET = 1.002  # by how much the least time of a step grows each time: texts grow, and so do their steps
 
 
-@dataclass(slots=True)
-class Window:
-    """The last steps with one number of threads, in seconds."""
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step took, in seconds."""
 
-    steps: int = 0
-    spent: float = 0.0
-    least: float = 0.0  # what the same steps took at their best
-    lost: float = 0.0  # by all threads, while others had their cores
-
-    @property
-    def full(self) -> bool:
-        return self.steps >= STEPS and self.least >= WINDOW
-
-    @property
-    def cost(self) -> float:
-        return self.spent / self.least
+    spent: float
+    least: float  # what the same step took at its best
+    lost: float  # by all threads, while others had their cores
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a window of steps took, but for the worst of them: one may meet anything."""
+
+    slowdown: float  # how often their least time they took
+    lost: float  # cores that threads lacked
+
+
+@dataclass(frozen=True, slots=True)
 class Trial:
     """Another number of threads under trial."""
 
     before: int
-    cost: float
+    slowdown: float
     start: float
 
 
@@ -67,54 +68,65 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._most = self._threads = 0
-        self._window = Window()
-        self._trial: Trial | None = None
-        self._next_trial = 0.0
+        self._most = 0
+        self._reset(0)
 
     def threads(self, most: int) -> int:
         """How many of `most` threads the next step should use."""
         if most != self._most:
-            self._most = self._threads = most
-            self._window, self._trial, self._next_trial = Window(), None, 0.0
+            self._reset(most)
         return self._threads
 
-    def note(self, seconds: float, least: float, lost: float) -> None:
-        """Learn from a step with that many threads; `lost` is the time that all threads together waited for a core."""
-        window = self._window
-        window.steps, window.spent = window.steps + 1, window.spent + seconds
-        window.least, window.lost = window.least + least, window.lost + lost
-        if not window.full:
+    def note(self, step: StepTime) -> None:
+        """Learn from a step with that many threads."""
+        self._window.append(step)
+        if len(self._window) < STEPS or sum(step.least for step in self._window) < WINDOW:
             return
-        self._window = Window()
+        cost, self._window = _cost_of(self._window), []
         if self._trial is not None:
-            self._judge(self._trial, window.cost)
-        elif self._clock() >= self._next_trial:
-            self._try(self._other(window), window.cost)
+            self._judge(self._trial, cost.slowdown)
+        else:
+            self._consider(cost)
 
-    def _other(self, window: Window) -> int:
-        """The number of threads to try next; the present one where all is well."""
-        if window.lost > LOST * window.spent and self._threads > 1:
-            return _fewer(self._threads)
-        return min(self._most, _more(self._threads, self._most))
+    def _reset(self, most: int) -> None:
+        self._most = self._threads = most
+        self._window: list[StepTime] = []
+        self._trial: Trial | None = None
+        self._next_fewer, self._next_more, self._pause, self._bearable = 0.0, 0.0, PAUSE, 0.0
 
-    def _try(self, threads: int, cost: float) -> None:
-        if threads != self._threads:
-            self._trial = Trial(self._threads, cost, self._clock())
-            self._threads = threads
+    def _consider(self, cost: Cost) -> None:
+        """Try another number of threads if there is reason to, and it is time."""
+        now = self._clock()
+        if cost.lost > LOST and self._threads > 1 and (now >= self._next_fewer or cost.slowdown > self._bearable):
+            self._try(_fewer(self._threads), cost.slowdown, now)
+        elif self._threads < self._most and now >= self._next_more:
+            self._try(_more(self._threads, self._most), cost.slowdown, now)
 
-    def _judge(self, trial: Trial, cost: float) -> None:
+    def _try(self, threads: int, slowdown: float, now: float) -> None:
+        self._trial = Trial(self._threads, slowdown, now)
+        self._threads = threads
+
+    def _judge(self, trial: Trial, slowdown: float) -> None:
         """Keep what is under trial if it is faster; go back otherwise, and wait for the next trial."""
-        now, self._trial = self._clock(), None
-        if cost < BETTER * trial.cost:
-            self._next_trial = now if self._threads < trial.before else now + PAUSE
+        now, tried, self._trial = self._clock(), self._threads, None
+        self._next_more = now + max(PAUSE, PAUSE_SHARE * (now - trial.start))
+        if slowdown < BETTER * trial.slowdown:
+            self._next_fewer, self._pause = 0.0, PAUSE
             return
         self._threads = trial.before
-        self._next_trial = now + max(PAUSE, PAUSE_SHARE * (now - trial.start))
+        if tried < trial.before:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._next_fewer, self._bearable = now + self._pause, WORSE * trial.slowdown
+
+
+def _cost_of(window: Sequence[StepTime]) -> Cost:
+    counted = sorted(window, key=lambda step: step.spent / step.least)[:-1]
+    spent = sum(step.spent for step in counted)
+    return Cost(spent / sum(step.least for step in counted), sum(step.lost for step in counted) / spent)
 
 
 def _fewer(threads: int) -> int:
-    """One fewer at first, then half as many: few busy processes are more usual than many."""
+    """A few at a time: few busy processes are more usual than many."""
     return threads - 1 if threads <= 4 else threads - max(1, threads // 8)
 
 

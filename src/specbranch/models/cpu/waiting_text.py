@@ -1,7 +1,8 @@
 """How the threads of a compiled step wait for each other, in LLVM's language.
 
-Owns the barrier and its clocks. A thread looks for a while and then sleeps: if another thread of the step has no core,
-this one's may be just what it needs. Invariant: whoever is last wakes all that sleep, or they never fell asleep.
+Owns the barrier and its clocks. A thread looks for a while, then lets others run on its core, and at last sleeps: if
+another thread of the step has no core, this one's may be just what it needs. Sleep comes late, as a virtual machine may
+lose a core that sleeps. Invariant: whoever is last wakes all that sleep, or they never fell asleep.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import platform
 
 LOOKS = 64  # at the barrier between two looks at the clock
-PATIENCE = 100_000  # nanoseconds that a thread looks before it sleeps: threads that run are no further apart
+PATIENCE = 50_000  # nanoseconds that a thread looks before it yields: threads that run are seldom further apart
+VIGIL = 1_000_000  # nanoseconds that it waits before it sleeps
 NAP = 1_000_000  # nanoseconds that it sleeps at most before it looks again
 ARRIVED, SLEEPING = 0, 4  # numbers of a step's header: threads that arrived so far, and threads that sleep
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of Linux's system call
@@ -26,6 +28,7 @@ def waiting() -> str:
     pause, argument = ("llvm.aarch64.hint", "i32") if arm else ("llvm.x86.sse2.pause", "")
     return f"""declare void @{pause}({argument})
 declare i32 @clock_gettime(i32, ptr)
+declare i32 @sched_yield()
 {_sleep()}
 define internal i64 @now(i32 %clock) {{
   %time = alloca [2 x i64]
@@ -54,17 +57,16 @@ wake:
 alone:
   ret i64 0
 wait:
-  %look = phi i64 [0, %begin], [%look.next, %patience], [%look.next, %clock], [0, %nap]
-  %since = phi i64 [0, %begin], [%since, %patience], [%since.now, %clock], [%since.now, %nap]
-  %slept = phi i64 [0, %begin], [%slept, %patience], [%slept, %clock], [%slept.now, %nap]
+  %look = phi i64 [0, %begin], [%look.next, %patience], [0, %clock], [0, %yield], [0, %nap]
+  %since = phi i64 [0, %begin], [%since, %patience], [%since.now, %clock], [%since.now, %yield], [%since.now, %nap]
+  %slept = phi i64 [0, %begin], [%slept, %patience], [%slept, %clock], [%slept, %yield], [%slept.now, %nap]
   %arrived = load atomic i64, ptr %header acquire, align 8
   %all = icmp sge i64 %arrived, %expected
   br i1 %all, label %onwards, label %patience
 patience:
   call void @{pause}({argument and "i32 1"})
   %look.next = add i64 %look, 1
-  %turn = urem i64 %look.next, {LOOKS}
-  %often = icmp eq i64 %turn, 0
+  %often = icmp sge i64 %look.next, {LOOKS}
   br i1 %often, label %clock, label %wait
 clock:
   %time = call i64 @now(i32 {CLOCKS[0]})
@@ -72,7 +74,13 @@ clock:
   %since.now = select i1 %first, i64 %time, i64 %since
   %waited = sub i64 %time, %since.now
   %long = icmp sge i64 %waited, {PATIENCE}
-  br i1 %long, label %nap, label %wait
+  br i1 %long, label %offer, label %wait
+offer:
+  %longer = icmp sge i64 %waited, {VIGIL}
+  br i1 %longer, label %nap, label %yield
+yield:
+  %ignored = call i32 @sched_yield()
+  br label %wait
 nap:
   %one.more = atomicrmw add ptr %sleeping, i64 1 seq_cst
   call void @sleep(ptr %header, i64 %arrived)
