@@ -42,7 +42,7 @@ from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.sim.clock import MeteredDrafter, VirtualClock
 from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import Logits, ToyLaw, ToyRunner
+from specbranch.sim.toys import ListLaw, Logits, ToyLaw, ToyRunner, shaped
 
 VOCABULARY = 6
 SHARPNESS = 2.0
@@ -253,12 +253,13 @@ def answer(session: Session) -> Answer:
     return Answer(tuple(session.output), session.finished, session.stopped_by)
 
 
-def plainly(case: Case, model: ToyLaw) -> Answer:
-    """Decode token by token from the law alone: argmax of log p + noise over the whole sequence, no cache."""
-    tokens, ending = list(case.prompt), case.ending
+def plainly(case: Case, model: ToyLaw, said: Sequence[int] = ()) -> Answer:
+    """Decode token by token from the law alone: argmax of log p + noise over the whole sequence, under the ratio rule
+    a draw from p; no cache. The answer begins with what was `said`."""
+    tokens, ending = [*case.prompt, *said], case.ending
     watcher = ending.watch() if ending.watch else None
     ends = set(ending.stop_token_ids) | (set() if ending.ignore_eos else set(ending.eos_ids))
-    for _ in range(ending.max_tokens):
+    for _ in range(ending.max_tokens - len(said)):
         tokens.append(_draw(model.logits_of(tokens), case, len(tokens)))
         watched = watcher is not None and watcher(tokens[-1])
         if tokens[-1] in ends:
@@ -271,6 +272,8 @@ def plainly(case: Case, model: ToyLaw) -> Answer:
 def _draw(logits: Logits, case: Case, position: int) -> int:
     if case.temperature == 0.0:
         return logits.index(max(logits))
+    if case.rule == "ratio":
+        return ListLaw(shaped(logits, case.temperature)).draw(noise.uniform(case.seed, 0, position, "own"))
     gumbel = noise.gumbel_row(case.seed, 0, position, len(logits))
     scores = [x / case.temperature + g for x, g in zip(logits, gumbel, strict=True)]
     return scores.index(max(scores))
