@@ -273,8 +273,9 @@ class AsyncLLM:
         with self._inbox.changed:
             if refuse and (self._inbox.closing or self._inbox.ended):
                 raise BadParameter("This AsyncLLM was closed; make a new one.")
-            self._inbox.tasks += tasks
-            self._inbox.changed.notify_all()
+            if not self._inbox.ended:
+                self._inbox.tasks += tasks
+                self._inbox.changed.notify_all()
 
     def _wish(
         self,

@@ -83,7 +83,7 @@ def requests(rng: random.Random, count: int, names: Sequence[str]) -> list[tuple
     return asked
 
 
-@pytest.mark.parametrize("seed", tiered(range(60), quick=lambda seed: seed < 10))
+@pytest.mark.parametrize("seed", tiered(range(60), quick=lambda seed: seed < 8 or seed in (19, 26)))
 def test_in_any_small_pool_every_text_is_that_of_the_request_alone(seed: int) -> None:
     rng = random.Random(seed)
     page, piece = rng.choice(((1, 4), (8, 3), (8, 16), (32, 16), (64, 16), (64, 16)))
