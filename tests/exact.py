@@ -115,7 +115,14 @@ def requests(params: SamplingParams, rule: Rule, seeds: Iterable[int], samples: 
 
 def draw(pair: Pair, start: Callable[[Session], MethodRounds], wanted: Sequence[Request], batch: int = 50) -> Drawn:
     """Run a session for each request, `batch` of them side by side."""
-    loop, drawn = Loop(pair.executor()), Drawn()
+    return draw_with(pair.executor(), start, wanted, batch)
+
+
+def draw_with(
+    executor: Serial, start: Callable[[Session], MethodRounds], wanted: Sequence[Request], batch: int
+) -> Drawn:
+    """The same with an executor."""
+    loop, drawn = Loop(executor), Drawn()
     for begin in range(0, len(wanted), batch):
         sessions = [Session(begin + i, PROMPT, request, 64) for i, request in enumerate(wanted[begin : begin + batch])]
         for session in sessions:

@@ -7,22 +7,26 @@ Each case also counts the events it exists for: a law test in which nothing was 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, draw, joint_law, requests
+from exact import CAUGHT, PROMPT, SOUND, Drawn, Pair, draw, draw_with, joint_law, requests
 from specbranch.config import HeadKind, PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.noise import Purpose
-from specbranch.core.orders import Branch, Plan, Sparse, Verdict
+from specbranch.core.orders import Branch, Drafted, DraftOrder, Plan, Sparse, Verdict
 from specbranch.core.policy import Confidence, Entropy, Policy
 from specbranch.core.request import Spot
-from specbranch.core.runner import Trial
+from specbranch.core.runner import Ask, Done, Feed, Proposal, Trial
 from specbranch.core.session import Session
 from specbranch.core.verify import Uniform
+from specbranch.exec.drafter import Announce, Drafter
+from specbranch.exec.serial import Serial
+from specbranch.exec.verifier import Verifier
+from specbranch.exec.worker import never
 from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToyRunner, ToySampler
 from tiers import tiered
 from toybench import SHARED, wandering
@@ -273,3 +277,50 @@ def test_policy_may_learn_from_how_many_tokens_were_voided() -> None:
     draft = ScriptedLaw(vocabulary=2, zero_after=(((), 0.9), ((0,), 0.7), ((0, 0), 0.99), ((1,), 0.7)))
     case = Case("speculative", pair=Pair(target, draft), make=lambda: ShyAfterLongLoss(3, 0.6))
     assert case.p_value(case.draw(2000)) > SOUND
+
+
+class CutByTime(Drafter):
+    """A draft whose steps take as long as the tokens say that they draw; what takes too long is cut between two
+    steps."""
+
+    def __init__(self) -> None:
+        super().__init__(ToyRunner(DRAFT, 64))
+        self.spent, self.cuts, self.enough = 0, 0, self._too_long
+
+    def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
+        found = super().propose(work, asks)
+        self.spent += sum(proposal.tokens[0] for proposal in found)
+        return found
+
+    def draft(
+        self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
+    ) -> dict[int, Drafted]:
+        self.spent = 0
+        return super().draft(orders, done, announce)
+
+    def _too_long(self) -> bool:
+        self.cuts += self.spent > 2
+        return self.spent > 2
+
+
+class DroppedByTime(CutByTime):
+    """Fault: the whole of an answer that takes too long is dropped."""
+
+    def draft(
+        self, orders: Mapping[int, DraftOrder], done: Done = never, announce: Announce | None = None
+    ) -> dict[int, Drafted]:
+        self.enough = never
+        made = super().draft(orders, done, announce)
+        return dict.fromkeys(made, ()) if self._too_long() else made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [CutByTime, DroppedByTime])
+def test_lanes_may_be_cut_by_time_but_no_answer_may_be_dropped_by_it(drafter: type[CutByTime]) -> None:
+    case, worker = CASES["speculative"], drafter()
+    executor = Serial(Verifier(ToyRunner(TARGET, 64)), worker)
+    params = SamplingParams(temperature=1.0, max_tokens=LENGTH)
+    drawn = draw_with(executor, case.start, requests(params, "ratio", range(77_000_000, 77_002_500)), batch=1)
+    assert worker.cuts > ENOUGH
+    value = case.p_value(drawn)
+    assert value < CAUGHT if drafter is DroppedByTime else value > SOUND

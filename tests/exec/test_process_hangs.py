@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 
 from specbranch.config import SamplingParams
+from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Orders, Plan
+from specbranch.core.rehearsal import rehearse, rehearsed
 from specbranch.core.request import Request
 from specbranch.core.rounds import MethodRounds
 from specbranch.core.runner import Done, Feed
@@ -42,6 +44,7 @@ from tiers import tiered
 from toybench import (
     MOST_ROUNDS,
     PROFILE,
+    VOCABULARY,
     Case,
     Ending,
     Interrupted,
@@ -353,6 +356,14 @@ def test_a_late_answer_is_dropped_and_the_child_is_used_again(method: str) -> No
         assert {"ready", "busy"} == set(states) and states[-1] == "ready"
         assert session.stats.rounds_without_draft > 0 == executor.restarts
         assert "draft" in session.origins[session.origins.index("target") :][-60:]
+
+
+def test_a_rehearsal_waits_for_a_child_whose_first_round_takes_long() -> None:
+    executor, _ = executor_with(recipe(make_slow_once, at=1, seconds=0.5), PATIENT)
+    costs = LearnedCosts(overlap=True)
+    with closing(executor):
+        rehearse(executor, costs, VOCABULARY, True, HANG)
+    assert rehearsed(costs, True)
 
 
 def test_a_slow_child_is_asked_for_what_there_is() -> None:

@@ -6,6 +6,7 @@ what a round takes; it leaves nothing behind but the times.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import product, zip_longest
 
@@ -25,6 +26,8 @@ ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
 WIDTHS = (1, 8, 4, 2)
 LENGTHS = (2, 6)  # steps of a draft: two numbers, to tell them from what comes once for all
 TURNS = 3  # their median counts
+WARM_UP = 60.0  # seconds that a draft in another process has for a first round, beside what the round waits
+LOOK_EVERY = 0.05  # seconds
 
 
 def rehearsed(costs: LearnedCosts, has_draft: bool) -> bool:
@@ -46,9 +49,9 @@ def rehearse(
     try:
         executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
         reading = Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))
-        executor.run({NUMBER: reading})  # not timed
+        _warm_up(executor, reading, on)
         for orders in (*_received(on, has_draft), *_trials(on, has_draft)) if set_up else ():
-            executor.run({NUMBER: orders})
+            _warm_up(executor, orders, on)
         over, longest = executor.now() + seconds, 0.0
         for orders in _trials(on, has_draft) * TURNS:
             start = executor.now()
@@ -61,6 +64,16 @@ def rehearse(
         pass
     finally:
         executor.leave(NUMBER)
+
+
+def _warm_up(executor: Executor, orders: Orders, on: Context) -> None:
+    """Run a round that is not timed. A first round may take long, as kernels are compiled: a draft in another process
+    is waited for until it has answered."""
+    executor.run({NUMBER: orders})
+    over = executor.now() + WARM_UP
+    while executor.draft_state == "busy" and executor.now() < over:
+        time.sleep(LOOK_EVERY)  # the target would take the draft's cores
+        executor.run({NUMBER: Orders(verify=Verify(on))})
 
 
 def _trials(on: Context, has_draft: bool) -> list[Orders]:
