@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "specbranch"
 # From the bottom up; those of one line must not import one another. A new package has to find its line here.
 LAYERS = (
     {"errors"},
-    {"config", "extras", "files", "charts", "machine_load", "progress", "provenance", "gguf_header"},
+    {"config", "extras", "files", "charts", "machine_load", "progress", "provenance", "gguf_header", "file_values"},
     {"core"},
     {"exec"},
     {"sim"},

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_MOST_ALIGNED = 1 << 20  # bytes
 _SHORT = 16  # arrays up to this length are read at once
 
 
@@ -67,7 +68,7 @@ def read_header(path: Path) -> GgufContents:
         tensors, pairs = cursor.scalar("<Q"), cursor.scalar("<Q")
         metadata = {cursor.string(): cursor.value(cursor.scalar("<I")) for _ in range(pairs)}
         listed = [cursor.tensor() for _ in range(tensors)]
-        start = _aligned(cursor.offset, int(metadata.get("general.alignment", 32)))
+        start = _aligned(cursor.offset, metadata.get("general.alignment", 32))
     return GgufContents(metadata, tuple(one._replace(offset=start + one.offset) for one in listed))
 
 
@@ -126,5 +127,8 @@ class _Cursor:
         return GgufTensor(name, sizes, self.scalar("<I"), self.scalar("<Q"))
 
 
-def _aligned(offset: int, alignment: int) -> int:
+def _aligned(offset: int, alignment: Any) -> int:
+    if not isinstance(alignment, int) or isinstance(alignment, bool) or not 1 <= alignment <= _MOST_ALIGNED:
+        expected = f"a whole number from 1 to {_MOST_ALIGNED}"
+        raise ValueError(f"its general.alignment is {alignment!r:.60}, expected {expected}")
     return -(-offset // alignment) * alignment

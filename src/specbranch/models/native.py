@@ -6,13 +6,11 @@ sequence's `Slots`, its table and what lies in its pages agree after every call,
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +21,11 @@ from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, pi
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
+from specbranch.file_values import FileValues, read_object
 from specbranch.models.batch import Rows, dealt, positions_of, rows_of_nodes, rows_of_piece, shared_end, tokens_of
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.decoder import Decoder, DecoderRows, Lines, PieceView, Step
-from specbranch.models.files.architecture import Architecture, token_ids
+from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.identity import checked_source
@@ -439,10 +438,10 @@ def open_model(located: Located) -> tuple[Architecture, TensorSource]:
     if located.kind == "gguf":
         file = GgufFile(located.path)
         return Architecture.from_gguf(file), file
-    arch = Architecture.from_config(_read_json(located.path / "config.json"), str(located.path))
+    arch = Architecture.from_config(read_object(located.path / "config.json"), str(located.path))
     generation = located.path / "generation_config.json"
     if generation.is_file():  # instruct models often name a second end token here only
-        ends = token_ids(_read_json(generation).get("eos_token_id"))
+        ends = FileValues(read_object(generation), str(generation)).ids("eos_token_id")
         arch = replace(arch, eos_ids=tuple(dict.fromkeys((*arch.eos_ids, *ends))))
     return arch, open_folder(located.path)
 
@@ -451,13 +450,3 @@ def _open_inflated(recipe: Inflation) -> tuple[Architecture, TensorSource]:
     small, source = open_model(checked_source(recipe))
     large = inflated_architecture(small, recipe.sizes, recipe.head_rows, recipe.name)
     return large, InflatedSource(small, source, large, recipe.seed)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} could not be read: {error}. Fetch the model again.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object. Fetch the model again.")
-    return value

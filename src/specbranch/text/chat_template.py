@@ -31,7 +31,7 @@ class ChatTemplate:
         self._special = dict(special)
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template comes with a model, and its compiler raises all kinds
             raise ModelError(
                 f"The model's chat template cannot be read: {error}. Repair chat_template.jinja, or remove it."
             ) from error
@@ -56,6 +56,11 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise BadParameter(f"The model's chat template refuses these messages: {error}") from error
+        except Exception as error:  # whatever a template computes, as 1 // 0
+            reason = f"{type(error).__name__}: {error}"
+            raise BadParameter(
+                f"The model's chat template fails on these messages ({reason}). Repair or remove it."
+            ) from error
 
 
 class _Generation(jinja2.ext.Extension):

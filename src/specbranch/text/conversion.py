@@ -96,7 +96,7 @@ def _keep_endings(source: Path, into: Path, gguf_file: str | None) -> None:
 def _gguf_endings(path: Path) -> list[int]:
     metadata = read_header(path).metadata
     found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(token for token in found if isinstance(token, int)))
+    return list(dict.fromkeys(token for token in found if isinstance(token, int) and token >= 0))
 
 
 def _move(folder: Path, into: Path) -> None:

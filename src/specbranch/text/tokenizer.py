@@ -22,10 +22,12 @@ import tokenizers
 from tokenizers import AddedToken
 
 from specbranch.errors import BadParameter, ModelError
+from specbranch.file_values import FileValues, read_object
 from specbranch.text.chat_template import ChatTemplate, Message
 from specbranch.text.conversion import TOKENIZER, convert, file_key, folder_key, kept_folder
 from specbranch.text.longest_token import TextBound, text_bound
 
+TOKEN_SWITCHES = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 _LONG = 4096  # characters or ids that take about a millisecond or more
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _log = logging.getLogger("specbranch")
@@ -81,8 +83,8 @@ class Tokenizer:
     def _load(cls, folder: Path, by_file: bool = False) -> Self:
         """Read what was converted; `by_file`: a GGUF file says itself what ends a text, if it says anything of that,
         where versions of transformers differ in what they take for its tokenizer's own."""
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        config = _settings(folder / "tokenizer_config.json")
+        special = _special_tokens(config, _settings(folder / "special_tokens_map.json"))
         backend = _backend(folder / TOKENIZER, config, special)
         listed = by_file and (folder / "generation_config.json").is_file()
         endings = _eos_ids(folder, backend, {} if listed else special)
@@ -214,17 +216,12 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise BadParameter(f"The {message['role']} message has no 'content'.")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is damaged ({error}). Fetch the model again.") from error
-    return found if isinstance(found, dict) else {}
+def _settings(path: Path) -> FileValues:
+    """What a file says; nothing where there is none."""
+    return FileValues(read_object(path) if path.is_file() else {}, str(path))
 
 
-def _backend(path: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> tokenizers.Tokenizer:
+def _backend(path: Path, config: FileValues, special: Mapping[str, str]) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -235,12 +232,14 @@ def _backend(path: Path, config: Mapping[str, Any], special: Mapping[str, str]) 
     return backend  # what goes around a text is the file's business: `add_bos_token` beside it is not heeded
 
 
-def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+def _add_missing(backend: tokenizers.Tokenizer, config: FileValues, special: Mapping[str, str]) -> None:
     """Add the tokens that only tokenizer_config.json knows, and mark the named ones as special."""
-    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda entry: int(entry[0]))
-    for _, entry in listed:
-        if backend.token_to_id(entry["content"]) is None:
-            backend.add_tokens([AddedToken(**{key: value for key, value in entry.items() if key != "__type"})])
+    listed = config.group("added_tokens_decoder")
+    for number in sorted(listed.values, key=lambda key: _token_id(listed, key)):
+        entry = listed.group(number)
+        if backend.token_to_id(entry.text("content")) is None:
+            switches = {name: entry.flag(name, False) for name in TOKEN_SWITCHES if name in entry.values}
+            backend.add_tokens([AddedToken(entry.text("content"), **switches)])
     names = [*special.values(), *_extra_special(config)]
     already = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens(
@@ -248,39 +247,61 @@ def _add_missing(backend: tokenizers.Tokenizer, config: Mapping[str, Any], speci
     )
 
 
-def _extra_special(config: Mapping[str, Any]) -> list[str]:
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    return [_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+def _token_id(listed: FileValues, key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 12):
+        listed.refuse(key, "whole numbers as its keys")
+    return int(key)
 
 
-def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+def _extra_special(config: FileValues) -> list[str]:
+    key = "additional_special_tokens" if config.get("additional_special_tokens") else "extra_special_tokens"
+    if isinstance(config.get(key), Mapping):
+        several = config.group(key)
+    else:
+        several = FileValues(_numbered(config.items(key)), config.name, f"{key}.")
+    return [_content(several, name) for name in several.values]
 
 
-def _special_tokens(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str]:
+def _numbered(items: Sequence[Any]) -> dict[str, Any]:
+    return {str(number): item for number, item in enumerate(items)}
+
+
+def _content(tokens: FileValues, key: str) -> str:
+    """A token's text, which may be one of its settings."""
+    return tokens.group(key).text("content") if isinstance(tokens.get(key), Mapping) else tokens.text(key)
+
+
+def _special_tokens(config: FileValues, legacy: FileValues) -> dict[str, str]:
     """The special tokens by name. special_tokens_map.json is the older place, and holds unless the newer lists its
     added tokens."""
-    merged = {**legacy, **config} if "added_tokens_decoder" in config else {**config, **legacy}
-    named = {
-        key: token for key, token in merged.items() if key.endswith("_token") and isinstance(token, (str, Mapping))
+    files = (legacy, config) if "added_tokens_decoder" in config.values else (config, legacy)
+    return {
+        key: _content(file, key)
+        for file in files
+        for key, token in file.values.items()
+        if key.endswith("_token") and isinstance(token, (str, Mapping))  # others are switches, as add_bos_token
     }
-    return {key: _content(token) for key, token in named.items()}
 
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
     """Every id that ends a text: those of generation_config.json (or config.json), then the tokenizer's own."""
-    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if listed is None:
-        listed = _read_json(folder / "config.json").get("eos_token_id")
+    listed = _settings(folder / "generation_config.json").ids("eos_token_id")
+    listed = listed or _settings(folder / "config.json").ids("eos_token_id")
     own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    several = listed if isinstance(listed, list) else [listed]
-    return tuple(dict.fromkeys(token_id for token_id in [*several, own] if token_id is not None))
+    return tuple(dict.fromkeys((*listed, *(() if own is None else (own,)))))
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list):  # several by name; "tool_use" and the like are not ours to choose
-        return next((str(entry["template"]) for entry in found if entry.get("name") == "default"), None)
-    return found
+def _chat_template(folder: Path, config: FileValues) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} is damaged and could not be read: {error}. Fetch the model again.") from None
+    own = _settings(folder / "chat_template.json")
+    held = own if own.get("chat_template") else config
+    if isinstance(held.get("chat_template"), list):  # several by name; "tool_use" and the like are not ours to choose
+        several = FileValues(_numbered(held.items("chat_template")), held.name, "chat_template.")
+        templates = [several.group(number) for number in several.values]
+        return next((entry.text("template") for entry in templates if entry.get("name") == "default"), None)
+    return held.text("chat_template", "") or None

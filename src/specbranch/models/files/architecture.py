@@ -12,17 +12,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from specbranch.errors import ModelError, UnsupportedArchitecture
+from specbranch.file_values import MOST_TOKENS, FileValues
+from specbranch.gguf_header import GgufArray
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 
 if TYPE_CHECKING:
     from specbranch.models.files.gguf_file import GgufFile
 
-__all__ = ["Architecture", "Family", "Rope", "refuse_if_cannot_roll_back", "token_ids"]
+__all__ = ["Architecture", "Family", "Rope", "refuse_if_cannot_roll_back"]
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 USE_TRANSFORMERS = "Load it with runner='transformers'."
+MOST_SIZE = 1 << 26  # of a model in one direction: far beyond any, and no product of two overflows
+THETAS = (2.0, 1e15)  # bases of rotary positions
+FACTORS = (1e-6, 1e6)  # by which they are stretched, and the like
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "context_length")
 
 
@@ -94,64 +99,67 @@ class Architecture:
     def from_config(cls, config: Mapping[str, Any], name: str = "the model") -> Self:
         """Read a config.json of transformers, old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`)."""
         refuse_if_cannot_roll_back(config, 0, name)
-        family = _known_family(str(config.get("model_type", "")), name)
-        _refuse_variants(config, name)
-        heads, hidden = _count(config, "num_attention_heads", name), _count(config, "hidden_size", name)
-        attention_bias = family != "mistral" and bool(config.get("attention_bias", False))
+        values = FileValues(config, f"The configuration of {name}")
+        family = _known_family(values.text("model_type", ""), name)
+        _refuse_variants(values, name)
+        heads, hidden = _count(values, "num_attention_heads"), _count(values, "hidden_size")
+        attention_bias = family != "mistral" and values.flag("attention_bias", False)
+        context = values.count("max_position_embeddings", most=MOST_TOKENS)
         return cls(
             name=name,
             family=family,
-            layers=_count(config, "num_hidden_layers", name),
+            layers=_count(values, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=_count(config, "intermediate_size", name),
-            vocabulary=_count(config, "vocab_size", name),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope_from_config(config, name),
+            kv_heads=_count(values, "num_key_value_heads", heads),
+            head_dim=_count(values, "head_dim", max(hidden // heads, 1)),
+            intermediate=_count(values, "intermediate_size"),
+            vocabulary=_count(values, "vocab_size"),
+            rms_eps=values.number("rms_norm_eps", 1e-6, 0.0, 1.0),
+            rope=_rope_from_config(values, context, name),
             qkv_bias=family == "qwen2" or attention_bias,
             out_bias=family != "qwen2" and attention_bias,
-            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            mlp_bias=family == "llama" and values.flag("mlp_bias", False),
             qk_norm=family == "qwen3",
-            tied=bool(config.get("tie_word_embeddings", False)),
-            context_length=_count(config, "max_position_embeddings", name),
-            window=active_window(config),
-            eos_ids=token_ids(config.get("eos_token_id")),
-            bos_id=next(iter(token_ids(config.get("bos_token_id"))), None),
+            tied=values.flag("tie_word_embeddings", False),
+            context_length=context,
+            window=active_window(config, name),
+            eos_ids=values.ids("eos_token_id"),
+            bos_id=next(iter(values.ids("bos_token_id")), None),
         )
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Self:
         """Read the header of a GGUF file."""
-        keys = _GgufKeys(file)
-        refuse_if_cannot_roll_back({"model_type": keys.family}, 0, file.name)
-        family = _known_family(keys.family, file.name)
-        heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
-        head_dim = keys.count("attention.key_length", hidden // heads)
-        keys.refuse_variants(head_dim)
-        tokens = file.metadata.get("tokenizer.ggml.tokens")
+        family = str(file.metadata.get("general.architecture", "unknown"))
+        refuse_if_cannot_roll_back({"model_type": family}, 0, file.name)
+        family = _known_family(family, file.name)
+        values = _of_architecture(file, family)
+        heads, hidden = _count(values, "attention.head_count"), _count(values, "embedding_length")
+        head_dim = _count(values, "attention.key_length", max(hidden // heads, 1))
+        _refuse_gguf_variants(values, head_dim)
+        tokenizer = _below(file, "tokenizer.ggml.")
         return cls(
             name=file.name,
             family=family,
-            layers=keys.count("block_count"),
+            layers=_count(values, "block_count"),
             hidden=hidden,
             heads=heads,
-            kv_heads=keys.count("attention.head_count_kv", heads),
+            kv_heads=_count(values, "attention.head_count_kv", heads),
             head_dim=head_dim,
-            intermediate=keys.count("feed_forward_length"),
-            vocabulary=keys.count("vocab_size", len(tokens) if tokens is not None else None),
-            rms_eps=float(keys.get("attention.layer_norm_rms_epsilon", 1e-6)),
-            rope=_rope_from_gguf(keys, head_dim),
+            intermediate=_count(values, "feed_forward_length"),
+            vocabulary=_count(values, "vocab_size", _length_of(tokenizer, "tokens")),
+            rms_eps=values.number("attention.layer_norm_rms_epsilon", 1e-6, 0.0, 1.0),
+            rope=_rope_from_gguf(file, values, head_dim),
             qkv_bias="blk.0.attn_q.bias" in file,
             out_bias="blk.0.attn_output.bias" in file,
             mlp_bias="blk.0.ffn_gate.bias" in file,
             qk_norm="blk.0.attn_q_norm.weight" in file,
             tied="output.weight" not in file,
-            context_length=keys.count("context_length"),
-            window=keys.get("attention.sliding_window", None) or None,
-            eos_ids=_unique(file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")),
-            bos_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+            context_length=values.count("context_length", most=MOST_TOKENS),
+            window=values.count("attention.sliding_window", 0, least=0, most=MOST_TOKENS) or None,
+            eos_ids=tuple(dict.fromkeys((*tokenizer.ids("eos_token_id"), *tokenizer.ids("eot_token_id")))),
+            bos_id=next(iter(tokenizer.ids("bos_token_id")), None),
         )
 
     def choose_context(self, asked: int | None, most: int = 8192, shorten: bool = False) -> int:
@@ -180,84 +188,68 @@ def _known_family(family: str, name: str) -> Family:
     return family
 
 
-def _refuse_variants(config: Mapping[str, Any], name: str) -> None:
+def _refuse_variants(values: FileValues, name: str) -> None:
     """Refuse what a known family may declare and this decoder does not compute."""
-    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+    if (activation := values.text("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedArchitecture(
             f"{name} uses the activation {activation!r}; the native decoder has silu only. {USE_TRANSFORMERS}"
         )
-    rope = config.get("rope_parameters") or {}
-    if (part := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1, 1.0):
+    whole = values.number("partial_rotary_factor", 1.0, 0.0, 1.0)
+    if (part := values.group("rope_parameters").number("partial_rotary_factor", whole, 0.0, 1.0)) != 1.0:
         raise UnsupportedArchitecture(
             f"{name} turns only {part} of each head by position; the native decoder turns all. {USE_TRANSFORMERS}"
         )
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
+    if method := values.group("quantization_config").text("quant_method", ""):
         raise UnsupportedArchitecture(
             f"{name} is stored in {method!r} quantisation, which the native decoder does not read. {USE_TRANSFORMERS}"
         )
 
 
-def _count(config: Mapping[str, Any], key: str, name: str) -> int:
-    return _whole(config.get(key), f"The configuration of {name} has {key}")
+def _count(values: FileValues, key: str, default: int | None = None) -> int:
+    """One of a model's sizes."""
+    return values.count(key, default, most=MOST_SIZE)
 
 
-def _whole(value: Any, said: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{said} = {value!r}; expected a whole number ≥ 1. The file may be incomplete.")
-    return value
+def _rope_from_config(values: FileValues, context: int, name: str) -> Rope:
+    scaling = values.group("rope_scaling")
+    scaling = scaling if scaling.values else values.group("rope_parameters")
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    theta = scaling.number("rope_theta", values.number("rope_theta", 10000.0, *THETAS), *THETAS)
+    return _scaled(kind, theta, scaling, context, name)
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return an end-token entry, one id or a list, as a tuple."""
-    return _unique(value if isinstance(value, list) else [value])
-
-
-def _unique(ids: Any) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(int(token) for token in ids if token is not None))
-
-
-def _rope_from_config(config: Mapping[str, Any], name: str) -> Rope:
-    values = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    kind = values.get("rope_type") or values.get("type") or "default"
-    theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    try:
-        return _scaled(kind, theta, values, int(config.get("max_position_embeddings", 0)), name)
-    except KeyError as missing:
-        raise ModelError(f"The configuration of {name} asks for {kind!r} rotary scaling but lacks {missing}.") from None
-
-
-def _scaled(kind: str, theta: float, values: Mapping[str, Any], context: int, name: str) -> Rope:
-    original = int(values.get("original_max_position_embeddings") or context)
+def _scaled(kind: str, theta: float, scaling: FileValues, context: int, name: str) -> Rope:
+    original = scaling.count("original_max_position_embeddings", context, most=MOST_TOKENS)
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, "linear", float(values["factor"]))
+        return Rope(theta, "linear", scaling.number("factor", None, *FACTORS))
     if kind == "llama3":
-        low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
-        return Rope(theta, "llama3", float(values["factor"]), original, low, high)
+        low, high = (scaling.number(f"{end}_freq_factor", None, *FACTORS) for end in ("low", "high"))
+        if low >= high:
+            scaling.refuse("high_freq_factor", f"more than low_freq_factor, {low}")
+        return Rope(theta, "llama3", scaling.number("factor", None, *FACTORS), original, low, high)
     if kind == "yarn":
-        return _yarn(theta, values, context, original)
+        return _yarn(theta, scaling, context, original)
     raise UnsupportedArchitecture(
         f"{name} uses {kind!r} rotary scaling; the native decoder has default, linear, llama3 and yarn. "
         f"{USE_TRANSFORMERS}"
     )
 
 
-def _yarn(theta: float, values: Mapping[str, Any], context: int, original: int) -> Rope:
-    factor = float(values.get("factor") or context / original)
-    magnitude = values.get("attention_factor")
-    if magnitude is None:
-        scale, over = values.get("mscale"), values.get("mscale_all_dim")
-        magnitude = _mscale(factor, scale) / _mscale(factor, over) if scale and over else _mscale(factor, 1.0)
+def _yarn(theta: float, scaling: FileValues, context: int, original: int) -> Rope:
+    factor = scaling.number("factor", context / original, *FACTORS)
+    scale, over = (scaling.number(key, 0.0, 0.0, FACTORS[1]) for key in ("mscale", "mscale_all_dim"))
+    usual = _mscale(factor, scale) / _mscale(factor, over) if scale and over else _mscale(factor, 1.0)
     return Rope(
         theta,
         "yarn",
         factor,
         original,
-        beta_fast=float(values.get("beta_fast") or 32),
-        beta_slow=float(values.get("beta_slow") or 1),
-        truncate=bool(values.get("truncate", True)),
-        magnitude=float(magnitude),
+        beta_fast=scaling.number("beta_fast", 32.0, *FACTORS),
+        beta_slow=scaling.number("beta_slow", 1.0, *FACTORS),
+        truncate=scaling.flag("truncate", True),
+        magnitude=scaling.number("attention_factor", usual, *FACTORS),
     )
 
 
@@ -266,51 +258,51 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _GgufKeys:
-    """The metadata of a GGUF file under its architecture's prefix."""
-
-    file: GgufFile
-
-    @property
-    def family(self) -> str:
-        return str(self.file.metadata.get("general.architecture", "unknown"))
-
-    def get(self, key: str, default: Any) -> Any:
-        return self.file.metadata.get(f"{self.family}.{key}", default)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        return _whole(self.get(key, default), f"{self.file.name} has {self.family}.{key}")
-
-    def refuse_variants(self, head_dim: int) -> None:
-        if (turned := self.get("rope.dimension_count", head_dim)) != head_dim:
-            raise UnsupportedArchitecture(
-                f"{self.file.name} turns {turned} of {head_dim} dimensions of each head; the native decoder turns all."
-            )
-        if (length := self.get("attention.value_length", head_dim)) != head_dim:
-            raise UnsupportedArchitecture(
-                f"{self.file.name} has values of {length} and keys of {head_dim} dimensions; the native decoder needs "
-                "one size."
-            )
-        if experts := self.get("expert_count", 0):
-            raise UnsupportedArchitecture(
-                f"{self.file.name} is a mixture of {experts} experts, which the native decoder does not run."
-            )
+def _below(file: GgufFile, prefix: str) -> FileValues:
+    """The metadata of a GGUF file under a prefix."""
+    below = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    return FileValues(below, file.name, prefix)
 
 
-def _rope_from_gguf(keys: _GgufKeys, head_dim: int) -> Rope:
-    theta = float(keys.get("rope.freq_base", 10000.0))
-    if "rope_freqs.weight" in keys.file:
-        divisors = tuple(keys.file.values("rope_freqs.weight"))
-        if len(divisors) != head_dim // 2:
-            raise ModelError(
-                f"{keys.file.name}: rope_freqs.weight has {len(divisors)} values, expected {head_dim // 2}."
-            )
+def _of_architecture(file: GgufFile, family: str) -> FileValues:
+    return _below(file, f"{family}.")
+
+
+def _length_of(values: FileValues, key: str) -> int | None:
+    """How long a list is, if there is one; a long one was left in its file."""
+    value = values.get(key)
+    return len(value) if isinstance(value, GgufArray) else len(values.items(key)) or None
+
+
+def _refuse_gguf_variants(values: FileValues, head_dim: int) -> None:
+    if (turned := _count(values, "rope.dimension_count", head_dim)) != head_dim:
+        raise UnsupportedArchitecture(
+            f"{values.name} turns {turned} of {head_dim} dimensions of each head; the native decoder turns all."
+        )
+    if (length := _count(values, "attention.value_length", head_dim)) != head_dim:
+        raise UnsupportedArchitecture(
+            f"{values.name} has values of {length} and keys of {head_dim} dimensions; the native decoder needs one "
+            "size."
+        )
+    if experts := values.count("expert_count", 0, least=0, most=MOST_SIZE):
+        raise UnsupportedArchitecture(
+            f"{values.name} is a mixture of {experts} experts, which the native decoder does not run."
+        )
+
+
+def _rope_from_gguf(file: GgufFile, values: FileValues, head_dim: int) -> Rope:
+    theta = values.number("rope.freq_base", 10000.0, *THETAS)
+    if "rope_freqs.weight" in file:
+        divisors = tuple(file.values("rope_freqs.weight"))
+        if len(divisors) != head_dim // 2 or not all(0.0 < one < math.inf for one in divisors):
+            raise ModelError(f"{file.name}: rope_freqs.weight is not {head_dim // 2} positive numbers. Fetch it again.")
         return Rope(theta, "divisors", divisors=divisors)
-    kind = keys.get("rope.scaling.type", "none")
-    values = {
-        "factor": keys.get("rope.scaling.factor", 1.0),
-        "attention_factor": keys.get("rope.scaling.attn_factor", None),
+    kind = values.text("rope.scaling.type", "none")
+    as_config = {
+        "factor": values.number("rope.scaling.factor", 1.0, *FACTORS),
+        "attention_factor": values.get("rope.scaling.attn_factor"),
+        "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
     }
-    values["original_max_position_embeddings"] = keys.get("rope.scaling.original_context_length", None)
-    return _scaled("default" if kind == "none" else kind, theta, values, keys.count("context_length"), keys.file.name)
+    scaling = FileValues(as_config, values.name, f"{values.prefix}rope.scaling.")
+    context = values.count("context_length", most=MOST_TOKENS)
+    return _scaled("default" if kind == "none" else kind, theta, scaling, context, file.name)

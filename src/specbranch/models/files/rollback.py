@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbranch.errors import ModelError
+from specbranch.file_values import MOST_TOKENS, FileValues
 
 RECURRENT_FAMILIES = frozenset(
     (
@@ -56,14 +57,14 @@ WINDOWED_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "
 
 def refuse_if_cannot_roll_back(config: Mapping[str, Any], context_length: int, name: str) -> None:
     """Raise a ModelError if the model's cache forgets tokens within `context_length`; `config` is its config.json."""
-    config = config.get("text_config") or config
+    config = FileValues(config, f"The configuration of {name}").group("text_config").values or config
     family = str(config.get("model_type", "unknown"))
-    if why := _recurrent(config, family):
+    if why := _recurrent(FileValues(config, f"The configuration of {name}"), family):
         raise ModelError(
             f"{name} has architecture {family!r}, {why}: it folds past tokens into a state and cannot take rejected "
             "ones back. Choose a model whose layers all attend to a cache of keys and values."
         )
-    window = active_window(config)
+    window = active_window(config, name)
     if window is not None and window < context_length:
         raise ModelError(
             f"{name} (architecture {family!r}) attends to the last {window} tokens only, fewer than the context of "
@@ -72,30 +73,32 @@ def refuse_if_cannot_roll_back(config: Mapping[str, Any], context_length: int, n
         )
 
 
-def active_window(config: Mapping[str, Any]) -> int | None:
+def active_window(config: Mapping[str, Any], name: str = "the model") -> int | None:
     """Return how many tokens the narrowest layer sees, or None where every layer sees all of them."""
-    kinds = config.get("layer_types")
-    if kinds:
-        windows = [config.get(key) for kind, key in WINDOWED_LAYERS.items() if kind in kinds]
+    values = FileValues(config, f"The configuration of {name}")
+    if kinds := values.items("layer_types"):
+        keys = [key for kind, key in WINDOWED_LAYERS.items() if kind in kinds]
     else:
-        windows = [config.get("sliding_window")] if _slides(config) else []
-    return min((int(window) for window in windows if window), default=None)
+        keys = ["sliding_window"] if _slides(values) else []
+    windows = [values.count(key, 0, least=0, most=MOST_TOKENS) for key in keys]
+    return min((window for window in windows if window), default=None)
 
 
-def _slides(config: Mapping[str, Any]) -> bool:
+def _slides(values: FileValues) -> bool:
     """Whether a configuration without `layer_types` uses its `sliding_window`; Qwen switches it on by a flag, from a
     certain layer."""
-    qwen = str(config.get("model_type", "")).startswith("qwen")
-    layers, first = config.get("num_hidden_layers"), config.get("max_window_layers")
-    return bool(config.get("use_sliding_window", not qwen)) and (layers is None or first is None or first < layers)
+    qwen = str(values.get("model_type")).startswith("qwen")
+    layers = values.count("num_hidden_layers", MOST_TOKENS)
+    first = values.count("max_window_layers", 0, least=0)
+    return values.flag("use_sliding_window", not qwen) and first < layers
 
 
-def _recurrent(config: Mapping[str, Any], family: str) -> str | None:
+def _recurrent(values: FileValues, family: str) -> str | None:
     """Say what makes the model recurrent, or None."""
     if family in RECURRENT_FAMILIES:
         return "which is recurrent"
     for key in ("layer_types", "layers_block_type", "block_types", "attn_type_list"):
-        for kind in config.get(key) or ():
+        for kind in values.items(key):
             if any(word in str(kind) for word in RECURRENT_LAYERS):
                 return f"which has {kind!r} layers"
-    return "which has state-space layers" if config.get("ssm_cfg") or config.get("hybrid_override_pattern") else None
+    return "which has state-space layers" if values.get("ssm_cfg") or values.get("hybrid_override_pattern") else None

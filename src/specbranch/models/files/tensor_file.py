@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specbranch.errors import ModelError
+from specbranch.file_values import FileValues, read_object
 from specbranch.models.files.encodings import SAFETENSORS, Encoding
 
 # Numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block.
@@ -165,17 +166,20 @@ def open_safetensors(path: Path) -> TensorFile:
         }
     except OSError as error:
         raise ModelError(f"{path} could not be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is damaged or no safetensors file: {error}. Fetch the file again.") from None
     return TensorFile(path, entries)
 
 
 def _entry(tensor: str, info: dict[str, Any], data: int) -> StoredTensor:
-    if info["dtype"] not in SAFETENSORS:
+    (begin, end), shape, dtype = info["data_offsets"], tuple(info["shape"]), info["dtype"]
+    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in (begin, *shape)):
+        raise ValueError(f"{tensor} has shape {shape!r:.60} and begins at {begin!r:.60}, which are no whole numbers")
+    if dtype not in SAFETENSORS:
         # Named only when read: a file may carry such tensors beside the weights.
-        return StoredTensor(tuple(info["shape"]), data + info["data_offsets"][0], _unreadable(tensor, info["dtype"]))
-    entry = StoredTensor(tuple(info["shape"]), data + info["data_offsets"][0], SAFETENSORS[info["dtype"]])
-    if entry.end != data + info["data_offsets"][1]:
+        return StoredTensor(shape, data + begin, _unreadable(tensor, dtype))
+    entry = StoredTensor(shape, data + begin, SAFETENSORS[dtype])
+    if entry.end != data + end:
         raise ValueError(f"{tensor} of shape {info['shape']} does not fill its bytes {info['data_offsets']}")
     return entry
 
@@ -195,10 +199,8 @@ class ShardedFile:
 
     def __init__(self, index: Path) -> None:
         self.index = index
-        try:
-            self.files: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{index} is damaged: {error}. Fetch the file again.") from None
+        files = FileValues(read_object(index), str(index)).group("weight_map")
+        self.files = {tensor: files.text(tensor) for tensor in files.values}
         self.shards = {file: self._open(file) for file in sorted(set(self.files.values()))}
 
     def _open(self, file: str) -> TensorFile:

@@ -8,12 +8,14 @@ tied head is the embedding itself, or a smaller copy of it.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specbranch.config import WeightsName
+from specbranch.errors import ModelError
 from specbranch.models.columns import Columns
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import BlockRows, halves_together, read_parts
@@ -243,7 +245,7 @@ class _Reader:
 
     def vocabulary_matrix(self, part: str, rows: int) -> Tensor:
         """Read a matrix with a row a token; files may pad it with rows that mean nothing."""
-        held = torch.empty(rows, self.arch.hidden, device=self.device, dtype=self.dtype)
+        held = self._room((rows, self.arch.hidden), self.dtype)
         self.source.read(self._name(part, "weight", 0), held, leading=True)
         return held
 
@@ -256,12 +258,22 @@ class _Reader:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Read several tensors one below the other."""
-        held = torch.empty(sum(parts.values()), *inner, device=self.device, dtype=dtype or self.dtype)
+        held = self._room((sum(parts.values()), *inner), dtype or self.dtype)
         for part, rows in zip(parts, torch.split(held, list(parts.values())), strict=True):
             self.source.read(self._name(part, suffix, layer), rows)
             if part in ("q", "k") and self._interleaved:
                 rows.copy_(halves_together(rows, self.arch.head_dim))
         return held
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.empty(shape, device=self.device, dtype=dtype)
+        except RuntimeError:  # no memory, of a host or of a device
+            size = math.prod(shape) * dtype.itemsize / 2**30
+            raise ModelError(
+                f"{self.arch.name} has a matrix of shape {list(shape)}, and there is no room for its {size:.1f} GiB on "
+                f"{self.device}. Choose a smaller model, or check its configuration."
+            ) from None
 
     def _name(self, part: str, suffix: str, layer: int) -> str:
         names = GGUF if isinstance(self.source, GgufFile) else HUGGING_FACE

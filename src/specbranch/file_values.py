@@ -1,0 +1,132 @@
+"""Values from files that others wrote (a config.json, a GGUF header, a tokenizer's settings), read by type and range.
+
+Owns the checks and their sentence. Invariant: what is read is of the type that was asked for and in its range; anything
+else is a ModelError that names the file, the key, what stands there and what was expected. A null counts as absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specbranch.errors import ModelError
+
+MOST_TOKENS = 1 << 31  # of a context; token ids are below, too
+TOO_LARGE = 1 << 53  # a whole number that no size reaches
+
+
+@dataclass(frozen=True, slots=True)
+class FileValues:
+    """Values by name, and what to call the file they are from."""
+
+    values: Mapping[str, Any]
+    name: str
+    prefix: str = ""  # of every key, as a GGUF's architecture or a group within a file
+
+    def get(self, key: str) -> Any:
+        """A value as it is; nothing: it is not there."""
+        return self.values.get(key)
+
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = TOO_LARGE) -> int:
+        """A whole number; without a default it has to be there."""
+        value = self._or(key, default)
+        if not _is_whole(value) or not least <= value <= most:
+            self.refuse(key, _whole_numbers(least, most))
+        return int(value)
+
+    def number(self, key: str, default: float | None, least: float, most: float) -> float:
+        """A finite number."""
+        value = self._or(key, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most:  # no comparison holds for NaN
+            self.refuse(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._or(key, default)
+        if value is not True and value is not False:
+            self.refuse(key, "true or false")
+        return bool(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._or(key, default)
+        if not isinstance(value, str) or not _is_unicode(value):
+            self.refuse(key, "a string")
+        return value
+
+    def items(self, key: str) -> Sequence[Any]:
+        """A list; an empty one if it is not there."""
+        value = self._or(key, [])
+        if not isinstance(value, (list, tuple)):
+            self.refuse(key, "a list")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Token ids, as one number or as a list of them, each once; none if it is not there."""
+        value = self._or(key, [])
+        several = value if isinstance(value, (list, tuple)) else [value]
+        if not all(_is_whole(one) and 0 <= one < MOST_TOKENS for one in several):
+            self.refuse(key, "a token id, or a list of them")
+        return tuple(dict.fromkeys(several))
+
+    def group(self, key: str) -> FileValues:
+        """Values within a value; an empty group if it is not there."""
+        value = self._or(key, {})
+        if not isinstance(value, Mapping):
+            self.refuse(key, "an object")
+        return FileValues(value, self.name, f"{self.prefix}{key}.")
+
+    def refuse(self, key: str, expected: str) -> NoReturn:
+        """Raise the error for a value."""
+        value = self.values.get(key)
+        got = "no" if value is None else "an odd" if _is_deep(value) else f"{value!r:.60} as"
+        raise ModelError(
+            f"{self.name} has {got} {self.prefix}{key}; expected {expected}. The file may be damaged or incomplete: "
+            "fetch it again, or repair it."
+        )
+
+    def _or(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is damaged and could not be read: {error}. Fetch the model again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is damaged: it holds no JSON object. Fetch the model again.")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value cannot even be shown."""
+    try:
+        repr(value)
+    except (RecursionError, ValueError):  # a whole number may have too many digits
+        return True
+    return False
+
+
+def _whole_numbers(least: int, most: int) -> str:
+    return f"a whole number ≥ {least}" if most == TOO_LARGE else f"a whole number from {least} to {most}"
