@@ -128,7 +128,9 @@ def test_a_model_folder_is_not_overwritten_with_a_draft(tmp_path: Path) -> None:
 def test_a_damaged_draft_is_named_in_a_sentence(tmp_path: Path) -> None:
     folder = saved_draft(tmp_path / "draft", tmp_path / "target")
     config = json.loads((folder / "config.json").read_text())
-    for wrong, words in (({"format": 9}, "format 9"), ({"storage": "int4"}, "'int4'")):
+    wrongs: list[tuple[dict[str, object], str]] = [({"format": 9}, "format 9"), ({"storage": "int4"}, "'int4'")]
+    wrongs += [({"layers": 5}, "specbranch_draft.layers"), ({"target": 7}, "specbranch_draft.target")]
+    for wrong, words in wrongs:
         changed = {**config, "specbranch_draft": {**config["specbranch_draft"], **wrong}}
         (folder / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ModelError, match=words):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from torch import Tensor
 from specbranch.distill.disk import RESUME, write_durably
 from specbranch.distill.draft_name import KEY
 from specbranch.errors import ModelError
+from specbranch.file_values import FileValues, read_object
 from specbranch.files import spoken
 from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.blocks import AnyMatrix
@@ -60,12 +61,17 @@ class DraftInfo:
                 f"{where} is a draft of format {values.get('format')!r}; this version reads format {FORMAT}. Upgrade "
                 "specbranch."
             )
-        try:
-            info = cls(**{**values, "layers": tuple(values["layers"])})
-        except (KeyError, TypeError) as error:
-            raise ModelError(
-                f"{where}: the {KEY!r} of its config.json is incomplete ({error}). Make the draft again."
-            ) from None
+        told = FileValues(values, f"The configuration of the draft in {where}", f"{KEY}.")
+        layers = told.items("layers")
+        if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
+            told.refuse("layers", "a list of layers' numbers")
+        info = cls(
+            target=told.text("target"),
+            target_fingerprint=told.text("target_fingerprint"),
+            layers=tuple(layers),
+            head_tokens=None if told.get("head_tokens") is None else told.count("head_tokens"),
+            storage=cast(Storage, told.text("storage", "bfloat16")),
+        )
         if info.storage not in STORAGES:
             raise ModelError(f"{where} stores its weights as {info.storage!r}; expected one of {', '.join(STORAGES)}.")
         return info
@@ -162,11 +168,8 @@ class DraftFile:
 def read_draft(folder: Path | str, fingerprint: str | None = None) -> DraftFile:
     """Open a draft folder without reading its weights; with a target's fingerprint, refuse a draft of another."""
     place = Path(folder)
-    try:
-        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"The draft's {place / 'config.json'} could not be read: {error}.") from None
-    info = DraftInfo.read(config if isinstance(config, dict) else {}, place)
+    config = read_object(place / "config.json")
+    info = DraftInfo.read(config, place)
     if fingerprint is not None:
         info.check(fingerprint, place)
     return DraftFile(place, config, info)

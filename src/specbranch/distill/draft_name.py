@@ -21,6 +21,6 @@ def draft_config(folder: str | Path) -> dict[str, Any] | None:
     config.json is written last."""
     try:
         found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))[KEY]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return found if isinstance(found, dict) else {}
