@@ -52,6 +52,20 @@ def test_a_conversation_goes_on_and_its_oldest_turns_are_left_out_when_it_is_ful
         assert joined(told) == reference.chat(messages[left_out:], params).text
 
 
+def test_a_long_conversation_is_tokenised_a_few_times_and_not_once_for_each_turn(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    encode = served.engine.tokenizer.encode
+    monkeypatch.setattr(
+        served.engine.tokenizer, "encode", lambda text, special=True: read.append(len(text)) or encode(text, special)
+    )
+    turns = [{"role": role, "content": PROMPT} for role in ("user", "assistant")] * 99
+    answer = events(served.post(CHAT, {**ASKED, "messages": [*turns, {"role": "user", "content": "And?"}]}))
+    assert answer[0]["left_out"] > 150 and answer[-1]["done"]["text"]
+    assert 1 <= len(read) <= 7  # 100 turns are halved
+
+
 def test_a_word_that_was_drafted_has_its_node_in_the_round_it_came_in(served: Running) -> None:
     told = events(served.post(CHAT, {**ASKED, "method": "specbranch", "max_tokens": 120}))
     origins = [origin for one in told for _, origin in one["pieces"]]

@@ -180,7 +180,7 @@ class Live:
             text = engine.tokenizer.chat_text(messages[left_out:])
             if engine.tokenizer.least_tokens(text) > most and left_out + TURN < len(messages):
                 return False
-            prompts[left_out] = engine.tokenizer.chat(messages[left_out:])
+            prompts[left_out] = engine.tokenizer.encode(text, not engine.tokenizer.has_chat_template)
             return len(prompts[left_out]) <= most
 
         choices = range(0, len(messages), TURN)
