@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 from running import PROMPT, WAIT, Running, Visitor, load_tiny, running, until
 
 from specbranch import LLM
+from specbranch.serve import protocol
 from specbranch.serve.text_work import LONG
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -38,26 +37,6 @@ def busy(pair: tuple[str, str], nothing_kept: None) -> Iterator[Running]:
         yield found
 
 
-def heard_beside(server: Running, path: str, body: dict[str, Any]) -> tuple[httpx.Response, int]:
-    """The answer, and how often the server was heard while it was made; parsing JSON alone takes a turn or two."""
-    done, heard = threading.Event(), 0
-    sent = json.dumps(body).encode()
-
-    def ask() -> httpx.Response:
-        try:
-            return httpx.post(
-                server.url + path, content=sent, headers={"content-type": "application/json"}, timeout=WAIT
-            )
-        finally:
-            done.set()
-
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=WAIT) as other:
-        answer = pool.submit(ask)
-        while not done.is_set():
-            heard += other.get("/health").status_code == 200
-    return answer.result(), heard
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_too_much_is_refused_with_a_sentence(busy: Running, name: str) -> None:
     path, body, said = REFUSED[name]
@@ -78,19 +57,30 @@ def test_a_text_is_refused_by_its_characters_without_being_read(busy: Running, m
     assert busy.post(COMPLETE, {"prompt": PROMPT, "max_tokens": 1}).status_code == 200 and read == [len(PROMPT)]
 
 
-def test_the_server_is_heard_while_it_checks_the_many_parts_of_a_body(busy: Running) -> None:
-    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 60} for _ in range(800)]}
-    answer, heard = heard_beside(busy, CHAT, body)
-    assert answer.status_code == 400 and heard > 3
+def test_a_long_body_is_checked_in_another_thread_than_the_loops(
+    busy: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    check = protocol.without_neutral
+
+    def noted(*given: Any) -> Any:
+        seen.add(threading.get_ident())
+        return check(*given)
+
+    monkeypatch.setattr(protocol, "without_neutral", noted)
+    assert busy.error(CHAT, {"messages": [{**USER, "role": "robot"}]})[0] == 400
+    (loop,) = seen
+    seen.clear()
+    assert busy.error(CHAT, {"messages": [USER] * 2000 + [{**USER, "role": "robot"}]})[0] == 400
+    assert seen and loop not in seen
 
 
-def test_texts_that_are_no_more_than_long_are_tokenised_beside_others(served: Running, reference: LLM) -> None:
+def test_long_texts_have_their_tokens_and_long_lists_of_tokens_their_texts(served: Running, reference: LLM) -> None:
     text = "\u0635" * 100 + PROMPT * 40
-    tokens, _ = heard_beside(served, "/tokenize", {"prompt": text})
     ids = reference.tokenizer.encode(text)
-    assert tokens.json()["tokens"] == ids
-    answer, _ = heard_beside(served, "/detokenize", {"tokens": ids * 200})
-    assert answer.json()["prompt"] == reference.tokenizer.decode(ids * 200, skip_special=False)
+    assert served.post("/tokenize", {"prompt": text}).json()["tokens"] == ids
+    answer = served.post("/detokenize", {"tokens": ids * 200}).json()
+    assert answer["prompt"] == reference.tokenizer.decode(ids * 200, skip_special=False)
 
 
 def test_a_request_is_counted_before_it_has_tokens(busy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
