@@ -41,7 +41,7 @@ def main() -> None:
         page = opened(browser, url, {**DESK, "height": 1230}, "light")
         chat(page)
         page.close()
-        page = opened(browser, url, DESK, "dark")
+        page = opened(browser, url, {**DESK, "height": 1020}, "dark")
         race(page)
         browser.close()
 
