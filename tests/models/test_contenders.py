@@ -1,4 +1,4 @@
-"""Tokens that can still win: what is picked by them alone is what is picked from the whole vocabulary with noise."""
+"""Tokens that can still win: picking among them gives what picking from the whole vocabulary gives."""
 
 from __future__ import annotations
 

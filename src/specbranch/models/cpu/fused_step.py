@@ -32,7 +32,7 @@ from specbranch.models.kv import Memory
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
 CUTS = 9  # the column of an attention that tells into how many cuts what rows see falls, at most
-LOST = 5  # the number of a header that counts what threads lost, in nanoseconds
+LOST = 4  # the number of a header that counts what threads lost, in nanoseconds
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
 
 
@@ -84,7 +84,7 @@ class FusedStep:
         self._arrived = torch.zeros(STEP_ROWS * arch.kv_heads, dtype=torch.int64)
         self._lists: dict[int, Operations] = {}  # by rows
         self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
-        self._header = np.zeros(6, dtype=np.int64)
+        self._header = np.zeros(5, dtype=np.int64)
         self._times = StepTimes()
         self._lines: list[np.ndarray] = []  # what the table of rows points to
 
@@ -116,10 +116,10 @@ class FusedStep:
     def _run(self, operations: Operations, end: int, start: int = 0) -> None:
         table, threads = operations.table, threads_now()
         begin = table.ctypes.data + start * table.strides[0]
-        self._header[:] = 0, end - start, begin, self.kernels.team_size, 0, 0
+        self._header[:] = 0, end - start, begin, self.kernels.team_size, 0
         before = time.perf_counter()
         self.kernels.run(self._header.ctypes.data, threads)
-        seconds = time.perf_counter() - before
+        seconds = max(time.perf_counter() - before, 1e-9)
         least = self._times.least((operations.count, start, end), seconds)
         if least is not None:
             PACE.note(StepTime(seconds, least, float(self._header[LOST]) / 1e9))

@@ -7,21 +7,27 @@ time to time; what is faster is kept. Invariant: only speed depends on the count
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-LOST = 0.15  # of a core that threads waited for while they could have run: more, and fewer threads are tried
+LOST = 0.3  # of a core that threads waited for while they could have run: more, and fewer threads are tried
 STEPS = 4  # of a window, at least
 WINDOW = 0.02  # seconds of undisturbed work in a window, at least
 BETTER = 0.95  # of the cost before a trial: hysteresis
 WORSE = 1.5  # times the cost at which fewer threads did not help: then they are tried again at once
 PAUSE = 0.25  # seconds between trials, at least
-PAUSE_SHARE = 8  # a pause is so many times as long as the trial that failed: the price of trials is bounded
-LONGEST_PAUSE = 8.0  # seconds that fewer threads are not tried, where they failed again and again
+PAUSE_SHARE = 8  # a pause is so many times as long as the trial before it: the price of trials is bounded
+LONGEST_PAUSE = 8.0  # seconds between trials that fail again and again, or that nothing speaks for
+LOOK = 0.1  # seconds between two looks whether a core is idle
+IDLE = 0.5  # cores that must be idle for more threads to be tried
 FORGET = 1.002  # by how much the least time of a step grows each time: texts grow, and so do their steps
+
+
+Idle = Callable[[], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class StepTimes:
     _least: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def least(self, kind: tuple[int, ...], seconds: float) -> float | None:
-        """Note a time; returns the least so far, None where it is the first."""
+        """Note a time above 0; returns the least so far, None where it is the first."""
         known = self._least.get(kind)
         self._least[kind] = seconds if known is None else min(seconds, known * FORGET)
         return None if known is None else self._least[kind]
@@ -66,9 +72,8 @@ class StepTimes:
 class Pace:
     """Chooses the number of threads from what steps took."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._most = 0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, idle: Idle | None = None) -> None:
+        self._clock, self._idle = clock, idle or idle_seconds
         self._reset(0)
 
     def threads(self, most: int) -> int:
@@ -79,12 +84,13 @@ class Pace:
 
     def note(self, step: StepTime) -> None:
         """Learn from a step with that many threads."""
-        self._window.append(step)
-        if len(self._window) < STEPS or sum(step.least for step in self._window) < WINDOW:
+        window, trial = self._window, self._trial  # read once: engines in other threads may be at work here too
+        window.append(step)
+        if len(window) < STEPS or sum(step.least for step in window) < WINDOW:
             return
-        cost, self._window = _cost_of(self._window), []
-        if self._trial is not None:
-            self._judge(self._trial, cost.slowdown)
+        self._window, cost = [], _cost_of(window)
+        if trial is not None:
+            self._judge(trial, cost.slowdown)
         else:
             self._consider(cost)
 
@@ -92,15 +98,25 @@ class Pace:
         self._most = self._threads = most
         self._window: list[StepTime] = []
         self._trial: Trial | None = None
-        self._next_fewer, self._next_more, self._pause, self._bearable = 0.0, 0.0, PAUSE, 0.0
+        self._next_fewer, self._pause, self._bearable = 0.0, PAUSE, 0.0
+        self._next_more = self._overdue = 0.0
+        self._looked: tuple[float, float | None] = 0.0, None
 
     def _consider(self, cost: Cost) -> None:
         """Try another number of threads if there is reason to, and it is time."""
         now = self._clock()
         if cost.lost > LOST and self._threads > 1 and (now >= self._next_fewer or cost.slowdown > self._bearable):
             self._try(_fewer(self._threads), cost.slowdown, now)
-        elif self._threads < self._most and now >= self._next_more:
+        elif self._threads < self._most and now >= self._next_more and self._has_room(now):
             self._try(_more(self._threads, self._most), cost.slowdown, now)
+
+    def _has_room(self, now: float) -> bool:
+        """Whether more threads may find cores: one was idle since the last look, or nobody knows, or it is time."""
+        (before, idle_before), idle = self._looked, self._idle()
+        self._looked, self._next_more = (now, idle), now + LOOK
+        if idle is None or idle_before is None or now >= self._overdue:
+            return idle is None or now >= self._overdue
+        return idle - idle_before >= IDLE * (now - before)
 
     def _try(self, threads: int, slowdown: float, now: float) -> None:
         self._trial = Trial(self._threads, slowdown, now)
@@ -110,6 +126,7 @@ class Pace:
         """Keep what is under trial if it is faster; go back otherwise, and wait for the next trial."""
         now, tried, self._trial = self._clock(), self._threads, None
         self._next_more = now + max(PAUSE, PAUSE_SHARE * (now - trial.start))
+        self._overdue, self._looked = now + LONGEST_PAUSE, (now, self._idle())
         if slowdown < BETTER * trial.slowdown:
             self._next_fewer, self._pause = 0.0, PAUSE
             return
@@ -132,6 +149,15 @@ def _fewer(threads: int) -> int:
 
 def _more(threads: int, most: int) -> int:
     return min(most, threads + max(1, threads // 4))
+
+
+def idle_seconds() -> float | None:
+    """Seconds that this machine's cores were idle since it started, all together; None where it does not say."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            return int(file.readline().split()[4]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 PACE = Pace()  # of this process: its models share the cores

@@ -42,7 +42,7 @@ class RowKernels:
 
     def run(self, header: int, threads: int) -> None:
         """Carry out a list of operations; `header` is the address of: arrived, operations, address of the list,
-        `team_size`, threads asleep, nanoseconds that threads lost."""
+        `team_size`, nanoseconds that threads lost."""
         if self.team is None or threads == 1:
             self.alone(header)
         else:
