@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -154,7 +155,7 @@ def _more(threads: int, most: int) -> int:
 def idle_seconds() -> float | None:
     """Seconds that this machine's cores were idle since it started, all together; None where it does not say."""
     try:
-        with open("/proc/stat", encoding="ascii") as file:
+        with Path("/proc/stat").open(encoding="ascii") as file:
             return int(file.readline().split()[4]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
