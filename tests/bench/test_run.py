@@ -117,6 +117,7 @@ def test_every_prompt_has_a_seed_of_its_own_that_stays(lab: Lab) -> None:
     assert replace(workload, seed=1).seed_of(CODE.prompts[0], 0) not in seeds
 
 
+@pytest.mark.slow
 def test_a_replayed_bench_has_a_row_for_each_method_and_suite_and_all_are_lossless(lab: Lab, tmp_path: Path) -> None:
     record_all(lab, job(), nothing)
     with RunStore(tmp_path / "runs.jsonl", {}) as store:
@@ -324,6 +325,7 @@ def test_a_name_that_makes_no_sense_is_a_sentence(name: str, words: str) -> None
         default_setting(name)
 
 
+@pytest.mark.slow
 def test_every_setting_of_the_ablation_can_be_run(lab: Lab) -> None:
     settings = tuple(default_setting(name) for name in ABLATION)
     assert len({(setting.method, str(setting.shown)) for setting in settings}) == len(settings)

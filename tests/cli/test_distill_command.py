@@ -263,6 +263,7 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(command: Command, pair: tupl
     assert done.code == 2 and "Cannot write" in done.err
 
 
+@pytest.mark.slow
 def test_the_json_is_one_object_on_standard_output(command: Command, pair: tuple[str, str], tmp_path: Path) -> None:
     done = distilled(command, pair[0], tmp_path / "out", *SHORT, "--json")
     assert {"top1", "top3", "divergence", "outside", "steps", "tokens", "seconds", "out"} <= json.loads(done.out).keys()

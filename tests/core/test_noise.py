@@ -173,7 +173,7 @@ def test_transform_is_finite_and_positive_at_both_ends() -> None:
     assert 0.0 < exponential(0) < exponential(MASK) < math.inf
 
 
-@pytest.mark.parametrize("p", tiered(RARE, max(RARE).__eq__))
+@pytest.mark.parametrize("p", tiered(RARE, min(RARE).__eq__))
 def test_rare_token_has_its_probability_over_the_whole_grid(p: float) -> None:
     grid = np.arange(math.ceil(FAR * p / SCALE), dtype=np.float64)
     chance, left_out = chance_of_winning(p, grid_exponential(grid), SCALE)

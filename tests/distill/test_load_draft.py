@@ -47,7 +47,7 @@ OPTIONS = [
     "--length",
     "128",
     "--tokens",
-    "6000",
+    "3000",
 ]
 PROMPT = "A branch is a guess"
 needs_kernel = pytest.mark.skipif(load_kernel("int8") is None, reason="no compiled kernels on this machine")

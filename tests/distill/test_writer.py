@@ -84,6 +84,7 @@ def logits_of(target: WritingTarget, tokens: list[int], first: int = 0) -> torch
     return rows[0].block
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_even_rows_answer_as_the_native_runner_does_greedily(target: WritingTarget, tokenizer: Tokenizer) -> None:
     conversations = [line for row in lines(desk_of(target, tokenizer, settings()), 8)[::2] for line in row]
@@ -183,6 +184,7 @@ def test_openings_and_the_turn_to_the_answer_are_the_templates(target: WritingTa
     assert tokenizer.decode(script.bridge, skip_special=False).strip().replace("\n", "") == "</s>[assistant]"
 
 
+@pytest.mark.slow
 def test_prompts_of_the_user_are_forced_whole_and_in_turn(target: WritingTarget, tokenizer: Tokenizer) -> None:
     prompts = ("Name three rivers.", "What is 7 times 8?")
     material = write(target, tokenizer, settings(tokens=4000, prompts=prompts))
@@ -214,6 +216,7 @@ def test_a_seed_writes_the_same_again_and_another_does_not(target: WritingTarget
     assert not same(first, other)
 
 
+@pytest.mark.slow
 def test_what_is_written_can_be_trained_on(target: WritingTarget, tokenizer: Tokenizer) -> None:
     material = write(target, tokenizer, settings())
     assert not any(part.is_inference() for part in (material.tokens, material.starts, material.answers)), (

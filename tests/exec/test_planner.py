@@ -275,6 +275,7 @@ def test_costs_are_learned_from_the_rounds() -> None:
     assert learned.host == pytest.approx(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", tiered(("overlap", "trees", "branches", "learning"), "trees".__eq__))
 def test_every_part_brings_something(part: Part) -> None:
     """Left out, the same texts together take longer: alternatives are often right here, and the draft is worse than

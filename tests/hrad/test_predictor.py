@@ -203,7 +203,7 @@ def test_a_target_with_too_few_layers_or_another_width_is_told(pair: tuple[str, 
 
 
 @pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", tiered((0.0, 0.9), (0.9).__eq__))
 def test_with_signals_the_text_is_that_of_plain_decoding(
     executor: str, temperature: float, folder: Path, pair: tuple[str, str]
 ) -> None:

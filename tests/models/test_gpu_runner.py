@@ -131,7 +131,7 @@ def likely_after(runner: NativeRunner, text: Sequence[int], request: Request) ->
 @pytest.mark.parametrize("name", [*REQUESTS, "mixed"])
 def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
     rng, taken, heads = random.Random(name), 0, 0
-    for number in range(12):
+    for number in range(8):
         requests = [
             rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name]
             for _ in range(rng.choice((1, 1, 3)))
@@ -262,6 +262,7 @@ class Counting(GpuRunner):
         return Verdicts(counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shaping", tiered(("greedy", "hot", "everything"), "hot".__eq__))
 def test_a_question_is_one_copy_up_and_one_read(shaping: str, pair: tuple[Path, Path]) -> None:
     runners: list[Counting] = []
@@ -336,7 +337,7 @@ def ringed(decoder: Any) -> GpuRunner:
     return runner
 
 
-@pytest.mark.parametrize("name", ["shaped", "ratio"])
+@pytest.mark.parametrize("name", tiered(("shaped", "ratio"), "shaped".__eq__))
 def test_answers_are_right_where_buffers_are_used_again(name: str, decoder: Any) -> None:
     """More rows than five steps take, the last ones with larger tables."""
     texts = [some_tokens(4, seed=seq) for seq in range(5)] + [some_tokens(500, seed=seq) for seq in range(5, 16)]

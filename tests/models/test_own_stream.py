@@ -101,6 +101,7 @@ def runner_on(decoder: Any, stream: Stream) -> Any:
 SHAPED = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", tiered(({"temperature": 0.7}, SHAPED), SHAPED.__eq__), ids=["chosen", "shaped"])
 def test_every_operation_of_a_round_goes_on_its_own_models_stream(
     params: dict[str, Any], decoder: Any, streaming: Streaming

@@ -475,7 +475,7 @@ def references(decoder: Decoder) -> dict[tuple[str, int], Reference]:
     return {(kind, chunk): Reference(kind, decoder, chunk) for kind in KINDS for chunk in CHUNKS}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from(sorted(KINDS)), st.sampled_from(CHUNKS))
 def test_every_recalled_prefix_has_the_bits_of_reading_it_and_no_page_is_lost(
     references: dict[tuple[str, int], Reference], seed: int, kind: str, chunk: int

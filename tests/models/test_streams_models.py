@@ -126,6 +126,7 @@ def test_under_ratio_it_says_what_serial_says(method: str, decoders: tuple[Any, 
         assert ours.tokens == expected.tokens
 
 
+@pytest.mark.slow
 def test_requests_of_both_rules_are_served_together(decoders: tuple[Any, Any]) -> None:
     """What is judged by the match rule comes with the forward, the rest waits for its heads, and for rows that are
     still there."""

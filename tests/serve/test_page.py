@@ -130,6 +130,7 @@ def test_branches_fan_out_while_the_target_checks_and_are_gone_after_it(visit: V
     assert visit.page.locator(".fan text").count() == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_another_host(visit: Visit, served: Running) -> None:
     visit.ask()
     visit.race("c10")
@@ -183,6 +184,7 @@ def test_a_race_offers_an_answer_that_copies_and_a_free_one_and_says_why(visit: 
     assert visit.page.input_value("#race-kind") == ""
 
 
+@pytest.mark.slow
 def test_everything_can_be_done_by_keyboard(visit: Visit) -> None:
     keyboard = visit.page.keyboard
     here = "document.activeElement.id || document.activeElement.className || document.activeElement.textContent"
@@ -223,8 +225,8 @@ def test_everything_can_be_done_by_keyboard(visit: Visit) -> None:
 
 
 @each_value
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scheme", tiered(("light", "dark"), "dark".__eq__))
+@pytest.mark.parametrize("shape", tiered(SHAPES, "phone".__eq__))
 def test_axe_finds_nothing_wrong_and_nothing_is_wider_than_the_screen(
     browser: Any, served: Running, scheme: str, shape: str
 ) -> None:
