@@ -58,7 +58,7 @@ def test_every_method_runs_on_every_executor_and_at_every_temperature_under_the_
     cells = [case["cell"] for case in cases_of(quick, name)]
     assert {(method_of(cell.method), cell.kind) for cell in cells} >= set(product(METHODS, KINDS))
     temperatures = {cell.temperature for cell in cells}
-    assert {(method_of(cell.method), cell.temperature) for cell in cells} == set(product(METHODS, temperatures))
+    assert {(method_of(cell.method), cell.temperature) for cell in cells} >= set(product(METHODS, temperatures))
     assert {(cell.kind, cell.temperature) for cell in cells} >= set(product(KINDS, temperatures))
 
 

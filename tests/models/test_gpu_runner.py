@@ -128,10 +128,10 @@ def likely_after(runner: NativeRunner, text: Sequence[int], request: Request) ->
     return list(asked)
 
 
-@pytest.mark.parametrize("name", [*REQUESTS, "mixed"])
+@pytest.mark.parametrize("name", tiered((*REQUESTS, "mixed"), ("ratio", "mixed").__contains__))
 def test_verdicts_are_those_of_the_reference(name: str, both: tuple[NativeRunner, GpuRunner]) -> None:
     rng, taken, heads = random.Random(name), 0, 0
-    for number in range(8):
+    for number in range(25):
         requests = [
             rng.choice(list(REQUESTS.values())) if name == "mixed" else REQUESTS[name]
             for _ in range(rng.choice((1, 1, 3)))
