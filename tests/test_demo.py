@@ -61,6 +61,7 @@ def test_the_whole_demo_runs_on_a_tiny_pair(
     assert all(example.why in shown.err for example in demo.EXAMPLES)
 
 
+@pytest.mark.slow
 def test_a_slow_machine_leaves_methods_out_but_never_plain_decoding_and_ours(
     demo: ModuleType, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

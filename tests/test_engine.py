@@ -88,6 +88,7 @@ def test_another_method_on_the_same_models_gives_the_same_tokens(pair: tuple[str
         plain(pair).using("pearl")
 
 
+@pytest.mark.slow
 def test_a_clock_changes_the_seconds_and_not_the_tokens(pair: tuple[str, str]) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
     with LLM(*pair, dtype="float64", device="cpu", context_length=256, clock="h200-1b-8b") as llm:
@@ -106,7 +107,7 @@ def test_a_clock_takes_the_place_of_an_executor(pair: tuple[str, str]) -> None:
         LLM(*pair, clock="h200-1b8b", device="cpu")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("pearl", "tree", "auto", "lookahead").__contains__))
 def test_every_method_gives_the_text_of_plain_decoding(method: str, pair: tuple[str, str]) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, logprobs=2, stop=("ge",))
     expected = plain(pair).generate(PROMPT, params)

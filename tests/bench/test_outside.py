@@ -59,6 +59,7 @@ def test_greedy_answers_are_those_of_our_engine(method: str, lab: Lab, outside: 
         assert tokens == record.tokens
 
 
+@pytest.mark.slow
 def test_what_is_told_of_a_turn_adds_up(lab: Lab, outside: Transformers) -> None:
     for method in TRANSFORMERS:
         for record in records(lab):

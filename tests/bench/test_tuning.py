@@ -86,6 +86,7 @@ def test_of_one_knob_the_best_value_is_taken(method: str, clock: Clock, fresh: L
     assert told_apart or method == "adaptive", "the length made no difference"
 
 
+@pytest.mark.slow
 def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:
     found = Tuner(fresh, goal(DEAR)).search("speculative")
     assert found.best.config.num_speculative_tokens == 1 and 3 < found.looked_at < 12

@@ -95,6 +95,7 @@ def test_mistakes_are_sentences(
     assert done.code == 2 and words in done.err and "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_models_may_have_the_shape_of_larger_ones(command: Command, tiny: Pair, prompts: Path) -> None:
     shapes = ("--target-shape", "hidden=96", "--draft-shape", "layers=3")
     done = loaded(command, prompts, *shapes, "--at-once", "2", "--repeats", "1", "--json")

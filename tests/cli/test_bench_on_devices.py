@@ -114,6 +114,7 @@ def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command,
     assert other.code == 2 and "holds runs of other prompts under the name two@160" in other.err
 
 
+@pytest.mark.slow
 def test_of_several_contexts_the_first_is_drawn(
     command: Command, tiny: Pair, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

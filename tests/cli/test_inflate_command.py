@@ -51,6 +51,7 @@ def test_a_recipe_is_written_once_the_logits_agree(
     assert record["identity"] and record["weight_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_it_goes_wherever_a_model_is_named(pair: tuple[str, str], out: Path, command: Command) -> None:
     done = command("inflate", pair[0], "--out", str(out), *GROWN)
     assert done.code == 0 and "600" in done.out and "Compared after 48 tokens in float32" in done.out

@@ -129,6 +129,7 @@ def test_without_a_profile_this_machine_is_measured(command: Command, asked: lis
     assert tuned["profile"] == "this machine" and tuned["overlap"] is False and tuned["hardware"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_best_so_far_and_says_so(
     command: Command, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +234,7 @@ def test_a_target_alone_needs_a_profile_and_methods_without_a_draft(
     assert [row["method"] for row in json.loads(done.out)["methods"]] == ["autoregressive", "lookup"]
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_pair_is_refused_unless_forced(command: Command, asked: list[str], tmp_path: Path) -> None:
     other = profile(tmp_path, 0.01, target_identity="0" * 64, pair="another")
     refused = command(*asked, "--profile", other, "--methods", "speculative", "--max-tokens", "16")

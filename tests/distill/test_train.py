@@ -119,6 +119,7 @@ def test_the_target_itself_is_not_changed(target: Target, tmp_path: Path) -> Non
     assert all(map(torch.equal, before, [weights.embedding, weights.layers[0].qkv.weight, weights.norm]))
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(target: Target, tmp_path: Path) -> None:
     whole = trained(target, tmp_path / "whole")
     killed_after(4, target, tmp_path / "killed")
@@ -154,6 +155,7 @@ def test_a_finished_run_resumed_changes_nothing(target: Target, tmp_path: Path) 
     assert same_weights(first, again) and records(tmp_path) == lines
 
 
+@pytest.mark.slow
 def test_a_time_budget_becomes_steps_that_a_resumed_run_keeps(target: Target, tmp_path: Path) -> None:
     settings = replace(SETTINGS, steps=None, seconds=0.6)
     watcher = Watcher()

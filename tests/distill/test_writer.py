@@ -256,6 +256,7 @@ class Watcher(Nobody):
         self.notes.append(re.findall(r"\d+", note.replace(",", "")))
 
 
+@pytest.mark.slow
 def test_writing_stops_at_the_tokens_asked_for_and_reports_on_the_way(
     target: WritingTarget, tokenizer: Tokenizer
 ) -> None:
@@ -289,6 +290,7 @@ def test_rows_that_do_not_fit_are_halved_and_told(
     assert "16 rows of 120 tokens do not fit in memory; trying 8." in caplog.text
 
 
+@pytest.mark.slow
 def test_memory_for_no_row_at_all_is_said(
     target: WritingTarget, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

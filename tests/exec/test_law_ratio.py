@@ -141,7 +141,7 @@ CASES = {
 }
 
 
-QUICK = ("speculative-confidence", "adaptive", "lookup", "lookahead", "pearl-sampled", "auto", "few-trees")
+QUICK = ("adaptive", "lookahead", "pearl-sampled", "auto", "few-trees")
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))

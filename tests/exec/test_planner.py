@@ -250,6 +250,7 @@ def test_a_draft_that_becomes_useful_is_found_out() -> None:
     assert kinds_between(session, 1000, 1400).get("plain", 0) < 180
 
 
+@pytest.mark.slow
 def test_probes_cost_little() -> None:
     script, experience = Scripted.of(fresh(1500), 0.02, 11, [NEVER]), Experience(BY_TURNS)
     play(script, AUTO, BY_TURNS, experience)
@@ -265,6 +266,7 @@ def test_what_one_request_has_shown_the_next_one_need_not_find_out() -> None:
         assert seconds[-1] < seconds[0]
 
 
+@pytest.mark.slow
 def test_costs_are_learned_from_the_rounds() -> None:
     learned = LearnedCosts()
     profile = CostProfile(target=((1, 0.01), (16, 0.02)), draft=((1, 0.002), (8, 0.004)), slow_down=0.0, host=0.001)

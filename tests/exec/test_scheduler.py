@@ -192,7 +192,7 @@ MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
 
 @each_value
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("kind", ["serial", "process", "streams", "clock"])
+@pytest.mark.parametrize("kind", tiered(("serial", "process", "streams", "clock"), "clock".__ne__))
 def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(kind: str, memory: str) -> None:
     places, draft_places, rules = MEMORIES[memory]
     executor = executors(places, draft_places)[kind]()

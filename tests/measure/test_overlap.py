@@ -168,6 +168,7 @@ def test_streams_make_a_profile_that_overlaps() -> None:
     assert [done for done, _ in told] == list(range(1, told[-1][1] + 1)), "progress counts up to its end"
 
 
+@pytest.mark.slow
 def test_a_gpus_runner_is_measured_on_streams(pair: tuple[str, str]) -> None:
     target, draft = (GpuRunner(load_native(name, device="cpu").decoder, 600) for name in pair)  # as it runs on a CPU
     both = replace(toys(executor="streams"), verifier=Verifier(target), drafter=Drafter(draft))

@@ -497,6 +497,7 @@ def test_draws_from_a_law_follow_it_and_not_another() -> None:
     assert _p_value(tokens, (SMALL[0].double() / 0.8).softmax(-1)) < 1e-6
 
 
+@pytest.mark.slow
 def test_sampled_heads_follow_their_own_law() -> None:
     spots = [_spot(temperature=1.0, rule="ratio", seed=seed) for seed in range(10_000)]
     proposals = TorchSampler(8).propose(rows_of(SMALL) * 10_000, spots, [Ask(0, ROOT)] * 10_000)

@@ -109,6 +109,7 @@ def test_every_method_gives_autoregressive_tokens(
     assert taken > 0 and late.asked > 50, "verdicts were hardly asked for"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     tiered(

@@ -293,6 +293,7 @@ def test_more_branches_than_are_remembered_is_a_sentence(draft: ReplayedModel) -
         )
 
 
+@pytest.mark.slow
 def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: ReplayedModel) -> None:
     rejected, seconds = {"oracle": 0, "confidence": 0}, {"oracle": 0.0, "confidence": 0.0}
     for case in CASES:

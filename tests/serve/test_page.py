@@ -109,6 +109,7 @@ def test_the_sentence_writes_itself_unasked_and_is_labelled(visit: Visit) -> Non
     print(f"first contentful paint after {dict(paints)['first-contentful-paint']:.0f} ms")
 
 
+@pytest.mark.slow
 def test_both_sentences_end_alike_and_ours_sooner(visit: Visit) -> None:
     assert visit.texts() == [RECORDING["text"]] * 2
     visit.moment(1000)
@@ -119,6 +120,7 @@ def test_both_sentences_end_alike_and_ours_sooner(visit: Visit) -> None:
     assert len(visit.seen("plain")) < len(visit.seen("ours")) == len(RECORDING["text"])
 
 
+@pytest.mark.slow
 def test_branches_fan_out_while_the_target_checks_and_are_gone_after_it(visit: Visit) -> None:
     frame = next(one for one in RECORDING["ours"]["frames"] if one["draft"] and one["target"] and one["path"])
     lasts = RECORDING["plain"]["seconds"]
@@ -144,6 +146,7 @@ def test_the_chat_says_what_the_engine_says(visit: Visit, reference: LLM) -> Non
     assert visit.page.inner_text('[data-count="speed"]') != "–"
 
 
+@pytest.mark.slow
 def test_a_word_tells_who_proposed_it(visit: Visit) -> None:
     visit.page.select_option("#chat-method", "pearl")  # which drafts whether it pays or not
     visit.ask()
@@ -251,6 +254,7 @@ def test_who_wants_less_motion_sees_a_still(browser: Any, served: Running) -> No
     visit.page.close()
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_where_one_is_wanted(browser: Any, pair: tuple[str, str], tmp_path: Path) -> None:
     key = new_key(tmp_path / "keys", "alice")
     with running(load_tiny(pair), keys=tmp_path / "keys", model_name="tiny") as found:
@@ -388,6 +392,7 @@ def test_the_story_of_a_word_does_not_cover_the_word(browser: Any, served: Runni
     visit.page.close()
 
 
+@pytest.mark.slow
 def test_a_refusal_is_told_on_the_page(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url)
     visit.ask("word " * 3000)
