@@ -26,6 +26,7 @@ from specbranch.errors import BadParameter
 from specbranch.models.rows import collate
 from specbranch.replay.record import Record
 from specbranch.suites.suite import Prompt
+from tiers import tiered
 from tiny_pair import make_pair
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +53,7 @@ def records(lab: Lab, workload: Workload = GREEDY) -> list[Record]:
     return [record for prompt in PROMPTS for record in lab.records(prompt, workload)]
 
 
-@pytest.mark.parametrize("method", TRANSFORMERS)
+@pytest.mark.parametrize("method", tiered(TRANSFORMERS, "hf-assisted".__eq__))
 def test_greedy_answers_are_those_of_our_engine(method: str, lab: Lab, outside: Transformers) -> None:
     for record in records(lab):
         tokens, _ = outside.answer(method, record)

@@ -15,7 +15,7 @@ from specbranch.core.orders import Context, Orders, Reports, Verify
 from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.exec.serial import Serial
-from tiers import each_value
+from tiers import each_value, tiered
 from toybench import (
     PROFILE,
     Case,
@@ -110,7 +110,7 @@ def joined(loop: Loop, case: Case, method: str) -> Session:
 
 
 @each_value
-@pytest.mark.parametrize("method", METHODS_TRIED)
+@pytest.mark.parametrize("method", tiered(METHODS_TRIED, ("pearl", "specbranch", "lookahead").__contains__))
 def test_repeated_orders_change_no_token(inner: Executor, method: str) -> None:
     executor, drafted = Repeating(inner, seed=7), 0
     for seed in range(6):

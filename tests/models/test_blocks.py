@@ -48,7 +48,7 @@ from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.storage import agreed
 from test_identity_models import SHAPINGS, compare
 from test_weights import HALVES, random_blocks, write_gguf
-from tiers import each_pair, each_value, tiered
+from tiers import each_value, tiered
 from tiny_models import GREEDY, SHAPE, saved, some_tokens
 
 pytestmark = pytest.mark.skipif(not multiplies(ROWS), reason="no compiled kernels on this machine")
@@ -132,7 +132,7 @@ def test_rows_are_rounded_as_the_twin_rounds_them() -> None:
     assert whole.abs().amax(-1).eq(127).sum() == 39 and (rounded_rows(x) - x).abs().max() <= 0.5001 * 1e30 / 127
 
 
-@each_pair
+@each_value
 @pytest.mark.parametrize("rows", [1, 3, 4, 9, 70])
 @pytest.mark.parametrize("name", ALL)
 def test_the_product_is_that_of_what_was_rounded_written_out(name: str, rows: int, threads: int) -> None:
