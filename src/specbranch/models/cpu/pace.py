@@ -75,6 +75,9 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, idle: Idle | None = None) -> None:
         self._clock, self._idle = clock, idle or idle_seconds
+        self._window: list[StepTime] = []
+        self._trial: Trial | None = None
+        self._looked: tuple[float, float | None] = 0.0, None
         self._reset(0)
 
     def threads(self, most: int) -> int:
@@ -97,11 +100,10 @@ class Pace:
 
     def _reset(self, most: int) -> None:
         self._most = self._threads = most
-        self._window: list[StepTime] = []
-        self._trial: Trial | None = None
+        self._window, self._trial = [], None
         self._next_fewer, self._pause, self._bearable = 0.0, PAUSE, 0.0
         self._next_more = self._overdue = 0.0
-        self._looked: tuple[float, float | None] = 0.0, None
+        self._looked = 0.0, None
 
     def _consider(self, cost: Cost) -> None:
         """Try another number of threads if there is reason to, and it is time."""
