@@ -20,6 +20,12 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max
 RACED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}
 
 
+@pytest.fixture(autouse=True)
+def idle_before(served: Running) -> None:
+    """A race is over when its connection is closed, a moment after its last event; until then another is refused."""
+    until(served.is_idle)
+
+
 def joined(told: list[dict[str, Any]]) -> str:
     return "".join(text for one in told for text, _ in one.get("pieces", ()))
 
