@@ -493,11 +493,15 @@ def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest
 def test_configurations_without_end_are_not_kept(pair: tuple[str, str]) -> None:
     one = SamplingParams(max_tokens=1)
 
+    def llms() -> int:
+        gc.collect()
+        return sum(isinstance(found, LLM) for found in gc.get_objects())
+
     async def work(engine: AsyncLLM) -> tuple[int, int]:
+        before = llms()
         for at in range(MOST_WAYS + 20):
             await engine.generate("Smile", one, speculative={"method": "speculative", "stop_below": at / 1000})
-        gc.collect()
-        return len(engine._llm._experiences._made), sum(isinstance(found, LLM) for found in gc.get_objects())
+        return len(engine._llm._experiences._made), llms() - before
 
-    experiences, llms = run(pair, work)
-    assert experiences <= MOST_WAYS and llms < 10
+    experiences, more = run(pair, work)
+    assert experiences <= MOST_WAYS and more < 10

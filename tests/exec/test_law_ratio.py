@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -33,7 +33,7 @@ from toybench import SHARED, wandering
 
 LENGTH = 5  # tokens of the joint window: several rounds of every method
 SEEDS = 3000
-QUICK_SEEDS = 1500  # of the cases in the quick tier
+QUICK_SEEDS = 1500  # of cases in the quick tier
 ENOUGH = 100  # times each event must happen
 TARGET = ToyLaw(vocabulary=4, seed=4, sharpness=1.3)
 DRAFT = ToyLaw(vocabulary=4, seed=4, sharpness=1.3, drift=0.6)
@@ -112,13 +112,11 @@ def strict_entropy() -> Entropy:
 CASES = {
     "autoregressive": Case("autoregressive"),
     "speculative": Case("speculative", CHAIN),
-    "speculative-confidence": Case("speculative", CHAIN, policy="confidence", seeds=QUICK_SEEDS),
-    "adaptive": Case("adaptive", CHAIN, make=strict_entropy, seeds=QUICK_SEEDS),
-    "lookup": Case("lookup", CHAIN, seeds=QUICK_SEEDS),
-    "lookahead": Case(
-        "lookahead", (ALL, SIBLING), seeds=2000
-    ),  # its pool is filled too late for more of a window of five tokens
-    "pearl-sampled": Case("pearl", FORK, heads="sampled", seeds=QUICK_SEEDS),
+    "speculative-confidence": Case("speculative", CHAIN, policy="confidence"),
+    "adaptive": Case("adaptive", CHAIN, make=strict_entropy),
+    "lookup": Case("lookup", CHAIN),
+    "lookahead": Case("lookahead", (ALL, SIBLING)),  # its pool is filled too late for more of a window of five tokens
+    "pearl-sampled": Case("pearl", FORK, heads="sampled"),
     "pearl-top": Case("pearl", FORK, heads="top"),
     "pearl-confidence": Case("pearl", (ALL, HIT, OTHER, TRIMMED), policy="confidence"),
     "specbranch-sampled": Case("specbranch", HEDGE, policy="confidence", heads="sampled", seeds=8000),
@@ -139,9 +137,10 @@ CASES = {
     "auto": Case("auto", (INSIDE, ALL, HIT, SIBLING), seeds=800),
     "few-trees": Case("tree", (INSIDE, ALL, SIBLING), seeds=800),
 }
-
-
-QUICK = ("adaptive", "lookahead", "pearl-sampled", "auto", "few-trees")
+# the quick tier's, which would miss smaller faults than the whole cases
+CASES |= {f"few-{name}": replace(CASES[name], seeds=QUICK_SEEDS) for name in ("adaptive", "pearl-sampled")}
+CASES |= {"few-lookahead": replace(CASES["lookahead"], seeds=2000)}
+QUICK = ("few-adaptive", "few-lookahead", "few-pearl-sampled", "auto", "few-trees")
 
 
 @pytest.mark.parametrize("name", tiered(CASES, QUICK.__contains__))

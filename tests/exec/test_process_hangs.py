@@ -32,9 +32,9 @@ from specbranch.core.session import Session
 from specbranch.core.trees import Tree
 from specbranch.errors import DeadlinePassed
 from specbranch.exec import link, process
+from specbranch.exec.child_speed import ChildLimits
 from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.messages import Recipe
-from specbranch.exec.pace import Limits
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
@@ -62,8 +62,8 @@ from toybench import (
 
 DRIFT = 0.1
 HANG = 30.0  # seconds: a guard against hangs, far longer than anything here takes
-PATIENT = Limits(first=1000.0, hung=1000.0, grace=0.05, unmeasured=0.05)  # with the child, not with its answers
-HASTY = Limits(first=0.2, hung=0.2, grace=0.05, unmeasured=0.05)
+PATIENT = ChildLimits(first=1000.0, hung=1000.0, grace=0.05, unmeasured=0.05)  # with the child, not with its answers
+HASTY = ChildLimits(first=0.2, hung=0.2, grace=0.05, unmeasured=0.05)
 LONG = Ending("long", max_tokens=240)
 WAITING = 0.02  # seconds of a target forward while the child is away, so that it comes back within the request
 
@@ -160,7 +160,7 @@ def recipe(function: Callable[..., Drafter], **given: Any) -> Recipe:
     return Recipe(f"{__name__}:{function.__name__}", given)
 
 
-def executor_with(made_by: Recipe, limits: Limits) -> tuple[Process, SlowRunner]:
+def executor_with(made_by: Recipe, limits: ChildLimits) -> tuple[Process, SlowRunner]:
     target = SlowRunner(law())
     return Process(Verifier(target), made_by, limits), target
 

@@ -26,9 +26,9 @@ from specbranch.core.runner import Feed
 from specbranch.core.session import Session
 from specbranch.errors import ModelError
 from specbranch.exec import process
+from specbranch.exec.child_speed import ChildLimits
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe, TargetDone, Work
-from specbranch.exec.pace import Limits
 from specbranch.exec.process import LONGEST_WAIT, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
@@ -54,7 +54,7 @@ from toybench import (
 DRIFT = 0.1
 WAITING = 0.02  # seconds a target forward takes while a new child starts, so that the start falls inside the request
 LONG = Ending("long", max_tokens=240)
-HASTY = Limits(first=0.3, hung=0.3, grace=0.05, unmeasured=0.1)
+HASTY = ChildLimits(first=0.3, hung=0.3, grace=0.05, unmeasured=0.1)
 METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "confidence", "wandering")
 
 
@@ -176,7 +176,7 @@ def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def executor_with(
-    made_by: Recipe | None = None, limits: Limits | None = None, clock: Callable[[], float] = time.perf_counter
+    made_by: Recipe | None = None, limits: ChildLimits | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Process, Target]:
     target = Target()
     return Process(Verifier(target), made_by or drafter_recipe(DRIFT), limits, clock), target
@@ -554,7 +554,7 @@ def test_a_new_child_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyP
         clock.time += 1.0
         assert not ask(executor)
         slow = executor.child_pid
-        clock.time += Limits().start
+        clock.time += ChildLimits().start
         assert not ask(executor)
         assert slow and executor.child_pid == slow
         clock.time += 1.0

@@ -19,7 +19,7 @@ from specbranch.core.slots import Slots
 from specbranch.core.trees import Growth, Tree
 
 ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
-NO_TOKEN = -1  # what a target says whose scores are not finite
+NO_TOKEN = -2  # what a target says whose scores are not finite; -1 is what a record says that has ended
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
 
 Allowed = frozenset[int]  # the tokens that may be said at a place

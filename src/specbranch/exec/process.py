@@ -21,7 +21,8 @@ from specbranch.core.loop import DraftState, Places
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Orders, Reports, Span
 from specbranch.core.request import Request
 from specbranch.errors import ModelError, SpecBranchError
-from specbranch.exec.answers import Asked, BadAnswer
+from specbranch.exec.child_answers import Asked, BadAnswer
+from specbranch.exec.child_speed import ChildLimits, ChildSpeed, amount_of
 from specbranch.exec.halves import Stretch, do_meanwhile, parted, places_of, reads_of, reports_of
 from specbranch.exec.link import Link, LinkLost
 from specbranch.exec.messages import (
@@ -39,7 +40,6 @@ from specbranch.exec.messages import (
     WireMessage,
     Work,
 )
-from specbranch.exec.pace import Limits, Pace, amount_of
 from specbranch.exec.serial import told_whole
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
@@ -119,15 +119,15 @@ class Process:
         self,
         target: Verifier,
         recipe: Recipe,
-        limits: Limits | None = None,
+        limits: ChildLimits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target = target
         self.restarts = 0
         self.now = clock
         self._recipe = recipe
-        self._limits = limits or Limits()
-        self._pace = Pace()
+        self._limits = limits or ChildLimits()
+        self._pace = ChildSpeed()
         self._sessions: dict[int, Request] = {}
         self._ticket = 0
         self._work: ChildRound | None = None  # what the child is at work on

@@ -23,8 +23,8 @@ from specbranch.models.cpu.block_kernel_text import Dot, Target, source
 from specbranch.models.cpu.kernels import PART, is_arm
 from specbranch.models.cpu.linear import forced_kind
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
-from specbranch.models.cpu.pace import threads_now
 from specbranch.models.cpu.rounding_text import ROUNDED, rounding
+from specbranch.models.cpu.thread_pace import threads_now
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm, BlockMatrix, BlockPart, Fields
 
 ROWS_AT_ONCE = 1 << 19  # bytes of rounded rows that pass by the weights at once: they stay in the second cache level

@@ -23,9 +23,9 @@ from specbranch.models.cpu.attention_text import SPLIT, part_floats
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
 from specbranch.models.cpu.operation_text import ENTRY, FIELDS, KernelShape
-from specbranch.models.cpu.pace import PACE, StepTime, StepTimes, threads_now
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
+from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, threads_now
 from specbranch.models.decoder import Decoder, Layer
 from specbranch.models.files.blocks import BLOCK
 from specbranch.models.kv import Memory

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, loaded, torch_team
-from specbranch.models.cpu.pace import threads_now
+from specbranch.models.cpu.thread_pace import threads_now
 
 WeightBits = Literal["float32", "bfloat16", "int8"]
 BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight

@@ -22,7 +22,7 @@ FASTER, SLOWER = 0.1, 0.5  # how much of a new time is believed; what is too sho
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChildLimits:
     """How long a draft process is waited for, in seconds, at least."""
 
     start: float = 600.0  # until its model is loaded
@@ -45,7 +45,7 @@ def amount_of(orders: Mapping[int, DraftOrder]) -> Amount:
     return Amount(sum(map(_to_read, orders.values())), max(map(_steps, orders.values()), default=0))
 
 
-class Pace:
+class ChildSpeed:
     """How fast a worker is: seconds a step, and a token of a text, smoothed."""
 
     def __init__(self) -> None:
@@ -60,18 +60,18 @@ class Pace:
             steps = max(map(_taken, made.values()), default=1)
             self.step = _smoothed(self.step, span.seconds / max(steps, 1))
 
-    def patience(self, amount: Amount, limits: Limits) -> float:
+    def patience(self, amount: Amount, limits: ChildLimits) -> float:
         """Return how long a round waits before it asks for what there is."""
         if self.step is None:
             return limits.unmeasured
         reading = min(amount.read * (self.token or self.step), READING)
         return max(limits.grace, TIMES * (reading + amount.steps * self.step))
 
-    def last_patience(self, limits: Limits) -> float:
+    def last_patience(self, limits: ChildLimits) -> float:
         """Return how long it waits after that: for one step."""
         return max(limits.grace, TIMES * (self.step or 0.0))
 
-    def limit(self, amount: Amount, limits: Limits, first: bool) -> float:
+    def limit(self, amount: Amount, limits: ChildLimits, first: bool) -> float:
         """Return after how long the worker counts as lost; `first`: it has answered nothing yet."""
         token = UNMEASURED_TOKEN if self.token is None else TIMES_LOST * self.token
         steps = TIMES_LOST * amount.steps * (self.step or 0.0)

@@ -13,7 +13,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Plan, Reached, Read, Span, Sparse
 from specbranch.core.request import Request
 from specbranch.core.trees import NO_TREE, Growth, Node, Tree
-from specbranch.exec.answers import Asked, BadAnswer
+from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.drafter import Drafter
 from specbranch.sim.toys import ToyRunner
 from toybench import PROFILE, VOCABULARY, law

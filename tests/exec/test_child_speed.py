@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from specbranch.core.orders import Branch, Context, Draft, Plan, PromptRead, Reached, Read, Span
-from specbranch.exec.pace import READING, TIMES, TIMES_LOST, Amount, Limits, Pace, amount_of
+from specbranch.exec.child_speed import READING, TIMES, TIMES_LOST, Amount, ChildLimits, ChildSpeed, amount_of
 
-LIMITS = Limits()
+LIMITS = ChildLimits()
 CHAIN = (Branch(0, (1,) * 10, (0.5,) * 10),)
 
 
-def measured(step: float, token: float | None = None) -> Pace:
-    pace = Pace()
+def measured(step: float, token: float | None = None) -> ChildSpeed:
+    pace = ChildSpeed()
     pace.learn({0: CHAIN}, Span(0.0, 10 * step, 10))
     if token is not None:
         pace.learn({0: Reached(1000)}, Span(0.0, 1000 * token, 1000, {0: PromptRead(1000)}))
@@ -26,7 +26,7 @@ def test_what_is_ordered_is_counted_in_tokens_to_read_and_steps() -> None:
 def test_a_round_waits_for_a_few_times_what_its_steps_take() -> None:
     assert measured(0.5).patience(Amount(0, 4), LIMITS) == TIMES * 4 * 0.5
     assert measured(0.0001).patience(Amount(0, 4), LIMITS) == LIMITS.grace
-    assert Pace().patience(Amount(10**6, 4), LIMITS) == LIMITS.unmeasured
+    assert ChildSpeed().patience(Amount(10**6, 4), LIMITS) == LIMITS.unmeasured
 
 
 def test_however_long_a_text_is_a_round_does_not_wait_for_its_reading() -> None:

@@ -15,7 +15,7 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.cpu import fused_step, row_kernels, waiting_text
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.cpu.pace import PACE, Pace, StepTime, StepTimes
+from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, ThreadPace
 from specbranch.models.native import NativeRunner, load_native
 from specbranch.models.rows import collate
 from tiny_models import GREEDY, saved, some_tokens, tiny
@@ -30,7 +30,7 @@ class Driven:
 
     def __init__(self, most: int, says_idle: bool = True) -> None:
         self.now, self.idle, self.most = 0.0, 0.0, most
-        self.pace = Pace(lambda: self.now, lambda: self.idle if says_idle else None)
+        self.pace = ThreadPace(lambda: self.now, lambda: self.idle if says_idle else None)
 
     def run(self, machine: Machine, seconds: float) -> list[int]:
         """Make steps for so long; returns the threads of each."""
@@ -119,7 +119,7 @@ def test_a_new_number_of_threads_is_taken_at_once() -> None:
 
 
 def test_engines_in_several_threads_may_share_a_pace() -> None:
-    pace = Pace()
+    pace = ThreadPace()
     pace.threads(2)
     with ThreadPoolExecutor(4) as pool:
         noted = [pool.submit(pace.note, StepTime(0.05, 0.01, 0.03)) for _ in range(4000)]

@@ -49,7 +49,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ThreadTrial:
     """Another number of threads under trial."""
 
     before: int
@@ -70,13 +70,13 @@ class StepTimes:
         return None if known is None else self._least[kind]
 
 
-class Pace:
+class ThreadPace:
     """Chooses the number of threads from what steps took."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, idle: Idle | None = None) -> None:
         self._clock, self._idle = clock, idle or idle_seconds
         self._window: list[StepTime] = []
-        self._trial: Trial | None = None
+        self._trial: ThreadTrial | None = None
         self._looked: tuple[float, float | None] = 0.0, None
         self._reset(0)
 
@@ -122,10 +122,10 @@ class Pace:
         return idle - idle_before >= IDLE * (now - before)
 
     def _try(self, threads: int, slowdown: float, now: float) -> None:
-        self._trial = Trial(self._threads, slowdown, now)
+        self._trial = ThreadTrial(self._threads, slowdown, now)
         self._threads = threads
 
-    def _judge(self, trial: Trial, slowdown: float) -> None:
+    def _judge(self, trial: ThreadTrial, slowdown: float) -> None:
         """Keep what is under trial if it is faster; go back otherwise, and wait for the next trial."""
         now, tried, self._trial = self._clock(), self._threads, None
         self._next_more = now + max(PAUSE, PAUSE_SHARE * (now - trial.start))
@@ -163,7 +163,7 @@ def idle_seconds() -> float | None:
         return None
 
 
-PACE = Pace()  # of this process: its models share the cores
+PACE = ThreadPace()  # of this process: its models share the cores
 
 
 def threads_now() -> int:
