@@ -23,6 +23,14 @@ def nothing_kept() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_rehearsals() -> Iterator[None]:
+    """Loading a pair times its steps once, not three times: hundreds of tests load one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbranch.core.rehearsal.TURNS", 1)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def nothing_learned_before(nothing_kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is learned in a test stays there."""

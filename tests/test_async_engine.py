@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from specbranch import LLM, AsyncLLM, SamplingParams
+from specbranch import LLM, AsyncLLM, SamplingParams, experiences
 from specbranch.answer import Answer, Chunk
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, DeadlinePassed, EngineFailed, RequestCancelled, SpecBranchError
-from specbranch.experiences import MOST_WAYS
 from tiers import tiered
 
 PROMPT = "A branch is a guess about what the large model will say next."
@@ -285,6 +284,7 @@ def test_misuse_gets_a_sentence_at_once(pair: tuple[str, str]) -> None:
         AsyncLLM(llm, max_batch=0)
 
 
+@pytest.mark.slow
 def test_every_method_can_be_asked_for_by_a_request(pair: tuple[str, str], reference: LLM) -> None:
     async def work(engine: AsyncLLM) -> list[Any]:
         return await asyncio.gather(*(engine.generate(PROMPT, PARAMS, method=name) for name in METHODS))
@@ -315,6 +315,7 @@ def test_whoever_looks_on_is_told_of_every_token(pair: tuple[str, str], referenc
     assert output.token_ids == reference.generate(PROMPT, PARAMS).token_ids
 
 
+@pytest.mark.slow
 def test_a_modelled_answer_is_made_between_the_rounds_of_others(pair: tuple[str, str], reference: LLM) -> None:
     async def work(engine: AsyncLLM) -> Any:
         other = asyncio.ensure_future(engine.generate("Smile", PARAMS))
@@ -490,7 +491,8 @@ def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest
     assert engine.stats().submitted == 3
 
 
-def test_configurations_without_end_are_not_kept(pair: tuple[str, str]) -> None:
+def test_configurations_without_end_are_not_kept(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiences, "MOST_WAYS", 16)
     one = SamplingParams(max_tokens=1)
 
     def llms() -> int:
@@ -499,9 +501,9 @@ def test_configurations_without_end_are_not_kept(pair: tuple[str, str]) -> None:
 
     async def work(engine: AsyncLLM) -> tuple[int, int]:
         before = llms()
-        for at in range(MOST_WAYS + 20):
+        for at in range(30):
             await engine.generate("Smile", one, speculative={"method": "speculative", "stop_below": at / 1000})
         return len(engine._llm._experiences._made), llms() - before
 
-    experiences, more = run(pair, work)
-    assert experiences <= MOST_WAYS and more < 10
+    kept, more = run(pair, work)
+    assert kept <= 16 and more < 10

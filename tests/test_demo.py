@@ -117,6 +117,7 @@ def test_the_tables_fit_a_narrow_terminal_and_name_the_pair_of_the_profile(demo:
     assert "1B (draft) and 8B (target)" in " ".join(modelled.split())
 
 
+@pytest.mark.slow
 @pytest.mark.default_model
 def test_the_edit_copies_and_is_what_was_asked_for(demo: ModuleType, default_model: Path) -> None:
     with LLM(device="cpu", context_length=512, method="lookup", keep_experience=False) as llm:

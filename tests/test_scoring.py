@@ -54,6 +54,7 @@ def test_what_ends_an_answer_ends_no_score(llm: LLM) -> None:
         llm.score([5] * 480)
 
 
+@pytest.mark.slow
 def test_answers_and_scores_in_company_are_what_they_are_alone(pair: tuple[str, str]) -> None:
     texts, params = [TEXT, TEXT[9:], "Smile"], SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
 

@@ -146,6 +146,7 @@ def test_a_replay_that_was_interrupted_ends_with_the_rows_of_one_that_was_not(la
             assert store.runs == whole, cut
 
 
+@pytest.mark.slow
 def test_what_is_in_the_store_is_not_replayed_again(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "runs.jsonl"
     with RunStore(path, {}) as store:

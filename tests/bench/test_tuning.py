@@ -93,6 +93,7 @@ def test_lengths_that_only_get_worse_end_the_search(fresh: Lab) -> None:
     assert len(set(fresh.replays.decoded)) == found.looked_at
 
 
+@pytest.mark.slow
 def test_the_best_length_depends_on_what_a_draft_step_costs(fresh: Lab) -> None:
     best = [Tuner(fresh, goal(clock, TRIALS)).setting("speculative").config for clock in (DEAR, CHEAP)]
     assert best[0] is not None and best[1] is not None

@@ -65,6 +65,7 @@ def test_an_answer_is_verified_as_it_was_made(pair: tuple[str, str], tmp_path: P
         assert record(longer.out)["claimed_context_length"] == 40
 
 
+@pytest.mark.slow
 def test_an_answer_of_stored_weights_is_verified_with_these(
     models: list[str], tmp_path: Path, command: Command
 ) -> None:

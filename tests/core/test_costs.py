@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specbranch.config import SpeculativeConfig
+from specbranch.core import rehearsal
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -64,7 +65,8 @@ def test_reading_a_prompt_is_no_round() -> None:
 
 
 @pytest.mark.parametrize("setup", [0.0, 7.0])
-def test_a_rehearsal_finds_what_a_profile_charges(setup: float) -> None:
+def test_a_rehearsal_finds_what_a_profile_charges(setup: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "TURNS", 3)
     costs, profile = LearnedCosts(), replace(STEEP, draft_setup=setup)
     rehearse(virtual_clock(0.2, vocabulary=12, profile=profile), costs, 12, has_draft=True, seconds=1e9)
     assert set(costs.times["target"]) == set(ROWS)

@@ -142,6 +142,7 @@ def test_a_draft_beside_an_inflated_target_keeps_its_size(places: dict[str, str]
     assert draft.decoder.embedding.shape[1] == draft.architecture.hidden == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", tiered(("serial", "process"), "serial".__eq__))
 @pytest.mark.parametrize("draft", tiered(("reduced", "large whole", "large reduced"), "large reduced".__eq__))
 def test_a_pair_with_inflated_models_says_what_the_source_says(

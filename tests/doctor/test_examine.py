@@ -37,6 +37,7 @@ def examined(pair: tuple[str, str]) -> tuple[DoctorReport, list[Finding], list[s
     return report, told, steps
 
 
+@pytest.mark.slow
 def test_a_sound_pair_is_well_and_every_method_is_predicted(
     examined: tuple[DoctorReport, list[Finding], list[str]],
 ) -> None:

@@ -66,6 +66,7 @@ def test_law_of_another_temperature_is_caught() -> None:
     assert drawn.p_value(joint_law(TARGET, PROMPT, LENGTH, 1.15)) < CAUGHT
 
 
+@pytest.mark.slow
 def test_tokens_at_neighbouring_positions_are_independent(flat: list[Tokens]) -> None:
     for position in range(LENGTH - 1):
         assert independence([o[position] for o in flat], [o[position + 1] for o in flat]) > SOUND

@@ -153,6 +153,7 @@ KNOWLEDGE: dict[str, Callable[[CostProfile], Experience]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knowledge", tiered(KNOWLEDGE, "learned".__eq__))
 @pytest.mark.parametrize("hits", tiered((0.0, 0.5, 0.95), (0.5).__eq__))
 def test_where_speculation_cannot_pay_it_is_plain_decoding(hits: float, knowledge: str) -> None:
@@ -194,6 +195,7 @@ def test_it_is_ahead_of_every_fixed_method(profile: str, hits: float, knowledge:
         assert planned.stats.decode_seconds <= best_fixed(script, profile), seed
 
 
+@pytest.mark.slow
 def test_with_a_draft_auto_is_specbranch() -> None:
     script = Scripted.of(fresh(200), 0.7, 4) + Scripted.of(repeating(100), 0.5, 4)
     one, other = (play(script, SpeculativeConfig(method=method), TEN) for method in ("auto", "specbranch"))

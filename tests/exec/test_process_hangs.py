@@ -260,6 +260,7 @@ def test_deadlines_and_cancellations_act_while_a_child_hangs(how: str, tmp_path:
             assert tuple(session.output) == plainly(case, law()).tokens[: len(session.output)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", tiered(HANGS, ("half",).__contains__))
 def test_a_child_that_misses_its_limit_is_killed_and_another_drafts_on(how: str, tmp_path: Path) -> None:
     hangs = recipe(make_liar_once, notes=str(tmp_path / "started"), how=how)
@@ -338,6 +339,7 @@ def make_slow_once(at: int, seconds: float) -> Drafter:
     return Drafter(SlowOnce(at, seconds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", tiered(["confidence", "wandering"], ("wandering",).__contains__))
 def test_a_late_answer_is_dropped_and_the_child_is_used_again(method: str) -> None:
     executor, target = executor_with(recipe(make_slow_once, at=20, seconds=0.4), PATIENT)
@@ -358,6 +360,7 @@ def test_a_late_answer_is_dropped_and_the_child_is_used_again(method: str) -> No
         assert "draft" in session.origins[session.origins.index("target") :][-60:]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_waits_for_a_child_whose_first_round_takes_long() -> None:
     executor, _ = executor_with(recipe(make_slow_once, at=1, seconds=0.5), PATIENT)
     costs = LearnedCosts(overlap=True)

@@ -293,6 +293,7 @@ def test_a_draft_process_killed_in_mid_request_changes_nothing(kills: int) -> No
         assert executor.restarts == kills
 
 
+@pytest.mark.slow
 def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> None:
     executor, target = executor_with()
     with closing(executor):
@@ -318,6 +319,7 @@ def test_a_child_killed_between_two_rounds_is_replaced_for_all_sessions() -> Non
             assert "draft" in session.origins[-50:]
 
 
+@pytest.mark.slow
 def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_is_done() -> None:
     target = Target()
     with closing(Overheard(Verifier(target), drafter_recipe(DRIFT))) as executor:
@@ -339,6 +341,7 @@ def test_only_a_new_child_is_told_an_order_twice_and_then_also_that_the_target_i
         assert executor.told[second + 1] == TargetDone(tickets[tickets.index(executor.told[second].ticket)])
 
 
+@pytest.mark.slow
 def test_a_killed_child_ends_no_request_under_the_ratio_rule() -> None:
     executor, target = executor_with()
     with closing(executor):

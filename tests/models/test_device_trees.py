@@ -102,6 +102,7 @@ def test_a_tree_grown_at_once_is_the_one_that_is_grown_step_by_step(seed: int, r
     assert_grown_alike(seed, request_, decoder)
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("length", tiered((PAGE - 12, PAGE - 3, PAGE - 1), (PAGE - 12).__ne__))
 @pytest.mark.parametrize("seed", tiered(range(4), (2).__gt__))

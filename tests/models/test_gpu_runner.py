@@ -71,6 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return place / "target", saved(target, place / "draft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shaping", tiered(("greedy", "everything"), "everything".__eq__))
 def test_every_method_gives_autoregressive_tokens(shaping: str, pair: tuple[Path, Path]) -> None:
     sessions = compare(on_graphs, *pair, SHAPINGS[shaping], runs=2 if shaping == "greedy" else 1)
@@ -337,6 +338,7 @@ def ringed(decoder: Any) -> GpuRunner:
     return runner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(("shaped", "ratio"), "shaped".__eq__))
 def test_answers_are_right_where_buffers_are_used_again(name: str, decoder: Any) -> None:
     """More rows than five steps take, the last ones with larger tables."""

@@ -112,6 +112,7 @@ def test_native_runner_gives_autoregressive_tokens_with_every_method(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shaping", tiered(("greedy", "everything"), "everything".__eq__))
 def test_transformers_runner_gives_autoregressive_tokens_with_every_method(
     shaping: str, folder: Callable[[str], tuple[Path, Path]]

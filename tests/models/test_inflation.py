@@ -101,6 +101,7 @@ def test_logits_of_every_family_are_the_sources(
     assert apart(found[:, :VOCABULARY], expected) < 1e-9
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("kind", tiered(CONFIGS, ("llama", "qwen3").__contains__))
 @pytest.mark.parametrize("weights", [None, "int8"])

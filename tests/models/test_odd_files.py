@@ -144,6 +144,7 @@ def test_any_value_may_stand_for_the_end_token(folder: Path, file: str) -> None:
     assert refused(odd_ones({"eos_token_id": 2}), load) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_any_field_of_a_tokenizers_settings_may_hold_anything(folder: Path, file: str) -> None:
     def load(values: dict[str, Any]) -> None:

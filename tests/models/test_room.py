@@ -195,6 +195,7 @@ def test_a_full_pool_ends_a_request_with_a_sentence_and_none_of_the_others(metho
     assert all(session.output == expected[session.number] for session in sessions if session.error is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", tiered(("speculative", "pearl", "tree", "specbranch"), "specbranch".__eq__))
 def test_a_draft_without_memory_for_a_text_leaves_it_to_the_target(method: str, folder: Path) -> None:
     prompts = [some_tokens(150, seed=seed) for seed in range(4)]

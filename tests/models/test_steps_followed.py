@@ -169,6 +169,7 @@ def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, A
     assert decode(runner, "lookup", params, prompt, Serial) == expected and runner.followed == 0
 
 
+@pytest.mark.slow
 def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) -> None:
     runner = GpuRunner(decoder, 600)
     loop, texts = Loop(Serial(Verifier(runner))), prompts()[:4]

@@ -124,6 +124,7 @@ def test_the_page_is_offered_a_prompt_to_copy_from_and_a_free_one(served: Runnin
     )
 
 
+@pytest.mark.slow
 def test_races_are_run_one_at_a_time_and_by_known_clocks(served: Running) -> None:
     status, error = served.error(RACE, {**RACED, "clock": "c11"})
     assert status == 400 and "expected one of wall, c10" in error["message"]

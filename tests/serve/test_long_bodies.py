@@ -83,6 +83,7 @@ def test_long_texts_have_their_tokens_and_long_lists_of_tokens_their_texts(serve
     assert answer["prompt"] == reference.tokenizer.decode(ids * 200, skip_special=False)
 
 
+@pytest.mark.slow
 def test_a_request_is_counted_before_it_has_tokens(busy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, waiting = threading.Event(), threading.Semaphore(0)
     encode = busy.engine.tokenizer.encode

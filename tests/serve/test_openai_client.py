@@ -34,6 +34,7 @@ def test_a_chat_is_what_the_engine_says_whole_and_streamed(client: openai.OpenAI
     assert len({part.id for part in parts}) == 1 and len(parts) > 4
 
 
+@pytest.mark.slow
 def test_samples_are_numbered_and_streamed_side_by_side(client: openai.OpenAI, default_reference: LLM) -> None:
     expected = default_reference.generate("Once upon a time", SamplingParams(**{**ASKED, "n": 3}))
     texts = [expected.text, *(one.text for one in expected.alternatives)]
@@ -63,6 +64,7 @@ def test_any_number_of_stops_ends_an_answer_before_the_first(client: openai.Open
     assert "".join(part.choices[0].delta.content or "" for part in parts) == cut
 
 
+@pytest.mark.slow
 def test_logprobs_are_the_engines_and_spell_the_text(client: openai.OpenAI, default_reference: LLM) -> None:
     expected = default_reference.chat(TALK, SamplingParams(**ASKED, logprobs=3))
     assert expected.logprobs is not None

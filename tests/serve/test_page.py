@@ -99,6 +99,7 @@ def visit(browser: Any, served: Running) -> Iterator[Visit]:
     made.page.close()
 
 
+@pytest.mark.slow
 def test_the_sentence_writes_itself_unasked_and_is_labelled(visit: Visit) -> None:
     assert "The same answer, sooner." in visit.at_once and "Plain decoding" in visit.at_once
     visit.page.wait_for_function("() => document.getElementById('moment').value > 20")
@@ -160,6 +161,7 @@ def test_a_word_tells_who_proposed_it(visit: Visit) -> None:
     assert visit.page.locator(".answer .tok.draft, .answer .tok.branch").count() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", tiered(("wall", "c10"), "wall".__eq__))
 def test_four_methods_race_to_the_same_text(visit: Visit, clock: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadMeter, "other_cores", lambda meter: 1.5)
@@ -172,6 +174,7 @@ def test_four_methods_race_to_the_same_text(visit: Visit, clock: str, monkeypatc
     assert ("This machine is busy, figures are rough" in visit.page.inner_text("#race-rough")) == (clock == "wall")
 
 
+@pytest.mark.slow
 def test_a_race_offers_an_answer_that_copies_and_a_free_one_and_says_why(visit: Visit, served: Running) -> None:
     visit.page.emulate_media(reduced_motion="reduce")
     copying, free = served.http.get("/v1/live").json()["examples"]
@@ -227,6 +230,7 @@ def test_everything_can_be_done_by_keyboard(visit: Visit) -> None:
     visit.page.wait_for_selector("#tracks[data-done]")
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("scheme", tiered(("light", "dark"), "dark".__eq__))
 @pytest.mark.parametrize("shape", tiered(SHAPES, "phone".__eq__))
@@ -245,6 +249,7 @@ def test_axe_finds_nothing_wrong_and_nothing_is_wider_than_the_screen(
     visit.page.close()
 
 
+@pytest.mark.slow
 def test_who_wants_less_motion_sees_a_still(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url, reduced_motion="reduce")
     before = visit.page.input_value("#moment")
@@ -271,6 +276,7 @@ def test_a_key_is_asked_for_where_one_is_wanted(browser: Any, pair: tuple[str, s
         visit.page.close()
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_answered_beside_its_field(browser: Any, pair: tuple[str, str], tmp_path: Path) -> None:
     key = new_key(tmp_path / "keys", "alice")
     with running(load_tiny(pair), keys=tmp_path / "keys") as found:
@@ -288,6 +294,7 @@ def test_a_wrong_key_is_answered_beside_its_field(browser: Any, pair: tuple[str,
         visit.page.close()
 
 
+@pytest.mark.slow
 def test_a_key_that_was_taken_away_is_asked_for_again(browser: Any, pair: tuple[str, str], tmp_path: Path) -> None:
     key = new_key(tmp_path / "keys", "alice")
     with running(load_tiny(pair), keys=tmp_path / "keys") as found:
@@ -301,6 +308,7 @@ def test_a_key_that_was_taken_away_is_asked_for_again(browser: Any, pair: tuple[
         visit.page.close()
 
 
+@pytest.mark.slow
 def test_the_chat_follows_its_answer(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url, "low")
     visit.ask()
@@ -309,6 +317,7 @@ def test_the_chat_follows_its_answer(browser: Any, served: Running) -> None:
     visit.page.close()
 
 
+@pytest.mark.slow
 def test_who_scrolls_back_while_an_answer_is_written_is_left_there(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url, "low")
     with served.held():
@@ -339,6 +348,7 @@ def test_a_question_entered_during_an_answer_is_asked_after_it(visit: Visit, ser
     assert visit.page.locator(".asked-by.waiting").count() == 0 and visit.page.inner_text("#send") == "Ask"
 
 
+@pytest.mark.slow
 def test_stop_stops_the_answer_and_keeps_what_was_typed(visit: Visit, served: Running) -> None:
     with served.held():
         visit.page.fill("#question", QUESTION)
@@ -350,6 +360,7 @@ def test_stop_stops_the_answer_and_keeps_what_was_typed(visit: Visit, served: Ru
         assert visit.page.input_value("#question") == "half a que"
 
 
+@pytest.mark.slow
 def test_the_recording_keeps_its_height_while_it_plays(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url, "phone", reduced_motion="reduce")
     for width in (320, 360, 412, 1280):
@@ -370,6 +381,7 @@ def test_the_recording_keeps_its_height_while_it_plays(browser: Any, served: Run
     visit.page.close()
 
 
+@pytest.mark.slow
 def test_the_story_of_a_word_does_not_cover_the_word(browser: Any, served: Running) -> None:
     visit = Visit(browser, served.url, "phone")
     visit.page.select_option("#chat-method", "pearl")

@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", tiered(CASES, lambda case: case in CASES[::8]), ids=str)
 def test_predicted_latency_is_within_ten_percent_of_what_the_real_method_is_charged(case: Case) -> None:
     assert abs(compare(case, tokens=1200).off) < 0.10
