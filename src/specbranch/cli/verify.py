@@ -52,8 +52,8 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
         for number, answer in enumerate(tracked(answers, "Answers")):
             with naming(str(file), number):
                 results.append(recheck(plain, answer))
-            told = _record(number, results[-1], claimed) if as_json else _sentence(plain, number, results[-1])
-            click.echo(told)
+            shown = _record(number, results[-1], claimed) if as_json else _sentence(plain, number, results[-1])
+            click.echo(shown)
     if not as_json:
         click.echo(_total(results, claimed), err=True)
     return int(any(result.finding == "different" for result in results))

@@ -61,16 +61,16 @@ class DraftInfo:
                 f"{where} is a draft of format {values.get('format')!r}; this version reads format {FORMAT}. Upgrade "
                 "specbranch."
             )
-        told = FileValues(values, f"The configuration of the draft in {where}", f"{KEY}.")
-        layers = told.items("layers")
+        kept = FileValues(values, f"The configuration of the draft in {where}", f"{KEY}.")
+        layers = kept.items("layers")
         if not all(isinstance(layer, int) and layer >= 0 for layer in layers):
-            told.refuse("layers", "a list of layers' numbers")
+            kept.refuse("layers", "a list of layers' numbers")
         info = cls(
-            target=told.text("target"),
-            target_fingerprint=told.text("target_fingerprint"),
+            target=kept.text("target"),
+            target_fingerprint=kept.text("target_fingerprint"),
             layers=tuple(layers),
-            head_tokens=None if told.get("head_tokens") is None else told.count("head_tokens"),
-            storage=cast(Storage, told.text("storage", "bfloat16")),
+            head_tokens=None if kept.get("head_tokens") is None else told.count("head_tokens"),
+            storage=cast(Storage, kept.text("storage", "bfloat16")),
         )
         if info.storage not in STORAGES:
             raise ModelError(f"{where} stores its weights as {info.storage!r}; expected one of {', '.join(STORAGES)}.")

@@ -102,13 +102,13 @@ class ChildRound:
     heads: dict[int, Branch] | None = None
     made: dict[int, Drafted] | None = None
     span: Span | None = None
-    target_done: bool = False  # and the child was told so
+    target_done: bool = False  # and the child was sent that
     ending: bool = False  # the child was asked for what there is
     late: bool = False  # the round has gone on without it
 
     @property
     def announced(self) -> bool:
-        """Whether the first heads are known, or will not be told any more."""
+        """Whether the first heads are known, or will not come any more."""
         return self.heads is not None or self.made is not None
 
 
@@ -324,7 +324,7 @@ class Process:
         work.orders = told_whole(work.orders, sessions)
         self._allow(work)
         self._post(Work(work.ticket, work.orders))
-        if work.target_done:  # told before, but not of this work
+        if work.target_done:  # sent before, but not of this work
             self._post(TargetDone(work.ticket))
         if work.ending:
             self._post(Enough(work.ticket))
