@@ -69,7 +69,7 @@ class DraftInfo:
             target=kept.text("target"),
             target_fingerprint=kept.text("target_fingerprint"),
             layers=tuple(layers),
-            head_tokens=None if kept.get("head_tokens") is None else told.count("head_tokens"),
+            head_tokens=None if kept.get("head_tokens") is None else kept.count("head_tokens"),
             storage=cast(Storage, kept.text("storage", "bfloat16")),
         )
         if info.storage not in STORAGES:
