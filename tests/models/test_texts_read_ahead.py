@@ -85,7 +85,7 @@ def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
             moved.append(len(target._moves))
 
     monkeypatch.setattr(target, "keep", kept)
-    for number in range(4):
+    for number in range(8):
         text = planned(works, "specbranch", params, number, 40, repeats=4)[0]
         assert text == planned(plain, "autoregressive", params, number, 40, repeats=4)[0]
     assert len(moved) > 5 and any(moved) and target.followed_right >= 0.8 * target.followed
