@@ -97,6 +97,7 @@ def test_the_ratio_rule_gives_the_same_tokens_in_company(pair: tuple[str, str], 
     assert [output.token_ids for output in run(pair, work)] == expected
 
 
+@pytest.mark.slow
 def test_streams_add_up_to_their_answers(pair: tuple[str, str], reference: LLM) -> None:
     async def one(engine: AsyncLLM, prompt: str) -> list[Chunk]:
         return [chunk async for chunk in engine.stream(prompt, PARAMS)]
@@ -111,6 +112,7 @@ def test_streams_add_up_to_their_answers(pair: tuple[str, str], reference: LLM) 
         assert all(chunk.output is None for chunk in chunks[:-1])
 
 
+@pytest.mark.slow
 def test_threads_send_requests_too(pair: tuple[str, str], reference: LLM) -> None:
     engine, found = AsyncLLM(load(pair)), dict[int, Any]()
 
@@ -138,6 +140,7 @@ async def _until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["close the iterator", "cancel the task", "cancel the submission"])
 def test_a_request_that_is_cancelled_is_gone_and_disturbs_no_other(
     pair: tuple[str, str], reference: LLM, way: str
@@ -473,6 +476,7 @@ def test_a_watcher_that_raises_is_left_alone_by_its_request_and_all_others(
     assert caplog.text.count("on_round watcher raised") == 1
 
 
+@pytest.mark.slow
 def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = AsyncLLM(load(pair))
     post = engine.post

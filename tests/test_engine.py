@@ -191,6 +191,7 @@ def test_an_interrupted_answer_leaves_the_draft_process_in_step(
         assert answer.stats["rounds_without_draft"] == 0 and answer.stats["accepted"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", tiered(("native", "transformers"), "native".__eq__))
 def test_a_text_that_outgrows_the_draft_goes_on_without_it(runner: Any, pair: tuple[str, str], tmp_path: Path) -> None:
     _, short = make_pair(tmp_path / "short", positions=48)

@@ -11,6 +11,7 @@ from specbranch.errors import BadParameter
 from specbranch.measure.probes import Effort
 
 
+@pytest.mark.slow
 def test_a_pair_is_measured_by_the_executor_that_runs_it(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

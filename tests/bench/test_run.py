@@ -222,6 +222,7 @@ def test_a_run_that_says_something_else_is_not_lossless(
     assert found == {"autoregressive": True, "speculative": False}
 
 
+@pytest.mark.slow
 def test_a_sample_of_replays_repeated_with_both_models_agrees(lab: Lab) -> None:
     agreement = check_replay(lab, job(), C5, most=6)  # of six settings with a draft two plan by the clock
     assert (agreement.runs, agreement.same_text, agreement.counted, agreement.same_counts) == (6, 6, 4, 4)

@@ -166,6 +166,7 @@ def one_prompt() -> Suite:
     return SUITES[0].first(1)
 
 
+@pytest.mark.slow
 def test_another_clock_is_charged_for_what_was_replayed_already(fresh: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     Tuner(fresh, goal()).search("pearl")
     monkeypatch.setattr(NotingDecoder, "noted", None)

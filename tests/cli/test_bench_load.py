@@ -104,6 +104,7 @@ def test_models_may_have_the_shape_of_larger_ones(command: Command, tiny: Pair, 
     assert {row["differing"] for row in rows} == {0} and all("tiny-" in row["pair"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_target_alone_can_be_loaded(command: Command, tiny: Pair, prompts: Path) -> None:
     given = ("--prompts", str(prompts / "birds.jsonl"), "--records", str(prompts / "records"), "--max-tokens", "12")
     asked = ("bench", "load", "--target", tiny.target, *given, "--at-once", "2", "--repeats", "1", "--json")

@@ -215,6 +215,7 @@ def test_mistakes_are_sentences(
     assert not (prompts / "out" / "runs.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_target_alone_has_no_draft_to_shape_and_no_methods_that_need_one(
     command: Command, pair: tuple[str, str], prompts: Path
 ) -> None:

@@ -267,6 +267,7 @@ def test_writing_stops_at_the_tokens_asked_for_and_reports_on_the_way(
     assert finished == sorted(finished) and all(int(speed) > 0 for _, _, speed in watcher.notes)
 
 
+@pytest.mark.slow
 def test_writing_stops_when_the_time_is_over(target: WritingTarget, tokenizer: Tokenizer) -> None:
     watcher = Watcher()
     write(target, tokenizer, settings(tokens=None, seconds=0.3, steps=4), watcher)
@@ -330,6 +331,7 @@ def test_without_a_chat_template_the_text_is_plain_and_that_is_said_once(
     assert caplog.text.count("no chat template") == 1
 
 
+@pytest.mark.slow
 def test_without_an_end_token_answers_fill_their_length(
     target: WritingTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

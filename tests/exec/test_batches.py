@@ -113,6 +113,7 @@ def join_some(
         joined.append(start(loop, *waiting.pop(0)))
 
 
+@pytest.mark.slow
 @each_value
 @pytest.mark.parametrize("rules", [("match",), ("match", "ratio")], ids=["match", "both-rules"])
 def test_sessions_joining_at_different_times_give_what_each_gives_alone(

@@ -294,6 +294,7 @@ def test_every_part_brings_something(part: Part) -> None:
     assert longer > 0
 
 
+@pytest.mark.slow
 def test_without_lookup_nothing_is_looked_up() -> None:
     for seed in SEEDS[:1]:
         script = Scripted.of(repeating(200), 0.3, seed)

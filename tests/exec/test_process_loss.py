@@ -379,6 +379,7 @@ def test_a_stopped_child_counts_as_hung_and_is_replaced() -> None:
         assert not alive(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"), [("raises", "FileNotFoundError: draft weights are missing"), ("exits", "the draft process ended")]
 )
@@ -527,6 +528,7 @@ def make_always_faulty(how: str) -> Drafter:
     return Drafter(runner)
 
 
+@pytest.mark.slow
 def test_a_child_that_breaks_in_every_round_is_waited_for_longer_and_longer(
     clock: HandClock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,7 @@ def planted(seed: int = 0, told: float = 3.0, sure: float = 1.0) -> LabelledRoun
     return LabelledRounds(features.half(), taken, left, taken.roll(1), confidence, confidence**2, text, text % 2)
 
 
+@pytest.mark.slow
 def test_a_network_learns_what_is_planted_and_says_it_with_the_right_chances() -> None:
     parts = dealt(planted())
     fitted = fit(parts, SETTINGS)
@@ -69,6 +70,7 @@ def test_few_texts_are_refused() -> None:
         dealt(rounds.where(rounds.text < 4))
 
 
+@pytest.mark.slow
 def test_calibration_mends_chances_that_are_too_sure() -> None:
     parts = dealt(planted())
     network = fit(parts, SETTINGS).network

@@ -53,6 +53,7 @@ def scored(runner: NativeRunner) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @each_value
 @compiled
 @small

@@ -190,6 +190,7 @@ def test_a_matrix_that_was_in_int8_comes_out_with_the_same_whole_numbers() -> No
     assert ((dense - weight).abs() <= weight.abs().amax(-1, keepdim=True) / 253).all()
 
 
+@pytest.mark.slow
 @needs_kernel
 @pytest.mark.parametrize("stored", ["int8", "bfloat16"])
 def test_the_int8_kernel_for_other_vectors_is_right_too(stored: WeightBits) -> None:

@@ -484,6 +484,7 @@ def test_every_recalled_prefix_has_the_bits_of_reading_it_and_no_page_is_lost(
     Exercise(kind, reference.runner.decoder, reference, random.Random(seed)).run(30)
 
 
+@pytest.mark.slow
 def test_the_exercise_recalls_evicts_overflows_and_is_interrupted(
     references: dict[tuple[str, int], Reference],
 ) -> None:

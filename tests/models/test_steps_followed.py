@@ -195,6 +195,7 @@ def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) 
     assert runner.pool.free == runner.pool.pages
 
 
+@pytest.mark.slow
 def test_what_would_reach_beyond_a_page_is_not_begun(decoder: Any) -> None:
     """Every token has been said before, so that much is looked up and little of it is right."""
     runner, prompt = GpuRunner(decoder, 600), [*range(10, 131), *range(10, 131)]

