@@ -100,7 +100,8 @@ def shared_noise() -> Noise:
 def winner(scores: Tensor, place: Place) -> int:
     """Return argmax(scores + noise) of one row on a CPU [vocabulary], float32; ties to the lowest id.
 
-    Only tokens that can still win are given their noise, about one in ten thousand; where nothing can be compiled, all.
+    Only tokens that can still win are given their noise, a few of them where logits differ much; where nothing can be
+    compiled, all.
     """
     row = scores.numpy()
     top = int(row.argmax())
