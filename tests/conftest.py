@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,16 @@ def short_rehearsals() -> Iterator[None]:
 def nothing_learned_before(nothing_kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is learned in a test stays there."""
     monkeypatch.setenv("SPECBRANCH_EXPERIENCE", str(tmp_path / "experience"))
+
+
+@pytest.fixture(autouse=True)
+def same_logging() -> Iterator[None]:
+    """A server that a test starts in this process sets up logging; the next test finds it as it was."""
+    names = ("", "specbranch", "uvicorn.error")
+    before = [(logger := logging.getLogger(name), logger.level) for name in names]
+    yield
+    for logger, level in before:
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -51,6 +51,11 @@ class Running:
         free = all(places.free == places.total for places in stats.places)
         return free and not stats.running and not stats.waiting and not limits.requests and not limits.samples
 
+    def submitted(self) -> int:
+        """How many requests wait to be admitted while the engine is held."""
+        tasks = list(self.engine._inbox.tasks)
+        return sum(getattr(task, "func", None) == self.engine._admit for task in tasks)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """The engine does nothing meanwhile."""
