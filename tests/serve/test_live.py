@@ -161,7 +161,7 @@ def test_whoever_leaves_before_the_first_word_is_forgotten(served: Running) -> N
     before = served.engine.stats().cancelled
     with served.held():
         waiting = [Visitor(served.url, CHAT, {**ASKED, "max_tokens": 400}) for _ in range(3)]
-        until(lambda: served.server._limits.requests == 3)
+        until(lambda: served.submitted() == 3)
         for visitor in waiting:
             visitor.leave()
         until(lambda: served.server._limits.requests == 0)
