@@ -168,7 +168,7 @@ class Ours:
 
     def prompts(self) -> dict[str, Any]:
         """The prompts as all sides are given them."""
-        from specbranch.suites.suite import load_suites
+        from specbranch.lab.suites.suite import load_suites
 
         data = Path(self.given.data) if self.given.data else None
         suites = load_suites(self.given.suites.split(","), data=data, limit=self.given.limit)
@@ -238,8 +238,7 @@ class Wheel:
     def load(self, path: str) -> dict[str, Any]:
         """Load both servers; the first is timed."""
         import torch
-
-        from specbranch.bench.llamacpp import built_with, make_server
+        from specbranch.lab.bench.llamacpp import built_with, make_server
 
         torch.set_num_threads(self.given.threads)
         start = time.perf_counter()

@@ -39,6 +39,8 @@ from specbranch.core.slots import ROOT, TAIL
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
+from specbranch.lab.bench.mirror import as_transformers
+from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.models.batch import Rows
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
@@ -46,8 +48,6 @@ from specbranch.models.files.weights import Weights
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import Table
-from specbranch.models.mirror import as_transformers
-from specbranch.models.shapes import SHAPES
 from specbranch.text.tokenizer import Tokenizer
 
 EAGER_BAR, COMPILED_BAR = 3.0, 1.15  # times as fast

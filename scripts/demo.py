@@ -21,9 +21,9 @@ from rich.table import Table
 
 from specbranch import LLM, Output, SamplingParams
 from specbranch.cli.paint import LEGEND, show, summary
+from specbranch.clock.shipped import load_profile
 from specbranch.machine_load import LoadMeter, roughness, usable_cores
-from specbranch.sim.shipped import load_profile
-from specbranch.suites.examples import COPYING, EXAMPLES, FREE, Example
+from specbranch.serve.examples import COPYING, EXAMPLES, FREE, Example
 
 PLAIN, OURS = "autoregressive", "specbranch"
 # Those of most interest first: a slow machine leaves out the last ones. Without lookahead, which verifies 120 rows a

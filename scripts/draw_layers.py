@@ -14,18 +14,21 @@ ROOT = Path(__file__).parents[1]
 HIGH, GAP, LEFT, WIDTH = 26, 8, 14, 860
 WORDS = {  # what a row of the picture is about; rows without words speak for themselves
     "cli": "the command line",
-    "bench": "methods held against one another",
-    "doctor": "jobs on a whole pair",
-    "measure": "what a pair costs here",
-    "replay": "decoding from records",
-    "suites": "tools of the lab",
+    "lab.bench": "methods held against one another",
+    "lab.doctor": "jobs on a whole pair",
+    "lab.measure": "what a pair costs here",
+    "lab.replay": "decoding from records, theory",
+    "lab.suites": "tools of the lab",
+    "training.making": "jobs that write a folder",
+    "training.hrad": "the paper's predictor",
+    "training.distill": "drafts for a target",
+    "serve": "the server and its page",
     "engine": "LLM",
+    "hrad": "a predictor at work",
     "assembly": "from names to running parts",
     "pairs": "pairs by name",
-    "hrad": "the paper's predictor",
-    "distill": "drafts for a target",
     "models": "torch, kernels, tokenizers",
-    "sim": "toys, profiles, a virtual clock",
+    "clock": "cost profiles, a virtual clock",
     "exec": "workers and executors",
     "core": "methods, orders, the planner",
     "config": "what users set; files, charts",
@@ -41,9 +44,9 @@ def main() -> None:
 def layers() -> tuple[set[str], ...]:
     """The layers from the bottom up, without those that nobody has built yet."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from test_layers import LAYERS, SOURCE
+    from test_layers import LAYERS, files, layer
 
-    here = {path.stem for path in SOURCE.iterdir()}
+    here = {layer(path) for path in files()}
     return tuple(names & here for names in LAYERS)
 
 

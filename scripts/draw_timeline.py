@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import PolicyName, SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -16,11 +18,9 @@ from specbranch.core.request import Request
 from specbranch.core.session import Session
 from specbranch.core.trace import Trace
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.clock import MeteredDrafter, VirtualClock
-from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import ToyLaw, ToyRunner
-from specbranch.traces.rounds import TracedRound, read_rounds
-from specbranch.traces.timeline_svg import draw_comparison
+from specbranch.lab.toys.toys import ToyLaw, ToyRunner
+from specbranch.lab.traces.rounds import TracedRound, read_rounds
+from specbranch.lab.traces.timeline_svg import draw_comparison
 
 PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
 TITLES = {

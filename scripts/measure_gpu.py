@@ -21,13 +21,13 @@ import torch
 from shapes import DTYPE, Shaped
 from torch import Tensor
 
+from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.models.batch import Rows
 from specbranch.models.gpu import attention
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import Views, pack, views
 from specbranch.models.gpu.step import GpuStep, Graphs
-from specbranch.models.shapes import SHAPES
 
 CASES = ("7b", "8b", "1b", "33b", "7b@8000", "8b@8000", "1b:int8", "1b:int4", "8b:int8", "8b:int4")
 BARS = {  # milliseconds for one row, share of the floor, times one row for 16; 0: none

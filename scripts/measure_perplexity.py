@@ -62,7 +62,7 @@ def main() -> None:
 def windows(model: str, many: int, length: int) -> list[list[int]]:
     """The first tokens of our articles, cut into windows."""
     from specbranch.assembly import ModelChoice, load_tokenizer
-    from specbranch.suites.suite import load_suite
+    from specbranch.lab.suites.suite import load_suite
 
     text = "\n\n".join(prompt.turns[0].partition("\n\n")[2] for prompt in load_suite("own-summary").prompts)
     ids = load_tokenizer(ModelChoice(model)).encode(text)

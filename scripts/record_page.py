@@ -19,10 +19,10 @@ from typing import Any
 
 from specbranch import LLM, SamplingParams
 from specbranch.answer import Output
+from specbranch.clock.shipped import load_profile
+from specbranch.lab.suites.suite import load_suite
 from specbranch.provenance import source_commit
-from specbranch.sim.shipped import load_profile
-from specbranch.suites.suite import load_suite
-from specbranch.traces.frames import Film, Frame
+from specbranch.serve.frames import Film, Frame
 
 FILE = Path(__file__).parents[1] / "src" / "specbranch" / "serve" / "page_files" / "recording.json"
 QUESTION = "What is the Pythagorean theorem?"

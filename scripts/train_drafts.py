@@ -3,8 +3,8 @@ scripts/train_drafts.py --help`.
 
 On one H200 the writing takes about 5 minutes and each draft 2 to 8; every part can be run by itself and goes on where
 it was stopped. The figures of what was shipped are in each provenance.json. No prompt of a benchmark goes in: the
-target invents all questions, from the openings in specbranch.distill.openings; `scripts/check_material.py` searches the
-material for benchmark prompts.
+target invents all questions, from the openings in `training/distill/openings.py`; `scripts/check_material.py` searches
+the material for benchmark prompts.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ import torch
 
 from specbranch.assembly import chosen_device, load_runner
 from specbranch.cli.progress import Bars, counted, pulled
-from specbranch.hrad.rounds import LabelledRounds
-from specbranch.hrad.train import FitSettings, dealt, fit
-from specbranch.making.predictor import PredictorJob, load_collector, save, trained, written, written_texts
 from specbranch.pairs import chosen_models
+from specbranch.training.hrad.rounds import LabelledRounds
+from specbranch.training.hrad.train import FitSettings, dealt, fit
+from specbranch.training.making.predictor import PredictorJob, load_collector, save, trained, written, written_texts
 
 PAIRS = ("smollm2-weak", "smollm2-default", "smollm2-strong")
 SHIPPED_LAYERS = 4

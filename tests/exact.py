@@ -22,7 +22,7 @@ from specbranch.core.stats import Stats
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.toys import ToyLaw, ToyRunner, ToySampler, shaped
+from specbranch.lab.toys.toys import ToyLaw, ToyRunner, ToySampler, shaped
 
 Tokens = tuple[int, ...]
 SOUND = 1e-4  # a correct law passes above this; the seeds are fixed, so it passes always

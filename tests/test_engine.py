@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from small_tokenizers import byte_fallback, save
 from specbranch import LLM, SamplingParams, SpeculativeConfig
 from specbranch.answer import Output
+from specbranch.clock.shipped import load_profile
 from specbranch.config import ExecutorName, WeightsName
 from specbranch.core.methods import METHODS
 from specbranch.core.pages import PAGE
 from specbranch.errors import BadParameter, CacheFull, ModelError, SpecBranchError, VocabularyMismatch
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.sim.shipped import load_profile
 from specbranch.text.chat_template import Message
 from tiers import each_value, tiered
 from tiny_pair import make_gpt2, make_pair

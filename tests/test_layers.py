@@ -20,23 +20,25 @@ LAYERS = (
     {"config", "extras", "files", "charts", "machine_load", "progress", "provenance", "gguf_header", "file_values"},
     {"core"},
     {"exec"},
-    {"sim"},
+    {"clock"},
     {"models", "text"},
-    {"distill"},
-    {"hrad"},
     {"pairs"},
     {"answer", "assembly", "experiences"},
-    {"foretelling", "submission"},
+    {"hrad", "submission"},
     {"engine"},
     {"async_engine"},
-    {"recheck", "suites", "traces", "study"},
     {"serve"},
-    {"replay"},
-    {"measure"},
-    {"doctor", "making"},
-    {"bench"},
+    {"training.distill"},
+    {"training.hrad"},
+    {"training.making"},
+    {"lab.recheck", "lab.suites", "lab.traces", "lab.toys"},
+    {"lab.study", "lab.replay"},
+    {"lab.measure"},
+    {"lab.inflation", "lab.doctor"},
+    {"lab.bench"},
     {"cli"},
 )
+BUILDINGS = ("training", "lab")  # the engine imports neither
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = (  # layers that load without it
     *(
@@ -45,16 +47,15 @@ WITHOUT_TORCH = (  # layers that load without it
         "extras",
         "core",
         "exec",
-        "sim",
+        "clock",
         "pairs",
         "answer",
         "assembly",
         "experiences",
-        "foretelling",
         "engine",
         "submission",
         "async_engine",
-        "recheck",
+        "lab.recheck",
         "cli",
     ),
 )
@@ -75,8 +76,9 @@ def files() -> list[Path]:
 
 
 def layer(path: Path) -> str:
-    """The first part of a file's place in the package: a package or a module of its own."""
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    """The first part of a file's place in the package, two parts in the lab and in training."""
+    first, *rest = path.relative_to(SOURCE).with_suffix("").parts
+    return f"{first}.{rest[0]}" if first in BUILDINGS and rest[0] != "__init__" else first
 
 
 @cache
@@ -103,18 +105,19 @@ def _walk(node: ast.AST, at_once: bool) -> Iterator[tuple[str, bool]]:
 def own(module: str) -> str | None:
     """Which of our layers an import reaches; None for other packages and for what the package itself holds (its
     version)."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == "specbranch" and len(parts) > 1 and parts[1] in RANK else None
+    top, *parts = module.split(".")
+    reached = ".".join(parts[:2]) if parts[:1] and parts[0] in BUILDINGS else ".".join(parts[:1])
+    return reached if top == "specbranch" and reached in RANK else None
 
 
 def test_every_file_belongs_to_a_layer() -> None:
-    assert {layer(path) for path in files()} - {"__init__", "__main__"} <= RANK.keys()
+    assert {layer(path) for path in files()} - {"__init__", "__main__", *BUILDINGS} <= RANK.keys()
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
     here = layer(path)
-    if here in ("__init__", "__main__"):
+    if here in ("__init__", "__main__", *BUILDINGS):
         return
     for found in imports(path):
         there = own(found.module)
@@ -145,7 +148,7 @@ def test_extras_are_imported_only_where_they_are_used() -> None:
         for one in imports(path)
         if one.module in ("optuna", "accelerate")
     }
-    assert found == {("bench/tuning.py", "optuna", False)}
+    assert found == {("lab/bench/tuning.py", "optuna", False)}
 
 
 def test_what_a_server_needs_is_imported_by_the_server_alone() -> None:
@@ -197,7 +200,7 @@ def _module(imported: str, names: dict[str, Path]) -> str | None:
         "specbranch",
         "specbranch.core.methods, specbranch.core.loop",
         "specbranch.exec.serial, specbranch.exec.streams, specbranch.exec.process, specbranch.exec.child",
-        "specbranch.sim.clock",
+        "specbranch.clock.virtual_clock",
         "specbranch.engine",
         "specbranch.cli.main",
     ],

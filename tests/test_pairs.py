@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specbranch import LLM, SamplingParams, pairs
-from specbranch.distill.draft_name import KEY
 from specbranch.errors import BadParameter, ModelError
+from specbranch.models.drafts.draft_name import KEY
 from specbranch.models.files.store import KNOWN
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, MissingDraft, Pair, card, chosen_models, draft_folder, draft_path
 

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from specbranch.bench.results import ResultRow
+from specbranch.lab.bench.results import ResultRow
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "write_benchmarks.py"
 SPEC = importlib.util.spec_from_file_location("write_benchmarks", SCRIPT)

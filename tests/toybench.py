@@ -16,6 +16,8 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import PolicyName, Rule, SamplingParams, SpeculativeConfig
 from specbranch.core import noise
 from specbranch.core.experience import Experience
@@ -40,9 +42,7 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.clock import MeteredDrafter, VirtualClock
-from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import ListLaw, Logits, ToyLaw, ToyRunner, shaped
+from specbranch.lab.toys.toys import ListLaw, Logits, ToyLaw, ToyRunner, shaped
 
 VOCABULARY = 6
 SHARPNESS = 2.0

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.shipped import load_profile
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import WEIGHTS, ExecutorName, WeightsName
 from specbranch.core.loop import Executor
 from specbranch.core.runner import Runner
@@ -25,9 +28,6 @@ from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.pairs import draft_path
-from specbranch.sim.clock import MeteredDrafter, VirtualClock
-from specbranch.sim.profile import CostProfile
-from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
     from specbranch.models.files.fetch import Progress
@@ -135,7 +135,7 @@ def assemble(
 def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
     """Return the choice of a draft that is to run beside a target, a pair's by its folder: one made by `distill`
     shares with it."""
-    from specbranch.distill.draft_name import is_draft_folder
+    from specbranch.models.drafts.draft_name import is_draft_folder
 
     found = replace(draft, name=draft_path(draft.name))
     return replace(found, shares=target) if is_draft_folder(found.name) else found
@@ -143,8 +143,8 @@ def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     """Return the path or id to load a model from, fetching a known one first if it is not here."""
+    from specbranch.lab.inflation.recipe import is_inflation, read_inflation
     from specbranch.models.files import store
-    from specbranch.models.files.inflation import is_inflation, read_inflation
 
     if is_inflation(choice.name):
         fetched(replace(choice, name=read_inflation(choice.name).source), progress)
@@ -163,7 +163,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
     device = chosen_device(choice.device)
     dtype = getattr(torch, choice.dtype) if choice.dtype else None
     if choice.shares:
-        from specbranch.distill.load import load_draft
+        from specbranch.models.drafts.load import load_draft
 
         target = fetched(replace(choice, name=choice.shares))
         asked: dict[str, Any] = {
@@ -219,7 +219,7 @@ def kept_by_draft(cache_dtype: str | None, device: str | None) -> str | None:
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Load a model's tokenizer."""
-    from specbranch.models.files.inflation import uninflated
+    from specbranch.lab.inflation.recipe import uninflated
     from specbranch.models.files.locate import locate
     from specbranch.models.files.store import cache_folder
     from specbranch.text.tokenizer import Tokenizer

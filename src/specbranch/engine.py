@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from specbranch.answer import Answer, Chunk, Output, gather
 from specbranch.assembly import DeviceMap, ModelChoice, RunnerName, assemble, circumstances, cost_profile, kept_by_draft
+from specbranch.clock.shipped import load_profile
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import AT_ONCE, ExecutorName, SamplingParams, SpeculativeConfig, WeightsName
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.loop import DraftState, Loop, RoundLimits
@@ -33,10 +35,8 @@ from specbranch.errors import BadParameter
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import ExperienceFile, Experiences, experience_folder
-from specbranch.foretelling import Foretelling
+from specbranch.hrad.foretelling import Foretelling
 from specbranch.pairs import chosen_models
-from specbranch.sim.clock import MeteredDrafter, VirtualClock
-from specbranch.sim.shipped import load_profile
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
@@ -294,7 +294,7 @@ class LLM:
 
     def step_seconds(self, prompt: Sequence[int]) -> float:
         """Measure one forward of the target over one token after a prompt, in seconds."""
-        from specbranch.distill.agreement import step_seconds
+        from specbranch.training.distill.agreement import step_seconds
 
         return step_seconds(self._verifier.runner, prompt)
 

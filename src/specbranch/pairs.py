@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbranch.distill.draft_name import draft_config
 from specbranch.errors import BadParameter, ModelError, unknown
+from specbranch.models.drafts.draft_name import draft_config
 
 DRAFTS_VARIABLE = "SPECBRANCH_DRAFTS"
 IN_PACKAGE = Path(__file__).parent / "drafts"

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 from in_process import Command
 
-from specbranch.sim.profile import CostProfile
-from specbranch.study import study
-from specbranch.study.strategies import STRATEGIES, StrategyName
+from specbranch.clock.profile import CostProfile
+from specbranch.lab.study import study
+from specbranch.lab.study.strategies import STRATEGIES, StrategyName
 
 
 @pytest.fixture

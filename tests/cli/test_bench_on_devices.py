@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from in_process import Command, Done
+from specbranch.lab.bench.job import DRAWN
+from specbranch.lab.bench.presets import GPU_BRIEF, PRESETS, TOLD
 
-from specbranch.bench.job import DRAWN
-from specbranch.bench.presets import GPU_BRIEF, PRESETS, TOLD
-from specbranch.models.shapes import SHAPES
+from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
 
 SHAPED = (
@@ -120,7 +120,7 @@ def test_of_several_contexts_the_first_is_drawn(
 ) -> None:
     drawn: list[int] = []
     monkeypatch.setattr(
-        "specbranch.bench.job.draw_timeline",
+        "specbranch.lab.bench.job.draw_timeline",
         lambda lab, setting, record, folder: drawn.append(len(record.task.prompt)),
     )
     contexts = ("--context", "160", "--context", "256")

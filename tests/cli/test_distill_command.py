@@ -15,11 +15,11 @@ import pytest
 import torch
 from filelock import FileLock
 from in_process import Command, Done
+from specbranch.training.distill.material import Material
 
-from specbranch.distill.draft_folder import read_draft
-from specbranch.distill.material import Material
 from specbranch.errors import ModelError
-from specbranch.making import draft as draft_job
+from specbranch.models.drafts.draft_folder import read_draft
+from specbranch.training.making import draft as draft_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from in_process import Command
 
-from specbranch.measure import likeness
-from specbranch.models.files.inflated import InflatedSource
+from specbranch.lab.inflation.tensors import InflatedSource
+from specbranch.lab.measure import likeness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "A branch is a guess"

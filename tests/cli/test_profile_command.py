@@ -9,9 +9,9 @@ import pytest
 from in_process import Command
 
 from specbranch.cli.profile import _verdict
-from specbranch.measure import check_profile, profile_pair
-from specbranch.measure.check_profile import CHECKED, Compared
-from specbranch.measure.probes import Effort
+from specbranch.lab.measure import check_profile, profile_pair
+from specbranch.lab.measure.check_profile import CHECKED, Compared
+from specbranch.lab.measure.probes import Effort
 
 
 @pytest.fixture(autouse=True)

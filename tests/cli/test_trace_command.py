@@ -90,7 +90,7 @@ def test_bad_input_is_a_sentence(models: list[str], tmp_path: Path, command: Com
 def test_a_profile_of_another_pair_is_refused_unless_forced(
     models: list[str], tmp_path: Path, command: Command
 ) -> None:
-    from specbranch.sim.profile import CostProfile
+    from specbranch.clock.profile import CostProfile
 
     file = tmp_path / "other.json"
     CostProfile(

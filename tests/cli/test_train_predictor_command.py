@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from in_process import Command, Done
+from specbranch.training.distill.material import Material
 
-from specbranch.distill.material import Material
 from specbranch.hrad.predictor import Predictor
 
 pytestmark = pytest.mark.usefixtures("one_thread")

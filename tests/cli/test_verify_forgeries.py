@@ -18,7 +18,7 @@ from in_process import Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbranch.cli.main import run
-from specbranch.recheck.compare import NEAR
+from specbranch.lab.recheck.compare import NEAR
 
 PROMPT = "A branch is a guess"
 AT = 2  # where the tie stands in the answer

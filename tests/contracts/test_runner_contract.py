@@ -23,7 +23,7 @@ from specbranch.core.rows import RowRunner
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull
-from specbranch.sim.toys import START, Logits, ToyLaw, ToyRunner
+from specbranch.lab.toys.toys import START, Logits, ToyLaw, ToyRunner
 from tiers import each_value
 
 CONTEXT, TAIL = 60, 24

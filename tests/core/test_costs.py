@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from specbranch.clock.profile import CostProfile
 from specbranch.config import SpeculativeConfig
 from specbranch.core import rehearsal
 from specbranch.core.costs import LearnedCosts
@@ -16,7 +17,6 @@ from specbranch.core.orders import Context, Grow, Orders, Reports, Span, Verify
 from specbranch.core.rehearsal import ROWS, WIDTHS, rehearse
 from specbranch.core.trees import NO_TREE, Growth, Tree
 from specbranch.exec.serial import Serial
-from specbranch.sim.profile import CostProfile
 from toybench import Case, Ending, make_drafter, make_verifier, next_number, run_out, serial, virtual_clock
 
 GROWTH = Growth((1.0,), Experience().insight.chances())

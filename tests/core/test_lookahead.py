@@ -15,7 +15,7 @@ from specbranch.core.orders import Aside
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.toys import Logits, State, ToyLaw, ToyRunner
+from specbranch.lab.toys.toys import Logits, State, ToyLaw, ToyRunner
 from toybench import Case, Ending, answer, decode, plainly
 
 FAR = 1000

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from specbranch.clock.profile import CostProfile
 from specbranch.core.market import LaneOffer, RowOffer, granted, let_draft, pays_alone
-from specbranch.sim.profile import CostProfile
 
 FLAT = CostProfile(target=((1, 0.01), (512, 0.011)), draft=((1, 0.001), (64, 0.0011)))
 STEEP = CostProfile(target=((1, 0.01), (2, 0.02), (512, 5.12)), draft=((1, 0.01), (2, 0.02)))

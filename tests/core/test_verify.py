@@ -16,7 +16,7 @@ from specbranch.core.noise import Purpose
 from specbranch.core.orders import Context, Sparse, Verify
 from specbranch.core.slots import ROOT
 from specbranch.core.verify import Head, Uniform, accept_match, accept_ratio
-from specbranch.sim.toys import ListLaw, ToyLaw, shaped
+from specbranch.lab.toys.toys import ListLaw, ToyLaw, shaped
 
 ON = Context(0, (0,))
 LOW = 1e-12

@@ -15,7 +15,7 @@ from specbranch.core.request import Request
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import AT_ONCE
-from specbranch.sim.toys import ListLaw, ToyRunner, shaped
+from specbranch.lab.toys.toys import ListLaw, ToyRunner, shaped
 from toybench import VOCABULARY, law
 
 RULES: tuple[tuple[float, Rule], ...] = ((0.0, "match"), (0.8, "match"), (0.8, "ratio"))

@@ -10,6 +10,8 @@ from itertools import count
 import pytest
 
 import toybench
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Rule, SpeculativeConfig
 from specbranch.core.loop import Executor, Loop
 from specbranch.core.methods import METHODS, MethodRounds
@@ -20,9 +22,7 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.clock import MeteredDrafter, VirtualClock
-from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import ToyRunner
+from specbranch.lab.toys.toys import ToyRunner
 from tiers import each_value, tiered
 from toybench import (
     MOST_ROUNDS,

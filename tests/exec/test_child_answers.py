@@ -15,7 +15,7 @@ from specbranch.core.request import Request
 from specbranch.core.trees import NO_TREE, Growth, Node, Tree
 from specbranch.exec.child_answers import Asked, BadAnswer
 from specbranch.exec.drafter import Drafter
-from specbranch.sim.toys import ToyRunner
+from specbranch.lab.toys.toys import ToyRunner
 from toybench import PROFILE, VOCABULARY, law
 
 NOW = Span(1.0, 2.0)

@@ -28,7 +28,7 @@ from specbranch.core.tree_rounds import growing
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
-from specbranch.sim.toys import ToyRunner
+from specbranch.lab.toys.toys import ToyRunner
 from tiers import covering, each_pair, each_value, tiered
 from toybench import (
     PROFILE,

@@ -24,7 +24,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.toys import Logits, ToyRunner
+from specbranch.lab.toys.toys import Logits, ToyRunner
 from toybench import Deferred, run_out
 
 pytestmark = pytest.mark.slow

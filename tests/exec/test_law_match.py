@@ -17,7 +17,7 @@ from specbranch.core import noise
 from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS, MethodRounds
 from specbranch.core.session import Session
-from specbranch.sim.toys import ToyLaw
+from specbranch.lab.toys.toys import ToyLaw
 from tiers import tiered
 
 LENGTH = 4

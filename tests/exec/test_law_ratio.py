@@ -27,7 +27,7 @@ from specbranch.exec.drafter import Announce, Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import never
-from specbranch.sim.toys import ListLaw, Logits, State, ToyLaw, ToyRunner, ToySampler
+from specbranch.lab.toys.toys import ListLaw, Logits, State, ToyLaw, ToyRunner, ToySampler
 from tiers import tiered
 from toybench import SHARED, wandering
 

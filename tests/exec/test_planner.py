@@ -9,6 +9,9 @@ from functools import cache
 
 import pytest
 
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.shipped import load_profile, shipped_profiles
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Part, SamplingParams, SpeculativeConfig
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.experience import Experience, Tally
@@ -24,11 +27,8 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, GrowingTree, Growth
 from specbranch.errors import BadParameter
 from specbranch.exec.verifier import Verifier
-from specbranch.replay.record import Record, Task
-from specbranch.replay.runners import RecordedRunner
-from specbranch.sim.clock import MeteredDrafter, VirtualClock
-from specbranch.sim.profile import CostProfile
-from specbranch.sim.shipped import load_profile, shipped_profiles
+from specbranch.lab.replay.record import Record, Task
+from specbranch.lab.replay.runners import RecordedRunner
 from tiers import tiered
 from toybench import run_out
 

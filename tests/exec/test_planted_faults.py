@@ -20,7 +20,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
-from specbranch.sim.toys import START, Logits, ToyRunner
+from specbranch.lab.toys.toys import START, Logits, ToyRunner
 from toybench import Case, Ending, answer, decode, law, plainly, total
 
 METHODS_WITH_DRAFT = ("speculative", "pearl", "specbranch")

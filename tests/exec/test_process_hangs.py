@@ -39,7 +39,7 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import never
-from specbranch.sim.toys import Logits
+from specbranch.lab.toys.toys import Logits
 from tiers import tiered
 from toybench import (
     MOST_ROUNDS,

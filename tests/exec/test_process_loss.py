@@ -32,7 +32,7 @@ from specbranch.exec.messages import Recipe, TargetDone, Work
 from specbranch.exec.process import LONGEST_WAIT, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
-from specbranch.sim.toys import Logits
+from specbranch.lab.toys.toys import Logits
 from tiers import tiered
 from toybench import (
     MOST_ROUNDS,

@@ -20,7 +20,7 @@ from specbranch.exec.grower import Done
 from specbranch.exec.messages import Open, Recipe, TargetDone, Work
 from specbranch.exec.serial import draft_or_whole
 from specbranch.exec.verifier import Scored, Verifier
-from specbranch.sim.toys import Logits, ToyRunner
+from specbranch.lab.toys.toys import Logits, ToyRunner
 from toybench import PROFILE, Overheard, SlowRunner, drafter_recipe, law
 
 PATIENCE = 10.0  # seconds after which something that should come is not waited for any more

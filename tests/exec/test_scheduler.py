@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import toybench
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Rule, SpeculativeConfig
 from specbranch.core.loop import Executor, Loop, RoundLimits
 from specbranch.core.methods import METHODS, MethodRounds
@@ -29,10 +31,8 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.clock import MeteredDrafter, VirtualClock
-from specbranch.sim.paged_toys import PagedToyRunner
-from specbranch.sim.profile import CostProfile
-from specbranch.sim.toys import Logits, ToyRunner, ToySampler
+from specbranch.lab.toys.paged_toys import PagedToyRunner
+from specbranch.lab.toys.toys import Logits, ToyRunner, ToySampler
 from tiers import each_value, tiered
 from toybench import (
     NAMES,

@@ -25,7 +25,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.sim.toys import Logits, ToyRunner
+from specbranch.lab.toys.toys import Logits, ToyRunner
 from tiers import each_value, tiered
 from toybench import (
     PROFILE,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from specbranch.assembly import ModelChoice
-from specbranch.measure.check_profile import CHECKED, check
-from specbranch.measure.loaded_pair import load_pair
-from specbranch.measure.overlap import TrialRounds
-from specbranch.measure.probes import QUICK
-from specbranch.measure.profile_pair import measure
+from specbranch.lab.measure.check_profile import CHECKED, check
+from specbranch.lab.measure.loaded_pair import load_pair
+from specbranch.lab.measure.overlap import TrialRounds
+from specbranch.lab.measure.probes import QUICK
+from specbranch.lab.measure.profile_pair import measure
 
 pytestmark = pytest.mark.gpu
 

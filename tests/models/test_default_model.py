@@ -18,7 +18,7 @@ from specbranch import LLM, SamplingParams
 from specbranch.config import WeightsName
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
-from specbranch.recheck.compare import NEAR
+from specbranch.lab.recheck.compare import NEAR
 
 pytestmark = [pytest.mark.default_model, pytest.mark.slow]
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.virtual_clock import Charge, MeteredDrafter
 from specbranch.config import SamplingParams
 from specbranch.core.orders import Context, Grow
 from specbranch.core.pages import PAGE
@@ -21,8 +23,6 @@ from specbranch.core.trees import CLASSES, LOOKS, NO_TREE, STANDINGS, Chances, G
 from specbranch.exec.drafter import Drafter
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import load_native
-from specbranch.sim.clock import Charge, MeteredDrafter
-from specbranch.sim.profile import CostProfile
 from tiers import each_value, tiered
 from tiny_models import saved, some_tokens, tiny
 

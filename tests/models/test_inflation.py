@@ -17,10 +17,11 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
+from specbranch.lab.inflation.recipe import FORMAT, Inflation, read_inflation, write_inflation
+from specbranch.lab.inflation.shapes import SHAPES, Shape
+from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture, shape_of
 from specbranch.models import room
 from specbranch.models.files.identity import model_identity
-from specbranch.models.files.inflated import InflatedSource, inflated_architecture, shape_of
-from specbranch.models.files.inflation import FORMAT, Inflation, read_inflation, write_inflation
 from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import Weights, read_weights
@@ -28,7 +29,6 @@ from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import NativeRunner, load_native, open_model
 from specbranch.models.room import weight_bytes
 from specbranch.models.rows import collate
-from specbranch.models.shapes import SHAPES, Shape
 from specbranch.models.transformers_runner import load_transformers
 from test_identity_models import SHAPINGS, decode
 from tiers import each_value, tiered

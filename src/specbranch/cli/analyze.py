@@ -12,7 +12,7 @@ from specbranch.cli.sections import SectionedCommand
 from specbranch.errors import BadParameter
 
 if TYPE_CHECKING:
-    from specbranch.study.study import Study
+    from specbranch.lab.study.study import Study
 
 
 @click.command(cls=SectionedCommand)
@@ -44,7 +44,7 @@ def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: b
     model; about a minute.
     """
     from specbranch.cli.progress import counted
-    from specbranch.study.study import record, run_study, tables
+    from specbranch.lab.study.study import record, run_study, tables
 
     with counted() as progress:
         study = run_study(profiles, progress, tokens)
@@ -54,7 +54,7 @@ def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: b
 
 
 def _write(study: Study, folder: Path) -> None:
-    from specbranch.study.study import charts, record
+    from specbranch.lab.study.study import charts, record
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

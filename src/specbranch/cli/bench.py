@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from specbranch.bench.methods import OUTSIDE, listed
-from specbranch.bench.presets import PRESETS, TOLD, with_preset
-from specbranch.bench.results import BASELINE
 from specbranch.cli.options import TABLES
 from specbranch.cli.sections import SectionedCommand, options_of
+from specbranch.clock.shipped import shipped_profiles
 from specbranch.config import ExecutorName
 from specbranch.errors import BadParameter
+from specbranch.lab.bench.methods import OUTSIDE, listed
+from specbranch.lab.bench.presets import PRESETS, TOLD, with_preset
+from specbranch.lab.bench.results import BASELINE
+from specbranch.lab.suites.suite import ALL_SHIPPED, SUITES
 from specbranch.pairs import DEFAULT_PAIR
-from specbranch.sim.shipped import shipped_profiles
-from specbranch.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
-    from specbranch.bench.load import LoadRow
-    from specbranch.bench.order import BenchOrder
+    from specbranch.lab.bench.load import LoadRow
+    from specbranch.lab.bench.order import BenchOrder
 
 OUT = Path("bench-results")
 # What `tune` shares.
@@ -210,9 +210,9 @@ def run(**given: Any) -> None:
     A pair in larger shapes (--target-shape, --draft-shape) is tuned as it is, by the costs of the larger one, on the
     same device.
     """
-    from specbranch.bench.job import Telling, run_bench
-    from specbranch.bench.table import show
     from specbranch.cli.progress import counted, pulled
+    from specbranch.lab.bench.job import Telling, run_bench
+    from specbranch.lab.bench.table import show
 
     order = _order(with_preset(given), context_is_given=bool(given["context"]))
     with counted() as progress:
@@ -277,13 +277,13 @@ def load(**given: Any) -> None:
 
 
 def _loaded(given: dict[str, Any]) -> list[LoadRow]:
-    from specbranch.bench.clocks import named_clocks
-    from specbranch.bench.lab import Lab, Workload
-    from specbranch.bench.load import run_by_wall, run_load
-    from specbranch.bench.methods import chosen_methods
-    from specbranch.bench.subjects import PairOrder, Running, make_subject
     from specbranch.cli.progress import counted, pulled
-    from specbranch.suites.suite import load_suites
+    from specbranch.lab.bench.clocks import named_clocks
+    from specbranch.lab.bench.lab import Lab, Workload
+    from specbranch.lab.bench.load import run_by_wall, run_load
+    from specbranch.lab.bench.methods import chosen_methods
+    from specbranch.lab.bench.subjects import PairOrder, Running, make_subject
+    from specbranch.lab.suites.suite import load_suites
 
     clocks, counts = named_clocks(given["clock"]), _counts(given["at_once"])
     named = {name: given[name] for name in ("pair", "target", "draft", "target_shape", "draft_shape")}
@@ -320,14 +320,14 @@ def _counts(text: str) -> list[int]:
 
 
 def _load_table(rows: list[LoadRow]) -> list[str]:
-    from specbranch.bench.load import table
+    from specbranch.lab.bench.load import table
 
     return table(rows)
 
 
 def _write_load(rows: list[LoadRow], out: Path) -> None:
-    from specbranch.bench.load import picture
     from specbranch.files import write_whole
+    from specbranch.lab.bench.load import picture
 
     write_whole(out / "load.json", json.dumps({"rows": [row.to_dict() for row in rows]}, indent=2) + "\n")
     for clock in dict.fromkeys(row.clock for row in rows):
@@ -340,8 +340,8 @@ def _write_load(rows: list[LoadRow], out: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def compare_results(before: Path, after: Path, as_json: bool) -> None:
     """Say what changed from one results.json to another, and whether beyond the noise."""
-    from specbranch.bench.compare import compare
-    from specbranch.bench.results import Results
+    from specbranch.lab.bench.compare import compare
+    from specbranch.lab.bench.results import Results
 
     found = compare(Results.load(_file(before)), Results.load(_file(after)))
     click.echo(json.dumps(found.to_dict()) if as_json else "\n".join(found.lines()))
@@ -353,9 +353,9 @@ def _file(path: Path) -> Path:
 
 def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
     """Translate options into an order; what is wrong with them is told in the order in which it is looked at."""
-    from specbranch.bench.clocks import named_clocks
-    from specbranch.bench.lab import Workload
-    from specbranch.bench.order import (
+    from specbranch.lab.bench.clocks import named_clocks
+    from specbranch.lab.bench.lab import Workload
+    from specbranch.lab.bench.order import (
         BenchOrder,
         checked_methods,
         checked_running,

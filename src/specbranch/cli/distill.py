@@ -83,7 +83,7 @@ def distill(as_json: bool, start: str | None, data: Path | None, **given: Any) -
     """
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.progress import counted, pulled
-    from specbranch.making.draft import DraftJob, make_draft
+    from specbranch.training.making.draft import DraftJob, make_draft
 
     prompts = () if data is None else tuple(read_prompts(None, data))
     job = DraftJob(start=_layers(start), prompts=prompts, **given)

@@ -17,8 +17,8 @@ from specbranch.cli.sections import SectionedCommand
 from specbranch.config import ExecutorName
 
 if TYPE_CHECKING:
-    from specbranch.doctor.finding import Finding
-    from specbranch.doctor.gains import Prediction
+    from specbranch.lab.doctor.finding import Finding
+    from specbranch.lab.doctor.gains import Prediction
 
 COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -42,8 +42,8 @@ def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: 
     """
     from specbranch.cli.profile import pair_choices
     from specbranch.cli.progress import counted
-    from specbranch.doctor.examine import Patient, examine
-    from specbranch.measure.loaded_pair import pair_name
+    from specbranch.lab.doctor.examine import Patient, examine
+    from specbranch.lab.measure.loaded_pair import pair_name
 
     target, draft = pair_choices(given)
     name = pair_name(given["pair"], target.name, draft.name)

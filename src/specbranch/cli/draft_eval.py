@@ -15,8 +15,8 @@ from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice
-    from specbranch.distill.agreement import Agreement, AnsweredPrompt
     from specbranch.engine import LLM
+    from specbranch.training.distill.agreement import Agreement, AnsweredPrompt
 
 
 @click.command("draft-eval", cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
@@ -39,7 +39,7 @@ def draft_eval(prompts: Path, limit: int | None, max_tokens: int, raw: bool, as_
     from specbranch.assembly import common_vocabulary, make_drafter
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.options import load_llm
-    from specbranch.distill.agreement import compare, step_seconds
+    from specbranch.training.distill.agreement import compare, step_seconds
 
     asked, choice = read_prompts(None, prompts)[:limit], _draft_choice(given)
     with load_llm({**given, "draft": None, "method": "autoregressive"}) as target:
@@ -70,7 +70,7 @@ def _draft_choice(given: dict[str, Any]) -> ModelChoice:
 def _answers(target: LLM, prompts: list[str], max_tokens: int, raw: bool) -> list[AnsweredPrompt]:
     from specbranch import SamplingParams
     from specbranch.cli.progress import tracked
-    from specbranch.distill.agreement import AnsweredPrompt
+    from specbranch.training.distill.agreement import AnsweredPrompt
 
     texts = []
     for prompt in tracked(prompts, "The target answers"):

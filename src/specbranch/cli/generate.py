@@ -147,8 +147,8 @@ def _show(chunks: Iterable[Chunk], colour: bool) -> None:
 
 def _circumstances(llm: LLM) -> dict[str, Any]:
     """Return what `verify` needs to decode in the same way, and which build made the answer on which device."""
+    from specbranch.lab.recheck.saved import NOTED
     from specbranch.provenance import build, hardware
-    from specbranch.recheck.saved import NOTED
 
     made = {name: getattr(llm, name) for name in (*NOTED, "context_length")}
     return {**made, "build": build(), "device": hardware(llm.device)}

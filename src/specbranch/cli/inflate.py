@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbranch.cli.sections import PATH, SectionedCommand, options_of
-from specbranch.models.shapes import SHAPES, Shape, ShapeChoice
+from specbranch.lab.inflation.shapes import SHAPES, Shape, ShapeChoice
 
 if TYPE_CHECKING:
-    from specbranch.making.inflation import MadeInflation
+    from specbranch.lab.inflation.making import MadeInflation
 
 SIZES = tuple(Shape.__dataclass_fields__)
 TABLE = [
@@ -69,7 +69,7 @@ def inflate(shape: str | None, as_json: bool, **given: Any) -> None:
     draft made by `distill`, or a pair's name for its draft; inflated it has an embedding and a head of its own.
     """
     from specbranch.cli.progress import narrated, pulled
-    from specbranch.making import inflation
+    from specbranch.lab.inflation import making as inflation
 
     sizes = {name: given.pop(name) for name in SIZES}
     wanted = ShapeChoice(shape, {name: size for name, size in sizes.items() if size is not None})
@@ -80,7 +80,7 @@ def inflate(shape: str | None, as_json: bool, **given: Any) -> None:
 
 
 def _table(out: Path, made: MadeInflation) -> str:
-    from specbranch.making.inflation import step_parameters
+    from specbranch.lab.inflation.making import step_parameters
 
     small, large, recipe = made.small, made.large, made.sized.recipe
     rows = [(name.replace("_", " "), f"{size:,}", f"{large.sizes()[name]:,}") for name, size in small.sizes().items()]

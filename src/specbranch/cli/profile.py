@@ -17,9 +17,9 @@ from specbranch.pairs import chosen_models, draft_path
 
 if TYPE_CHECKING:
     from specbranch.assembly import ModelChoice
-    from specbranch.measure.check_profile import Compared
-    from specbranch.measure.loaded_pair import LoadedPair
-    from specbranch.sim.profile import CostProfile
+    from specbranch.clock.profile import CostProfile
+    from specbranch.lab.measure.check_profile import Compared
+    from specbranch.lab.measure.loaded_pair import LoadedPair
 
 
 @click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
@@ -52,8 +52,8 @@ def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **giv
     the profile is put to the test: what it says a few requests take, against what they took.
     """
     from specbranch.cli.progress import counted
-    from specbranch.measure import check_profile
-    from specbranch.measure.profile_pair import measure
+    from specbranch.lab.measure import check_profile
+    from specbranch.lab.measure.profile_pair import measure
 
     _check_out(out)
     with counted() as progress:
@@ -71,7 +71,7 @@ def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **giv
 def _loaded(given: dict[str, Any], executor: ExecutorName) -> LoadedPair:
     """Load the pair that was asked for, fetching what is not here first."""
     from specbranch.cli.progress import pulled
-    from specbranch.measure.loaded_pair import load_pair, pair_name
+    from specbranch.lab.measure.loaded_pair import load_pair, pair_name
 
     target, draft = pair_choices(given)
     pulled(draft_path(draft.name))

@@ -19,10 +19,10 @@ from specbranch.cli.paint import wants_colour
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
-from specbranch.traces.rounds import TracedRound, read_rounds, times
-from specbranch.traces.spans import LOOKS, SpanKind
-from specbranch.traces.timeline import NARROWEST, Style, draw_text, plain
-from specbranch.traces.timeline_svg import draw_svg, subtitle
+from specbranch.lab.traces.rounds import TracedRound, read_rounds, times
+from specbranch.lab.traces.spans import LOOKS, SpanKind
+from specbranch.lab.traces.timeline import NARROWEST, Style, draw_text, plain
+from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM

@@ -89,8 +89,8 @@ def train_predictor(
     """
     from specbranch.cli.generate import read_prompts
     from specbranch.cli.progress import counted, pulled
-    from specbranch.hrad.train import FitSettings
-    from specbranch.making.predictor import PredictorJob, make_predictor
+    from specbranch.training.hrad.train import FitSettings
+    from specbranch.training.making.predictor import PredictorJob, make_predictor
 
     big, small = chosen_models(pair, target, draft)
     if small is None:

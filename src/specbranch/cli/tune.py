@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from specbranch.bench.methods import listed
-from specbranch.bench.results import BASELINE, rate_text, setting_text
 from specbranch.cli.bench import CACHE_OPTION, DATA, DRAFT_WEIGHTS_OPTION, PROFILES, PROMPTS, WEIGHTS_OPTION
 from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName
 from specbranch.errors import BadParameter
-from specbranch.suites.suite import ALL_SHIPPED, SUITES
+from specbranch.lab.bench.methods import listed
+from specbranch.lab.bench.results import BASELINE, rate_text, setting_text
+from specbranch.lab.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
-    from specbranch.bench.tune_job import TuneOrder
-    from specbranch.suites.suite import Suite
+    from specbranch.lab.bench.tune_job import TuneOrder
+    from specbranch.lab.suites.suite import Suite
 
 _what, _how, _where = (options_of(title) for title in ("What to tune", "What for", "Output"))
 
@@ -99,8 +99,8 @@ def tune(as_json: bool, **given: Any) -> None:
     what is predicted is as good as the profile. Searches are kept: the same question is answered at once. Ctrl-C writes
     the best setting found up to then.
     """
-    from specbranch.bench.tune_job import run_tuning
     from specbranch.cli.progress import counted, pulled
+    from specbranch.lab.bench.tune_job import run_tuning
 
     out = given["out"]
     _check_out(out)
@@ -116,12 +116,12 @@ def tune(as_json: bool, **given: Any) -> None:
 
 def _order(given: dict[str, Any]) -> TuneOrder:
     """Translate options into an order."""
-    from specbranch.bench.clocks import Clock
-    from specbranch.bench.lab import Workload
-    from specbranch.bench.order import checked_running, chosen_pairs
-    from specbranch.bench.tune_job import TuneOrder, tuned_methods
-    from specbranch.bench.tuning import TRIALS
-    from specbranch.sim.shipped import load_profile
+    from specbranch.clock.shipped import load_profile
+    from specbranch.lab.bench.clocks import Clock
+    from specbranch.lab.bench.lab import Workload
+    from specbranch.lab.bench.order import checked_running, chosen_pairs
+    from specbranch.lab.bench.tune_job import TuneOrder, tuned_methods
+    from specbranch.lab.bench.tuning import TRIALS
 
     (pair,) = chosen_pairs([given["pair"]] if given["pair"] else [], given["target"], given["draft"])
     profile = given["profile"]
@@ -153,8 +153,8 @@ def _order(given: dict[str, Any]) -> TuneOrder:
 
 
 def _suites(given: dict[str, Any]) -> tuple[Suite, ...]:
-    from specbranch.bench.tuning import tuning_suites
-    from specbranch.suites.suite import load_suites
+    from specbranch.lab.bench.tuning import tuning_suites
+    from specbranch.lab.suites.suite import load_suites
 
     if not given["suites"] and not given["prompts"]:
         return tuple(suite.first(given["limit"]) for suite in tuning_suites())

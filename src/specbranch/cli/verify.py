@@ -17,7 +17,7 @@ from specbranch.pairs import chosen_models
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
-    from specbranch.recheck.compare import Departure, Recheck
+    from specbranch.lab.recheck.compare import Departure, Recheck
 
 
 @click.command(cls=SectionedCommand)
@@ -40,8 +40,8 @@ def verify(file: Path, as_json: bool, **given: Any) -> int:
     unless given. What cannot be recomputed, such as origins and times, is named as not checked.
     """
     from specbranch.cli.progress import tracked
-    from specbranch.recheck.compare import recheck
-    from specbranch.recheck.saved import claimed_settings, common_settings, naming, read_answers
+    from specbranch.lab.recheck.compare import recheck
+    from specbranch.lab.recheck.saved import claimed_settings, common_settings, naming, read_answers
 
     answers, pair = read_answers(_read(file), str(file)), given.pop("pair")
     if pair is not None:

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from specbranch.distill.disk import RESUME, write_durably
 from specbranch.errors import ModelError
 from specbranch.files import spoken
 from specbranch.hrad.network import Network
+from specbranch.models.files.disk import RESUME, write_durably
 
 FORMAT = "specbranch-predictor"
 VERSION = 1

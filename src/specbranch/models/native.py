@@ -22,6 +22,8 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.file_values import FileValues, read_object
+from specbranch.lab.inflation.recipe import Inflation, read_model
+from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
 from specbranch.models.batch import Rows, dealt, positions_of, rows_of_nodes, rows_of_piece, shared_end, tokens_of
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
 from specbranch.models.decoder import Decoder, DecoderRows, Lines, PieceView, Step
@@ -29,8 +31,6 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.identity import checked_source
-from specbranch.models.files.inflated import InflatedSource, inflated_architecture
-from specbranch.models.files.inflation import Inflation, read_model
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.tensor_file import TensorSource, open_folder

@@ -28,7 +28,7 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError, not_finite
 from specbranch.extras import ACCELERATE, Extra
-from specbranch.models.files.inflation import is_inflation
+from specbranch.lab.inflation.recipe import is_inflation
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 from specbranch.models.model import TorchRunner
 from specbranch.models.rows import TensorRow, rows_of

@@ -26,13 +26,13 @@ from specbranch.errors import BadParameter, SpecBranchError
 from specbranch.serve.bodies import CheckedRoute
 from specbranch.serve.errors import too_many
 from specbranch.serve.events import DONE, EventStream, event
+from specbranch.serve.examples import EXAMPLES
+from specbranch.serve.frames import Frame
 from specbranch.serve.limits import Admitted
 from specbranch.serve.notes import note_of
 from specbranch.serve.race import RACE_SECONDS, RACERS, by_turns
 from specbranch.serve.serving import Serving
 from specbranch.serve.witness import LiveEvent, Witness, finished, pieces
-from specbranch.suites.examples import EXAMPLES
-from specbranch.traces.frames import Frame
 
 if TYPE_CHECKING:
     from specbranch.async_engine import Submission

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from specbranch.answer import Chunk, Output
-from specbranch.traces.frames import Film, Frame
+from specbranch.serve.frames import Film, Frame
 
 LiveEvent = dict[str, Any]  # one event that the page reads
 

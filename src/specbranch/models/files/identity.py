@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from specbranch.errors import ModelError
-from specbranch.models.files.inflation import AGAIN, Inflation, read_inflation, source_of
+from specbranch.lab.inflation.recipe import AGAIN, Inflation, read_inflation, source_of
 from specbranch.models.files.locate import Located, locate
 
 EDGE = 1 << 20  # bytes read of each end of a file

@@ -1,0 +1,1 @@
+"""A modelled clock: time charged by a cost profile."""

@@ -1,0 +1,1 @@
+"""The lab: methods compared, costs measured, theory. The engine imports nothing of it."""

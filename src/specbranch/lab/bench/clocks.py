@@ -1,0 +1,107 @@
+"""By what time is told: the wall clock, cost profiles by their names, and this machine's own profile of a pair.
+
+Owns `Clock`, and the short measurement that methods are tuned by where no profile is given. Invariant: a profile that
+was measured with other models is refused, unless it is taken by force.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specbranch.assembly import ModelChoice, cost_profile, identity, kept_by_draft
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.shipped import load_profile
+from specbranch.errors import BadParameter
+from specbranch.files import write_whole
+from specbranch.lab.bench.results import WALL
+from specbranch.lab.bench.subjects import Running, Subject
+from specbranch.lab.measure.loaded_pair import load_pair
+from specbranch.lab.measure.probes import QUICK
+from specbranch.lab.measure.profile_pair import measure
+from specbranch.progress import StepsDone, silent
+
+HERE = "this machine"
+BRIEFLY = replace(QUICK, rows=(1, 2, 4, 8, 16))  # as many rows as a tuned length may need
+FARTHER = replace(BRIEFLY, far=True)  # also at a longer context
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """By what time is told: a profile under its name, or nothing for the wall clock."""
+
+    name: str = WALL
+    profile: CostProfile | None = None
+
+    @property
+    def is_wall(self) -> bool:
+        """Whether time is measured rather than modelled."""
+        return self.profile is None
+
+    def refuse_other_pair(self, target: str, draft: str | None) -> None:
+        """Raise if its profile was measured with other models."""
+        if self.profile is not None:
+            self.profile.check_pair(identity(target), None if draft is None else identity(draft))
+
+
+def named_clocks(names: Sequence[str]) -> tuple[Clock, ...]:
+    """Return profiles by their names or files, each once; the wall clock where none is named."""
+    found = tuple(Clock(_stem(name), load_profile(name)) for name in dict.fromkeys(names))
+    told = [clock.name for clock in found]
+    twins = [name for name in told if told.count(name) > 1]
+    if twins:
+        raise BadParameter(
+            f"Two clocks are named {twins[0]}, so that their rows could not be told apart. Rename one of the files."
+        )
+    return found or (Clock(),)
+
+
+def given_clock(profile: Path, subject: Subject, force: bool) -> Clock:
+    """Return the profile to tune by that was given as a file."""
+    return Clock(f"profile {profile.stem}", cost_profile(str(profile), subject.target, subject.draft, force))
+
+
+def machine_clock(
+    target: str, draft: str, title: str, running: Running, progress: StepsDone = silent, far: bool = False
+) -> Clock:
+    """Load both models and measure them, in some seconds; `specbranch profile` takes its time and is exacter."""
+    big = ModelChoice(target, device=running.device, weights=running.weights, cache_dtype=running.cache_dtype)
+    device = running.draft_device or running.device
+    own: dict[str, Any] = {"weights": running.draft_weights, "cache_dtype": kept_by_draft(running.cache_dtype, device)}
+    small = ModelChoice(draft, device=device, shorten=True, **own)
+    made = measure(load_pair(big, small, title, running.executor), FARTHER if far else BRIEFLY, progress)
+    free_memory()
+    return Clock(HERE, made)
+
+
+def kept_machine_clock(subject: Subject, draft: str, out: Path, progress: StepsDone, far: bool) -> Clock:
+    """Return what was measured of this machine for a folder of results; it is measured now if it was not before."""
+    file = out / f"profile-{subject.title}.json"
+    if not file.exists():
+        made = machine_clock(subject.target, draft, subject.title, subject.running, progress, far)
+        assert made.profile is not None
+        write_whole(file, json.dumps(made.profile.to_dict(), indent=2, ensure_ascii=False) + "\n")
+    held = CostProfile.load(file)
+    if (held.target_identity, held.draft_identity) != (identity(subject.target), identity(draft)):
+        raise BadParameter(
+            f"{file} was measured with other models. Delete it to have this machine measured again, or name another "
+            "--out."
+        )
+    return Clock(HERE, held)
+
+
+def free_memory() -> None:
+    """Give back the memory of models that nobody holds any more, before others are loaded."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _stem(name: str) -> str:
+    return Path(name).stem if name.endswith(".json") else name

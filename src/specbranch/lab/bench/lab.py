@@ -1,0 +1,209 @@
+"""A pair at the bench: its target answers each prompt once, and both models are asked only what they were never asked
+before.
+
+Owns the loaded pair and the folder of what it said. Invariant: every method is given the same prompts, those of plain
+decoding: where a conversation goes on, the answers before are the target's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from specbranch.assembly import identity
+from specbranch.config import SamplingParams
+from specbranch.core.runner import Runner
+from specbranch.engine import LLM
+from specbranch.errors import BadParameter, ModelError
+from specbranch.hrad.forecaster import ON
+from specbranch.hrad.predictor import Predictor
+from specbranch.lab.bench.subjects import Running, pair_title, told_of
+from specbranch.lab.measure.loaded_pair import cached_in, precision, stored_in
+from specbranch.lab.replay.decode import ReplayedModel
+from specbranch.lab.replay.pricing import ReplayedMethods
+from specbranch.lab.replay.record import Record, Records, Task
+from specbranch.lab.replay.runners import ProposalStore
+from specbranch.lab.replay.signals import RecordedSignals
+from specbranch.lab.suites.suite import Prompt, conversation
+from specbranch.models.files.store import cache_folder
+from specbranch.pairs import chosen_models, predictor_folder
+from specbranch.progress import StepsDone
+
+log = logging.getLogger("specbranch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What decides a text besides the prompt and the target."""
+
+    temperature: float = 0.0
+    max_tokens: int = 128
+    seed: int = 0
+
+    def params(self) -> SamplingParams:
+        """Return how tokens are drawn."""
+        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+
+    def seed_of(self, prompt: Prompt, turn: int) -> int:
+        """Return a seed of the prompt's own, the same every time."""
+        return int.from_bytes(sha256(f"{self.seed} {prompt.digest} {turn}".encode()).digest()[:7], "little")
+
+
+class Lab:
+    """A loaded pair, its records and its draft's memory; to be closed."""
+
+    def __init__(
+        self,
+        pair: str | None = None,
+        target: str | None = None,
+        draft: str | None = None,
+        folder: Path | None = None,
+        predictor: str | None = None,
+        keep_experience: bool = False,
+        title: str | None = None,
+        running: Running | None = None,
+        context_length: int | None = None,
+        texts: Path | None = None,
+    ) -> None:
+        """`predictor`: what H-RAD is, for policy "paper", instead of the pair's own. Unless `keep_experience` is true,
+        nothing that was learned before takes part. `title`: what results call the pair; `running`: where and how it
+        runs; `texts`: what another target said, in its folder of records, is taken for what this one says."""
+        target, draft = chosen_models(pair, target, draft)
+        running = running or Running()
+        self.pair = title or pair_title(pair, target, draft)
+        self.models = target, draft
+        self.folder = folder or cache_folder() / "lab"  # of records, of what the models said, and of searches
+        self._running, self._texts = running.told(), texts
+        with ExitStack() as opened:  # if something fails, what was opened before it is closed
+            self.llm = opened.enter_context(
+                LLM(
+                    target,
+                    draft,
+                    predictor=predictor,
+                    keep_experience=keep_experience,
+                    executor=running.executor,
+                    device=running.device,
+                    draft_device=running.draft_device,
+                    weights=running.weights,
+                    draft_weights=running.draft_weights,
+                    cache_dtype=running.cache_dtype,
+                    context_length=context_length,
+                    prefix_cache=False,  # every run reads its prompt: times to the first token are those of reading it
+                )
+            )
+            self.identity = {**told_of("target", target), "target_identity": identity(target), **running.told()}
+            if draft is not None:
+                self.identity |= {**told_of("draft", draft), "draft_identity": identity(draft)}
+            known = self._known("target_identity", self.llm.target_runner)
+            self._records = Records(self.folder / "records", known, texts and texts / "records")
+            self.draft = self._remembering(draft, opened)
+            self.forecasts = self._foretelling(predictor, draft)
+            self.target = ReplayedModel(known, self._memory("targets", known, opened), self.llm.target_runner)
+            self.replays = ReplayedMethods(self.draft, self.forecasts, self.target)
+            opened.callback(self.replays.close)
+            self._opened = opened.pop_all()
+
+    @property
+    def digest(self) -> str:
+        """Tells target and draft, and where and how they run, from others, in a few characters."""
+        names = sorted(name for name in self.identity if name.endswith("identity") or name in self._running)
+        return sha256(" ".join(str(self.identity[name]) for name in names).encode()).hexdigest()[:16]
+
+    def records(self, prompt: Prompt, workload: Workload) -> list[Record]:
+        """Return what the target says, turn by turn; what is not there yet is recorded now."""
+        messages: list[dict[str, Any]] = []
+        found: list[Record] = []
+        for turn, words in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": words})
+            task = self._task(messages, workload, workload.seed_of(prompt, turn))
+            found.append(self._records.find(task) or self._made(task, prompt))
+            messages.append({"role": "assistant", "content": self.llm.tokenizer.decode(self._said(found[-1]))})
+        return found
+
+    def _made(self, task: Task, prompt: Prompt) -> Record:
+        if self._texts is not None:
+            raise BadParameter(
+                f"--texts {self._texts} holds no text for prompt {prompt.id}: expected what a target said to it in the "
+                "same words, at the same --temperature, --max-tokens and --context. Record it there, or leave --texts "
+                "out."
+            )
+        return self._records.make(task, self.llm)
+
+    def record(self, asked: Sequence[tuple[Prompt, Workload]], progress: StepsDone) -> list[Record]:
+        """Return what the target says to each of some prompts, telling how far it has come."""
+        found: list[Record] = []
+        for done, (prompt, workload) in enumerate(asked):
+            progress("Recording the target", done, len(asked))
+            found += self.records(prompt, workload)
+        progress("Recording the target", len(asked), len(asked))
+        return found
+
+    def has_room_for(self, prompt: Prompt, workload: Workload) -> bool:
+        """Whether prompt and answers fit the target's context."""
+        asked = len(self.llm.tokenizer.chat(conversation(prompt.turns)))
+        return asked + len(prompt.turns) * workload.max_tokens <= self.llm.context_length
+
+    def close(self) -> None:
+        """Let go of models and files."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _memory(self, kind: str, known: str, opened: ExitStack) -> ProposalStore:
+        memory = ProposalStore(self.folder / kind / f"{known}.sqlite")
+        opened.callback(memory.close)
+        return memory
+
+    def _remembering(self, name: str | None, opened: ExitStack) -> ReplayedModel | None:
+        worker = self.llm.drafter
+        if name is None or worker is None:
+            return None
+        known = self._known("draft_identity", worker.runner)
+        memory = self._memory("drafts", known, opened)
+        return ReplayedModel(f"{known} {self.identity['target_identity']}", memory, worker.runner)
+
+    def _known(self, name: str, runner: Runner) -> str:
+        """By what a model's words are kept: weights, keys and values that are rounded have a text of their own."""
+        stored, cached = stored_in(runner), cached_in(runner)
+        rounded = [stored] if stored in ("stored", "int8", "int4") else []
+        rounded += [f"{cached}-cache"] if cached != precision(runner) else []
+        return "-".join((str(self.identity[name]), *rounded))
+
+    def _foretelling(self, given: str | None, draft: str | None) -> RecordedSignals | None:
+        """What H-RAD says of the records; where there is none, policy "paper" goes by confidence alone, as
+        everywhere."""
+        folder = Path(given) if given is not None else predictor_folder(draft)
+        if folder is None or draft is None:
+            return None
+        try:
+            predictor = Predictor.load(folder)
+            predictor.check_pair(self.identity["target_identity"], self.identity.get("draft_identity"))
+            return RecordedSignals(
+                predictor,
+                self.llm.target_runner,
+                self.folder / "forecasts",
+                self._known("target_identity", self.llm.target_runner),
+            )
+        except ModelError as error:
+            log.warning("%s %s", error, ON)
+            return None
+
+    def _task(self, messages: list[dict[str, Any]], workload: Workload, seed: int) -> Task:
+        tokenizer = self.llm.tokenizer
+        return Task(tuple(tokenizer.chat(messages)), workload.params(), seed, tuple(tokenizer.eos_ids))
+
+    def _said(self, record: Record) -> list[int]:
+        """The answer without the token that ended it."""
+        return [token for token in record.tokens if token not in record.task.eos_ids]

@@ -1,0 +1,226 @@
+"""Methods under load: many requests at once, so many at a time, decoded from records by a profile, or by the wall
+clock.
+
+Owns what is run and its rows. Invariants: every method decodes the same prompts; each request emits its record, or by
+the wall clock is held against plain decoding's text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from specbranch.answer import Output
+from specbranch.charts import ChartLine, line_chart
+from specbranch.core.experience import Experience
+from specbranch.lab.bench.clocks import Clock
+from specbranch.lab.bench.lab import Lab, Workload
+from specbranch.lab.bench.methods import default_setting
+from specbranch.lab.bench.results import BASELINE, WALL
+from specbranch.lab.replay.bound import bound, named_tokens
+from specbranch.lab.replay.record import Record
+from specbranch.lab.replay.several import Load, SeveralRecords
+from specbranch.lab.suites.suite import Suite, conversation
+from specbranch.progress import StepsDone
+
+TURNS = 2  # requests for each place: while the last ones end, fewer are at work
+LEARNING = 2  # runs before the one that counts, where planning is looked at besides being priced
+PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRow:
+    """What a method did with so many requests at once."""
+
+    pair: str
+    clock: str
+    method: str
+    at_once: int
+    requests: int
+    tokens: int
+    tokens_per_second: float  # of all requests together
+    over_plain: float  # the same over that of plain decoding, as many at once
+    ms_per_token: tuple[float, ...]  # of a request, percentiles 50, 95 and 99
+    ms_to_first: tuple[float, ...] = ()  # token, from its beginning, likewise; by a profile prompts take no time
+    repeats: int = 1
+    differing: int = 0  # texts that are not plain decoding's
+    bound: float | None = None  # by a profile: what no choice of rows could exceed, over plain decoding
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def run_load(
+    lab: Lab,
+    suites: Sequence[Suite],
+    workload: Workload,
+    methods: Sequence[str],
+    clocks: Sequence[Clock],
+    at_once: Sequence[int],
+    progress: StepsDone,
+) -> list[LoadRow]:
+    """Decode the prompts' records by each method, on each clock, at each number of requests at once."""
+    prompts = [(prompt, workload) for suite in suites for prompt in suite.prompts]
+    records = lab.record(prompts, progress)
+    rows, plain, named = list[LoadRow](), 0.0, named_tokens(records, lab.draft)
+    runs = [(clock, count, method) for clock in clocks for count in at_once for method in (BASELINE, *methods)]
+    for done, (clock, count, method) in enumerate(runs):
+        progress(f"{method}, {count} at once", done, len(runs))
+        found = _decoded(lab, records, clock, method, count)
+        plain = found.tokens_per_second if method == BASELINE else plain
+        assert clock.profile is not None
+        rows.append(_row(lab, clock, method, count, found, plain, bound(clock.profile, count, named)))
+    progress("Done", len(runs), len(runs))
+    return rows
+
+
+def _decoded(lab: Lab, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
+    """Decode as many requests as keep all places busy; what is learned of a pair is known from earlier runs."""
+    config, profile = default_setting(method).config, clock.profile
+    assert config is not None and profile is not None
+    many = list(records) * _rounds(count, len(records))
+    experience = Experience(profile, lab.draft is not None)
+    with closing(SeveralRecords(many, lab.draft)) as several:
+        several.read_ahead()
+        for _ in range(LEARNING):
+            several.decode(config, profile, count, experience)
+        return several.decode(config, profile, count, experience)
+
+
+def run_by_wall(
+    lab: Lab,
+    suites: Sequence[Suite],
+    workload: Workload,
+    methods: Sequence[str],
+    at_once: Sequence[int],
+    repeats: int,
+    progress: StepsDone,
+) -> list[LoadRow]:
+    """Answer the prompts by each method at each number of requests at once: in turns, so many times, after one that
+    is not counted."""
+    tokenizer = lab.llm.tokenizer
+    prompts = [tokenizer.chat(conversation(prompt.turns[:1])) for suite in suites for prompt in suite.prompts]
+    rows, names = list[LoadRow](), (BASELINE, *methods)
+    steps = [(count, turn, method) for count in at_once for turn in range(repeats + 1) for method in names]
+    runs: dict[str, list[_Answered]] = {}
+    for done, (count, turn, method) in enumerate(steps):
+        progress(f"{method}, {count} at once", done, len(steps))
+        if turn == 0 and method == BASELINE:
+            runs = {name: [] for name in names}
+        found = _answered(lab, prompts, workload, method, count)
+        runs[method] += [found] if turn else []
+        if turn == repeats and method == names[-1]:
+            rows += [_wall_row(lab, name, count, runs[name], runs[BASELINE]) for name in names]
+    progress("Done", len(steps), len(steps))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What requests that were answered beside one another came to."""
+
+    seconds: float
+    outputs: tuple[Output, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(output.token_ids) for output in self.outputs) / self.seconds
+
+    def of_each(self, name: str) -> list[float]:
+        """A statistic of each request that has more than one token."""
+        return [output.stats[name] for output in self.outputs if len(output.token_ids) > 1]
+
+
+def _answered(lab: Lab, prompts: Sequence[list[int]], workload: Workload, method: str, count: int) -> _Answered:
+    config = default_setting(method).config
+    assert config is not None
+    llm, many = lab.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
+    llm.max_batch = count
+    begun = time.perf_counter()
+    outputs = llm.generate(many, replace(workload.params(), seed=workload.seed))
+    seconds = time.perf_counter() - begun
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return _Answered(seconds, tuple(outputs))
+
+
+def _rounds(count: int, prompts: int) -> int:
+    """How often prompts have to be asked for all places to be busy for most of the time."""
+    return max(1, -(-TURNS * count // prompts))
+
+
+def _wall_row(lab: Lab, method: str, count: int, runs: Sequence[_Answered], plain: Sequence[_Answered]) -> LoadRow:
+    """A method's turns in one row: the median rate, and that of the ratios to plain decoding's in the same turn."""
+    rates = [run.tokens_per_second for run in runs]
+    ratios = [rate / other.tokens_per_second for rate, other in zip(rates, plain, strict=True)]
+    outputs = [output for run in runs for output in run.outputs]
+    texts = [output.token_ids for run in plain for output in run.outputs]
+    rate_of_each = [rate for run in runs for rate in run.of_each("tokens_per_second")]
+    return LoadRow(
+        lab.pair,
+        WALL,
+        method,
+        count,
+        len(runs[0].outputs),
+        sum(len(output.token_ids) for output in runs[0].outputs),
+        median(rates),
+        median(ratios),
+        _percentiles([1.0 / rate for rate in rate_of_each]),
+        _percentiles([seconds for run in runs for seconds in run.of_each("ttft_seconds")]),
+        len(runs),
+        sum(output.token_ids != text for output, text in zip(outputs, texts, strict=True)),
+    )
+
+
+def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
+    ordered = sorted(seconds)
+    return tuple(1000.0 * ordered[min(len(ordered) * part // 100, len(ordered) - 1)] for part in PERCENTILES)
+
+
+def _row(lab: Lab, clock: Clock, method: str, count: int, load: Load, plain: float, most: float) -> LoadRow:
+    rate, per_token = load.tokens_per_second, _percentiles(load.seconds_per_token)
+    told = (lab.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
+    return LoadRow(*told, bound=most)
+
+
+def table(rows: Sequence[LoadRow]) -> list[str]:
+    """The rows as lines for a terminal, a block for each clock."""
+    lines: list[str] = []
+    for clock in dict.fromkeys(row.clock for row in rows):
+        here = [row for row in rows if row.clock == clock]
+        by_wall = clock == WALL
+        said = (
+            f"measured, median of {here[0].repeats} turns"
+            if by_wall
+            else f"time by profile {clock}, prompts not counted"
+        )
+        lines += ["", f"{rows[0].pair}, {said}"]
+        first = "   ms to the first, p50 / p95 / p99" if by_wall else ""
+        most = "" if by_wall else f"{'at most':>10}"
+        head = f"{'method':23}{'at once':>8}{'tokens/s':>10}{'over plain':>12}{most}"
+        head += f"   {'ms a token, p50 / p95 / p99':27}"
+        lines.append((head + first).rstrip())
+        for row in here:
+            times, before = (" / ".join(f"{ms:.1f}" for ms in one) for one in (row.ms_per_token, row.ms_to_first))
+            figures = f"{row.at_once:8}{row.tokens_per_second:10.0f}{row.over_plain:11.2f}×"
+            figures += f"{row.bound:9.2f}×" if row.bound is not None else ""
+            lines.append(f"{row.method:23}{figures}   {times:27}   {before}".rstrip())
+        if differing := sum(row.differing for row in here):
+            lines.append(f"{differing} texts differ from plain decoding's.")
+    return lines[1:]
+
+
+def picture(rows: Sequence[LoadRow], clock: str) -> str:
+    """How much faster than plain decoding each method is, over the number of requests at once."""
+    here = [row for row in rows if row.clock == clock]
+    lines = [
+        ChartLine(name, [(float(row.at_once), row.over_plain) for row in here if row.method == name], marks=True)
+        for name in dict.fromkeys(row.method for row in here)
+    ]
+    return line_chart(f"Requests at once, {clock}", lines, "requests at once", "× plain decoding")

@@ -1,0 +1,193 @@
+"""The methods a bench can run: those of this engine, each with its settings, and those of transformers and llama.cpp
+from outside.
+
+Owns their names and what settings a name stands for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specbranch.config import SpeculativeConfig
+from specbranch.core.methods import METHODS, Method
+from specbranch.errors import BadParameter, unknown
+from specbranch.lab.bench.results import BASELINE
+
+TRANSFORMERS = {
+    "hf-generate": "transformers' own generate, one token a forward",
+    "hf-assisted": "transformers' assisted generation with the same draft",
+    "hf-lookup": "transformers' prompt lookup",
+}
+LLAMACPP = {
+    "llamacpp": "llama.cpp on the same GGUF file, one token a forward",
+    "llamacpp-ngram": "llama.cpp's speculation by n-grams",
+}
+OUTSIDE = {**TRANSFORMERS, **LLAMACPP}
+Knobs = Mapping[str, Sequence[int | float]]
+TWO_STAGE_KNOBS: Knobs = {
+    "num_speculative_tokens": range(1, 17),
+    "stop_below": tuple(n / 20 for n in range(20)),
+    "max_branches": range(1, 7),
+}
+SPACES: dict[str, Knobs] = {  # what can be set of a method, and which values a search tries
+    BASELINE: {},
+    "speculative": {"num_speculative_tokens": range(1, 13)},
+    "adaptive": {"num_speculative_tokens": range(1, 13)},
+    "pearl": {"num_speculative_tokens": range(1, 17)},
+    "specbranch:confidence": TWO_STAGE_KNOBS,
+    "specbranch:paper": TWO_STAGE_KNOBS,
+    "specbranch:last": TWO_STAGE_KNOBS,
+    "specbranch:fixed": {"num_speculative_tokens": range(1, 17)},
+    "specbranch:oracle": {"num_speculative_tokens": range(1, 17), "max_branches": range(1, 7)},
+    "lookup": {"num_speculative_tokens": range(1, 17), "ngram_max": range(1, 7), "ngram_min": range(1, 4)},
+    "lookahead": {
+        "lookahead_window": (1, 2, 3, 4, 5, 6, 7, 10, 15, 20),
+        "lookahead_ngram": range(3, 8),
+        "lookahead_candidates": (1, 2, 3, 4, 5, 7, 10, 15),
+    },
+    "tree": {},  # these plan by themselves
+    "specbranch": {},
+}
+NOT_SEARCHED = ("auto",)  # it has nothing to set, and with a draft it decodes as specbranch
+MORE = {"speculative": ("policy", "stop_below")}  # settings that rows tell and no search sets
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A method as it is run: by its name, with what was set; nothing is set of a method from outside."""
+
+    method: str
+    config: SpeculativeConfig | None
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What tells it from the same method set otherwise."""
+        if self.config is None:
+            return {}
+        values, name = asdict(self.config), Name.of(self.method)
+        names = (*name.knobs, *MORE.get(name.like, ()), "without", *name.values)
+        return {name: values[name] for name in names if values[name] not in (None, ()) and _matters(name, self.config)}
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model is at work, if there is one."""
+        return self.needs_draft or (self._kind is not None and self._kind.uses_draft)
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether it cannot run without a draft model."""
+        return self.method == "hf-assisted" or (self._kind is not None and self._kind.needs_draft)
+
+    @property
+    def plans(self) -> bool:
+        """Whether it decides by experience."""
+        return self._kind is not None and self.config is not None and self._kind.plans(self.config)
+
+    @property
+    def heeds_signals(self) -> bool:
+        """Whether it goes by what a predictor says."""
+        return self._kind is not None and self.config is not None and self._kind.heeds_signals(self.config)
+
+    @property
+    def _kind(self) -> Method | None:
+        """The engine's method behind the name; nothing for one from outside."""
+        return None if self.method in OUTSIDE else METHODS[Name.of(self.method).method]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A method's name taken apart: METHOD, METHOD:POLICY, with -PART for what is left out and @SETTING=VALUE for
+    what is set."""
+
+    method: str
+    policy: str | None
+    without: tuple[str, ...]
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name: str) -> Name:
+        """Take a name apart, or say what is wrong with it."""
+        head, *settings = name.split("@")
+        like, *parts = head.split("-")
+        method, _, policy = like.partition(":")
+        if method not in METHODS:
+            raise unknown("method", name if parts else method, (*METHODS, *OUTSIDE))
+        return cls(method, policy or None, tuple(parts), dict(_value(name, setting) for setting in settings))
+
+    @property
+    def like(self) -> str:
+        """The method it is a variant of."""
+        return f"{self.method}:{self.policy}" if self.policy else self.method
+
+    @property
+    def knobs(self) -> Knobs:
+        """What can be set of it: of a policy that no search knows what a two-stage one has."""
+        if self.policy is not None:
+            return SPACES.get(self.like, TWO_STAGE_KNOBS)
+        return {} if self.method in NOT_SEARCHED else SPACES[self.method]
+
+    def applied(self, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return the settings of the method it is a variant of, changed as the name says."""
+        named = {"method": self.method, **({"policy": self.policy} if self.policy else {}), **self.values}
+        config = SpeculativeConfig.from_dict({**values, **named, **({"without": self.without} if self.without else {})})
+        METHODS[self.method].check(self.method, config)
+        return config
+
+
+def _value(name: str, setting: str) -> tuple[str, Any]:
+    key, _, text = setting.partition("=")
+    if key in ("method", "policy", "without"):
+        raise BadParameter(f"{name!r} sets {key!r} behind '@'; expected METHOD:POLICY and -PART for these.")
+    try:
+        return key, json.loads(text)
+    except ValueError:
+        raise BadParameter(f"{name!r} sets {setting!r}; expected @SETTING=VALUE, such as @stop_below=0.2.") from None
+
+
+def default_setting(method: str, overrides: Mapping[str, Any] | None = None) -> Setting:
+    """Return a method with its usual settings; METHOD:POLICY names another policy than its own, see Name for
+    variants."""
+    if method in OUTSIDE:
+        return Setting(method, None)
+    return Setting(method, Name.of(method).applied(overrides or {}))
+
+
+def variant(method: str, of: Setting) -> Setting:
+    """Return a variant of a method that is set already."""
+    return of if of.config is None else Setting(method, Name.of(method).applied(asdict(of.config)))
+
+
+def given_setting(values: Mapping[str, Any]) -> Setting:
+    """Return settings given by hand under the name that tells them from the method's own: a planned method by
+    another policy is another."""
+    method, policy = str(values["method"]), values.get("policy")
+    planned = method in METHODS and METHODS[method].policy == "planner"
+    return default_setting(f"{method}:{policy}" if planned and policy not in (None, "planner") else method, values)
+
+
+def listed(names: str) -> list[str]:
+    """Take names with commas between them apart."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def chosen_methods(names: Iterable[str], has_draft: bool) -> tuple[str, ...]:
+    """Return the methods asked for, each once, plain decoding first: without it there is nothing to hold the others
+    against."""
+    asked = tuple(dict.fromkeys((BASELINE, *names)))
+    for name in asked:
+        setting = default_setting(name)
+        if setting.needs_draft and not has_draft:
+            raise BadParameter(
+                f"Method {name!r} needs a draft model, and none was given. Name a --pair, or leave it out of --methods."
+            )
+    return asked
+
+
+def _matters(name: str, config: SpeculativeConfig) -> bool:
+    """Whether a value has any effect: the threshold has none where nothing stops by confidence, nor branches where
+    there are none."""
+    branching = config.method == "specbranch" and "branches" not in config.without
+    return {"stop_below": config.policy in ("confidence", "paper", "last"), "max_branches": branching}.get(name, True)

@@ -1,0 +1,183 @@
+"""What a bench is asked for: pairs, methods, prompts and clocks.
+
+Owns `BenchOrder` and the checks of what it is made from. Invariant: names are checked here, before anything is loaded
+or fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from specbranch import pairs as known
+from specbranch.config import WEIGHTS, ExecutorName
+from specbranch.errors import BadParameter, unknown
+from specbranch.extras import OPTUNA
+from specbranch.lab.bench.clocks import Clock
+from specbranch.lab.bench.lab import Workload
+from specbranch.lab.bench.methods import LLAMACPP, OUTSIDE, TRANSFORMERS, Setting, chosen_methods, given_setting
+from specbranch.lab.bench.subjects import PairOrder, Running
+from specbranch.lab.bench.tuning import TRIALS, TUNING_PROMPTS, can_be_tuned, has_several_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOrder:
+    """Everything that decides what a bench runs, how, and where its results go."""
+
+    pairs: tuple[PairOrder, ...]
+    methods: tuple[str, ...]  # plain decoding first
+    settings: tuple[Setting, ...] = ()  # given by hand, run beside the methods
+    workloads: tuple[Workload, ...]  # they differ in temperature alone
+    clocks: tuple[Clock, ...]  # the wall clock alone, or profiles
+    running: Running
+    suites: tuple[str, ...] = ()
+    prompts: tuple[Path, ...] = ()  # files
+    data: Path | None = None
+    limit: int | None = None
+    contexts: tuple[int, ...] = ()  # tokens of prompt and answer; none: prompts as they are
+    may_leave_out_contexts: bool = False  # a context that the target was not made for is left out, not refused
+    repeats: int = 1
+    tune: bool = True
+    trials: int = TRIALS
+    tuning_prompts: int = TUNING_PROMPTS
+    profile: Path | None = None  # methods are tuned by it for the wall clock; None: this machine is measured
+    force_profile: bool = False
+    predictor: str | None = None
+    keep_experience: bool = False
+    timeline: bool = False
+    records: Path | None = None
+    texts: Path | None = None  # records of another target whose texts are replayed
+    out: Path
+    command: str = ""  # as provenance tells it
+
+    @property
+    def by_the_wall(self) -> bool:
+        """Whether time is measured rather than modelled."""
+        return self.clocks[0].is_wall
+
+    @property
+    def tunes(self) -> bool:
+        """Whether there is anything to tune."""
+        return self.tune and any(map(can_be_tuned, self.methods))
+
+    @property
+    def has_transformers(self) -> bool:
+        """Whether transformers is to run."""
+        return any(name in TRANSFORMERS for name in self.methods)
+
+    @property
+    def has_llamacpp(self) -> bool:
+        """Whether llama.cpp is to run."""
+        return any(name in LLAMACPP for name in self.methods)
+
+
+def chosen_pairs(
+    names: Sequence[str],
+    target: str | None,
+    draft: str | None,
+    usual: Mapping[str, Any] | None = None,
+    of_pair: Mapping[str, Mapping[str, Any]] | None = None,
+    preset: str | None = None,
+) -> tuple[PairOrder, ...]:
+    """Return what is asked of each pair: what is usual, unless a preset has something else for it."""
+    usual, of_pair = usual or {}, of_pair or {}
+    if target or draft:
+        known.chosen_models(names[0] if names else None, target, draft)
+        pairs = [PairOrder(target=target, draft=draft, **usual)]
+    else:
+        chosen = dict.fromkeys(names or (known.DEFAULT_PAIR,))
+        for name in chosen:
+            known.draft_folder(known.find_pair(name).name)
+        pairs = [PairOrder(pair=name, **{**usual, **of_pair.get(name, {})}) for name in chosen]
+    if of_pair:
+        for pair in pairs:
+            _refuse_without_shapes(pair, str(preset), of_pair)
+    return tuple(pairs)
+
+
+def checked_methods(
+    names: Sequence[str], pairs: Sequence[PairOrder], clocks: Sequence[Clock], tune: bool
+) -> tuple[str, ...]:
+    """Return the methods asked for, plain decoding first, refusing what these pairs and clocks cannot run."""
+    chosen = chosen_methods(names, all(pair.has_draft for pair in pairs))
+    if clocks[0].is_wall and (knowing := [name for name in chosen if ":oracle" in name]):
+        why = "knows the target's text beforehand, which only a replay does"
+        raise BadParameter(f"{knowing[0]} {why}. Give a --clock, or leave it out.")
+    if tune and any(map(has_several_values, chosen)):
+        OPTUNA.require("or give --no-tune")
+    if not clocks[0].is_wall and (outside := [name for name in chosen if name in OUTSIDE]):
+        why = f"run by the wall clock only, and --clock {clocks[0].name} was given"
+        raise BadParameter(f"{', '.join(outside)} {why}. Leave one of them out.")
+    return chosen
+
+
+def checked_texts(texts: Path | None, by_the_wall: bool) -> Path | None:
+    """Return the folder of another target's records, refusing one that has none, and the wall clock."""
+    if texts is not None and by_the_wall:
+        raise BadParameter("--texts replays what another target said, which only a modelled clock can. Give a --clock.")
+    if texts is not None and not (texts / "records").is_dir():
+        raise BadParameter(
+            f"--texts is {texts}, which holds no records; expected a folder that was given as --records."
+        )
+    return texts
+
+
+def given_settings(texts: Sequence[str], pairs: Sequence[PairOrder]) -> tuple[Setting, ...]:
+    """Read the settings given by hand."""
+    found = tuple(given_setting(_read_setting(text)) for text in texts)
+    chosen_methods([setting.method for setting in found], all(pair.has_draft for pair in pairs))
+    return found
+
+
+def checked_running(
+    executor: str,
+    device: str | None,
+    draft_device: str | None,
+    weights: str | None,
+    draft_weights: str | None,
+    cache_dtype: str | None,
+    by_the_wall: bool,
+) -> Running:
+    """Return where and how models run, refusing devices that are not there."""
+    if executor not in get_args(ExecutorName):
+        raise unknown("executor", executor, get_args(ExecutorName))
+    for kind in (weights, draft_weights):
+        if kind is not None and kind not in WEIGHTS:
+            raise unknown("storage of weights", kind, WEIGHTS)
+    if not by_the_wall and executor != "serial":
+        raise BadParameter(
+            f"--executor {executor} runs by the wall clock only, and --clock was given. Leave one of them out."
+        )
+    for asked in (device, draft_device):
+        if asked is not None:
+            from specbranch.assembly import chosen_device
+
+            chosen_device(asked)
+    checked: dict[str, Any] = {"executor": executor, "weights": weights, "draft_weights": draft_weights}
+    return Running(device=device, draft_device=draft_device, cache_dtype=cache_dtype, **checked)
+
+
+def _refuse_without_shapes(pair: PairOrder, preset: str, of_pair: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise if a preset that runs pairs in larger shapes has none for this one, and none was given."""
+    lacking = ["--target-shape"] if pair.target_shape is None else []
+    lacking += ["--draft-shape"] if pair.draft_shape is None and pair.has_draft else []
+    if lacking:
+        raise BadParameter(
+            f"Preset {preset} has shapes for the pairs {', '.join(of_pair)}, not for "
+            f"{pair.pair or pair.target or pair.draft}. Add {' and '.join(lacking)} (own: as it is), or take --preset "
+            "gpu-real, where models are as they are."
+        )
+
+
+def _read_setting(text: str) -> dict[str, Any]:
+    example = '\'{"method": "pearl"}\''
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise BadParameter(f"--config is no JSON ({error}); expected an object such as {example}.") from None
+    if not isinstance(values, dict) or "method" not in values:
+        raise BadParameter(f"--config is {text}; expected a JSON object with a method, such as {example}.")
+    return values

@@ -1,0 +1,299 @@
+"""Transformers' own ways of decoding, with the same weights: `generate`, assisted generation and prompt lookup.
+
+Owns the models transformers runs and the clock around it. They are loaded when first asked for, on our target's device
+and in its precision, and run in this process, so with as many threads; every other choice is transformers' own (20
+drafted tokens a round, ended where the assistant is less than 0.4 sure) or, for prompt lookup, its documentation's (10
+tokens). Greedy at temperature 0; above it transformers draws by its own noise, so that no text can be held against
+ours. Invariant: nothing of a model's own generation settings is used, and what is timed begins with the prompt as token
+ids and ends with the last token.
+
+An assistant made by `specbranch distill` is our target's class with the draft's layers and last norm, and the target's
+own embedding and head. A reduced head scores only its own tokens, all others being −∞, as in our engine; its weights,
+if stored in int8, are spread out to the target's precision, because transformers has no kernel for them. Inflated
+models, and what drafts beside them, are run on our own weights, where they lie (`models.mirror`).
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from copy import deepcopy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from specbranch.assembly import ModelChoice, fetched
+from specbranch.errors import BadParameter, unknown
+from specbranch.extras import ACCELERATE
+from specbranch.lab.bench.methods import TRANSFORMERS
+from specbranch.lab.inflation.recipe import is_inflation
+from specbranch.lab.replay.record import Record
+from specbranch.models.drafts.draft_name import is_draft_folder
+from specbranch.pairs import draft_path
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PreTrainedModel
+
+    from specbranch.lab.bench.lab import Lab
+    from specbranch.models.drafts.draft_folder import DraftFile
+
+LOOKED_UP = 10  # tokens a round of prompt lookup, as transformers' documentation has it
+
+
+def check_target(name: str) -> None:
+    """Raise, before anything is run, if transformers lacks what it needs for a target."""
+    if is_inflation(name):
+        from specbranch.lab.bench.mirror import refuse_other_families
+        from specbranch.models.files.locate import locate
+        from specbranch.models.native import open_model
+
+        refuse_other_families(open_model(locate(name))[0])
+        return
+    if fetched(ModelChoice(name)).lower().endswith(".gguf"):
+        ACCELERATE.require(f"or leave {', '.join(TRANSFORMERS)} out of --methods")
+
+
+class Transformers:
+    """Answers the prompts of records as transformers would."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._llm, self._models = lab.llm, lab.models
+
+    def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """Answer a record's prompt; returns the tokens and what is told of the turn."""
+        import torch
+
+        model: Any = self.target
+        options = self._options(method)
+        settings = self._settings(record, options.pop("lookup", None))
+        prompt = torch.tensor([record.task.prompt], device=model.device)
+        with _counted(model) as watch, _in_silence(), torch.random.fork_rng(_gpu(prompt)), torch.inference_mode():
+            torch.manual_seed(record.task.seed & 0xFFFFFFFF)
+            watch.start()
+            ids = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, streamer=watch, **options
+            )
+        tokens = tuple(ids[0, prompt.shape[1] :].tolist())
+        return tokens, watch.told(len(tokens))
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        """Our target, as transformers runs it; an inflated one's weights are in memory alone, and both run on them."""
+        name = self._models[0]
+        return self._mirrored(self._llm.target_runner) if is_inflation(name) else self._load(name)
+
+    @cached_property
+    def assistant(self) -> PreTrainedModel:
+        """Our draft, likewise."""
+        name = self._models[1]
+        if name is None:
+            raise BadParameter(
+                "Method 'hf-assisted' needs a draft model, and none was given. Name a --pair, or leave it out of "
+                "--methods."
+            )
+        path = draft_path(name)
+        if is_inflation(path) or is_inflation(self._models[0]):
+            found = self._mirrored(self._drafting)
+        else:
+            found = self._distilled(path) if is_draft_folder(path) else self._load(path)
+        sizes = [model.config.get_text_config().vocab_size for model in (self.target, found)]
+        if sizes[0] != sizes[1]:
+            raise BadParameter(
+                f"transformers' assisted generation wants one vocabulary, but the target has {sizes[0]} tokens and "
+                f"the draft {sizes[1]}. Leave 'hf-assisted' out of --methods."
+            )
+        return found
+
+    def _options(self, method: str) -> dict[str, Any]:
+        if method not in TRANSFORMERS:
+            raise unknown("method from outside", method, TRANSFORMERS)
+        if method == "hf-assisted":
+            return {"assistant_model": self.assistant}
+        return {"lookup": LOOKED_UP} if method == "hf-lookup" else {}
+
+    def _settings(self, record: Record, looked_up: int | None) -> GenerationConfig:
+        """Ask for what the record's task asks for; whatever transformers would add by default besides is switched
+        off."""
+        from transformers import GenerationConfig
+
+        params = record.task.params
+        eos = [] if params.ignore_eos else [*record.task.eos_ids, *params.stop_token_ids]
+        room = self._llm.context_length - len(record.task.prompt)
+        drawing = {"temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p}
+        return GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=min(params.max_tokens, room),
+            min_new_tokens=params.min_tokens or None,
+            do_sample=params.temperature > 0,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,  # one prompt is never padded, but without it transformers warns
+            prompt_lookup_num_tokens=looked_up,
+            **(drawing if params.temperature else {}),
+        )
+
+    def _load(self, name: str) -> PreTrainedModel:
+        from specbranch.models.transformers_runner import load_transformers
+
+        with _in_silence(), redirect_stderr(io.StringIO()):  # bars of its own, in the middle of ours
+            loaded = load_transformers(fetched(ModelChoice(name)), device=self._device, dtype=self._dtype, shorten=True)
+        return _plain(loaded.model)
+
+    @property
+    def _drafting(self) -> Any:
+        """The draft's runner, if it is in this process."""
+        worker = self._llm.drafter
+        if worker is None:
+            raise BadParameter(
+                "The draft is in a process of its own, where transformers cannot share it. Leave 'hf-assisted' out."
+            )
+        return worker.runner
+
+    def _mirrored(self, runner: Any) -> PreTrainedModel:
+        from specbranch.lab.bench.mirror import as_transformers
+
+        return _plain(as_transformers(runner.decoder))
+
+    def _distilled(self, folder: str) -> PreTrainedModel:
+        from specbranch.models.drafts.draft_folder import read_draft
+
+        return _plain(assistant_of(self.target, read_draft(folder)))
+
+    @property
+    def _device(self) -> torch.device:
+        runner: Any = self._llm.target_runner
+        device: torch.device = runner.device if hasattr(runner, "device") else runner.model.device
+        return device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self._llm.dtype)
+        return dtype
+
+
+def _gpu(tensor: torch.Tensor) -> list[int]:
+    """Return whose noise is to be put back besides the CPU's."""
+    return [tensor.get_device()] if tensor.is_cuda else []
+
+
+def assistant_of(target: PreTrainedModel, draft: DraftFile) -> PreTrainedModel:
+    """Put a distilled draft together as a model of the target's class."""
+    config = deepcopy(target.config)
+    config.num_hidden_layers = len(draft.info.layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in draft.info.layers]
+    config.tie_word_embeddings = False  # both are put in by hand
+    family: Any = type(target)
+    model = family(config).to(device=target.device, dtype=target.dtype)
+    own = {name: draft.tensor(name) for name in model.state_dict() if name in draft}
+    missing = set(model.load_state_dict(own, strict=False).missing_keys)
+    lacking = ", ".join(sorted(missing - {"model.embed_tokens.weight", "lm_head.weight"}))
+    if lacking:
+        raise BadParameter(f"The draft in {draft.folder} lacks {lacking}, so transformers cannot run it.")
+    model.set_input_embeddings(target.get_input_embeddings())
+    model.set_output_embeddings(_head(target, draft))
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _head(target: PreTrainedModel, draft: DraftFile) -> torch.nn.Module:
+    """Return the target's head, or the rows of it that a reduced head has, spread over the whole vocabulary."""
+    import torch
+
+    from specbranch.models.columns import Columns
+
+    head: Any = target.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if draft.head_ids is None:
+        return head  # type: ignore[no-any-return]
+    columns = Columns(draft.head_ids.to(head.weight.device), head.weight.shape[0])
+
+    class Reduced(torch.nn.Linear):
+        """Scores some tokens; to the others it gives no chance."""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return columns.spread(super().forward(hidden))
+
+    weight = head.weight
+    reduced = Reduced(head.in_features, len(columns.ids), bias=False, device=weight.device, dtype=weight.dtype)
+    reduced.weight.data.copy_(head.weight.data[columns.ids])
+    return reduced
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """Forget what a model's folder says about sampling: the task alone decides."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    return model
+
+
+class _TokenClock:
+    """A streamer that only looks at the clock: transformers gives it the prompt, then tokens as they come, one or
+    several at a time."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self._before_first = 0  # forwards up to the first token: they read the prompt
+        self._times: list[float] = []
+
+    def start(self) -> None:
+        """Begin."""
+        self._times = [time.perf_counter()]
+
+    def put(self, tokens: object) -> None:
+        """Note when tokens came; the first call brings the prompt back."""
+        self._times.append(time.perf_counter())
+        if len(self._times) == 3:
+            self._before_first = self.forwards
+
+    def end(self) -> None:
+        """Nothing to close."""
+
+    def told(self, tokens: int) -> dict[str, Any]:
+        """Return what the bench reads of a turn.
+
+        Where a first round brings several tokens, as drafting beside the reading of the prompt does, all but one count
+        as decoded without taking time: that is in transformers' favour, by less than a round.
+        """
+        begun, _, first, *_ = self._times
+        decode, forwards = self._times[-1] - first, self.forwards - self._before_first
+        return {
+            "tokens": tokens,
+            "ttft_seconds": first - begun,
+            "decode_seconds": decode,
+            "tokens_per_second": (tokens - 1) / decode if decode > 0 else None,
+            "target_forwards": forwards,
+            "tokens_per_forward": (tokens - 1) / forwards if forwards else None,
+        }
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Keep transformers from warning of what it does itself: its assistant is asked in a way that it calls
+    deprecated."""
+    import logging as levels
+
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(levels.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def _counted(model: PreTrainedModel) -> Iterator[_TokenClock]:
+    """Count the model's forwards meanwhile."""
+    watch = _TokenClock()
+
+    def count(*_: object) -> None:
+        watch.forwards += 1
+
+    hook = model.register_forward_pre_hook(count)
+    try:
+        yield watch
+    finally:
+        hook.remove()

@@ -1,0 +1,205 @@
+"""The pairs a bench runs: which models, in whose shapes, where and how they run, what results call them, and on which
+prompts.
+
+Owns the way from what was asked of a pair to one that can be loaded; shapes become recipes in a folder beside the
+results. Invariants: pairs that run otherwise have another title, so that their rows stand beside each other in one
+folder; what cannot be run is refused here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specbranch.assembly import ModelChoice, fetched, load_tokenizer
+from specbranch.config import ExecutorName, WeightsName
+from specbranch.errors import BadParameter
+from specbranch.lab.inflation.recipe import is_inflation, read_inflation, write_inflation
+from specbranch.lab.inflation.shapes import ShapeChoice
+from specbranch.lab.suites.filler import behind
+from specbranch.lab.suites.suite import Suite, conversation
+from specbranch.models.drafts.draft_name import is_draft_folder
+from specbranch.pairs import chosen_models, draft_path
+
+OWN = "own"  # the shape of a model as it is
+USUAL_CONTEXT = 8192  # tokens that a model has room for unless more is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOrder:
+    """What is asked of one pair: its name or its models, their shapes, and how many prompts of each suite it gets."""
+
+    pair: str | None = None
+    target: str | None = None
+    draft: str | None = None
+    target_shape: str | None = None  # None or OWN: as it is
+    draft_shape: str | None = None
+    limit: int | None = None
+    outside_limit: int | None = None  # prompts that methods from outside get
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there will be a draft."""
+        return self.pair is not None or self.draft is not None
+
+    @property
+    def models(self) -> tuple[str, str | None]:
+        """Target and draft by their names."""
+        return chosen_models(self.pair, self.target, self.draft)
+
+    @property
+    def title(self) -> str:
+        """What results call it: its name, or those of its models."""
+        return pair_title(self.pair, *self.models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """Where and how both models of a pair run; nothing: as the engine does unless told."""
+
+    executor: ExecutorName = "serial"
+    device: str | None = None
+    draft_device: str | None = None
+    weights: WeightsName | None = None
+    draft_weights: WeightsName | None = None
+    cache_dtype: str | None = None
+
+    def told(self) -> dict[str, Any]:
+        """What is not as usual."""
+        usual = asdict(Running())
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+
+    @property
+    def suffix(self) -> str:
+        """What a title says of it."""
+        executor = None if self.executor == "serial" else self.executor
+        place = None if self.draft_device is None else f"{self.draft_device}-draft"
+        target = None if self.weights is None else f"{self.weights}-target"
+        cache = None if self.cache_dtype is None else f"{self.cache_dtype}-cache"
+        return "".join(f"+{part}" for part in (target, self.draft_weights, cache, place, executor) if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A pair at the bench."""
+
+    title: str
+    target: str
+    draft: str | None
+    source: tuple[str, str | None]  # target and draft before they were inflated
+    running: Running = Running()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can be replayed as it is run: both models as they are, in one process."""
+        return (self.target, self.draft) == self.source and not self.running.suffix
+
+
+def make_subject(order: PairOrder, running: Running, folder: Path) -> Subject:
+    """Say what is run; target and draft that are to have another shape become recipes in the folder."""
+    target, draft = order.models
+    given = {"target": order.target_shape, "draft": order.draft_shape}
+    shapes = {role: ShapeChoice.parse(text) for role, text in given.items() if text not in (None, OWN)}
+    if "draft" in shapes and draft is None:
+        raise BadParameter(
+            f"--draft-shape is {order.draft_shape}, but {target} was given without a draft. Give one with --draft, or "
+            "a --pair."
+        )
+    shorts = [shapes[role].short if role in shapes else OWN for role in ("draft", "target") if shapes]
+    title = "-".join((order.title, *shorts)) + running.suffix
+    names = {"target": target, "draft": draft}
+    for role, shape in shapes.items():
+        asked = f"--{role}-shape {given[role]}"
+        names[role] = _inflated(str(names[role]), target, shape, folder / f"{title}-{role}", asked)
+    return Subject(
+        title=title, target=str(names["target"]), draft=names["draft"], source=(target, draft), running=running
+    )
+
+
+def pair_title(pair: str | None, target: str, draft: str | None) -> str:
+    """Return what results call a pair: its name, or those of its models."""
+    return pair or (target if draft is None else f"{Path(draft).name}+{Path(target).name}")
+
+
+def told_of(role: str, name: str) -> dict[str, Any]:
+    """What results tell of a model: its name, and of an inflated one its shape and which head each step is charged
+    with."""
+    if not is_inflation(name):
+        return {role: name}
+    recipe = read_inflation(name)
+    head = f"{recipe.head_rows} rows, {recipe.head_scored} of them tokens"
+    return {role: recipe.name, f"{role}_shape": recipe.shape, f"{role}_head": head}
+
+
+def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: str) -> str:
+    """Write the recipe of a model in a shape; returns its folder."""
+    from specbranch.lab.inflation.sizing import sized
+
+    source = fetched(ModelChoice(draft_path(model)))
+    target_path = fetched(ModelChoice(target)) if is_draft_folder(source) else None
+    try:
+        found = sized(model, source, shape, target_path)
+    except BadParameter as error:  # its words name the options of `inflate`
+        told = re.sub(
+            r"--([a-z-]+)(?: (\d+))?",
+            lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""),
+            str(error),
+        )
+        raise BadParameter(f"{asked}: {told}") from None
+    write_inflation(folder, found.recipe)
+    return str(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Prompts that are run with the same settings, and those that methods are tuned on."""
+
+    suites: tuple[Suite, ...]
+    tuning: tuple[Suite, ...]
+
+    def behind(self, context: int, target: str, answer: int) -> Group:
+        """Return the group with text before its prompts, so that prompt and answer have about `context` tokens."""
+        counts = _counts(target)
+        suites, tuning = (
+            tuple(behind(suite, context, answer, *counts) for suite in part) for part in (self.suites, self.tuning)
+        )
+        return Group(suites, tuning)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPair:
+    """A pair and what it is run on."""
+
+    subject: Subject
+    groups: tuple[Group, ...]
+    outside: int | None = None  # prompts of each suite that methods from outside get; None: all
+    context_length: int | None = None  # None: the usual one
+
+    @property
+    def suites(self) -> tuple[Suite, ...]:
+        """All prompts."""
+        return tuple(suite for group in self.groups for suite in group.suites)
+
+
+def trained_context(target: str) -> int:
+    """Return how long the texts are that a target was made for, in tokens."""
+    from specbranch.models.files.locate import locate
+    from specbranch.models.native import open_model
+
+    return open_model(locate(fetched(ModelChoice(target))))[0].context_length
+
+
+def _counts(target: str) -> tuple[Callable[[str], int], Callable[[Sequence[str]], int]]:
+    """Return how a target's tokenizer counts a text, and a conversation without its answers."""
+    tokenizer = load_tokenizer(ModelChoice(target))
+
+    def count(words: str) -> int:
+        return len(tokenizer.encode(words))
+
+    def count_turns(turns: Sequence[str]) -> int:
+        return len(tokenizer.chat(conversation(turns)))
+
+    return count, count_turns

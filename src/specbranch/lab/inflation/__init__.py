@@ -1,0 +1,1 @@
+"""A small model in the shape of a larger one."""

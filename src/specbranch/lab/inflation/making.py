@@ -1,0 +1,126 @@
+"""A small model in the shape of a larger one: the recipe is written once both were compared and say the same.
+
+Owns the order of the work. Invariant: what cannot be done is refused before anything is loaded, and without agreement
+nothing is written.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbranch.assembly import ModelChoice, chosen_device
+from specbranch.config import WEIGHTS
+from specbranch.errors import BadParameter, ModelError
+from specbranch.lab.inflation.recipe import is_inflation, refuse_other_folder, write_inflation
+from specbranch.lab.inflation.shapes import Shape, ShapeChoice
+from specbranch.lab.inflation.sizing import Sized, sized
+from specbranch.lab.inflation.tensors import shape_of
+from specbranch.lab.measure.likeness import Likeness, compare
+from specbranch.models.drafts.draft_name import draft_config, is_draft_folder
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.identity import model_identity
+from specbranch.models.files.store import KNOWN
+from specbranch.models.room import weight_bytes
+from specbranch.pairs import draft_path
+from specbranch.training.making.writing import Fetch
+
+FACTS = ("kind", "source", "source_identity", "shape", "head_rows", "head_scored", "seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InflationJob:
+    """What was asked for."""
+
+    model: str
+    out: Path
+    shape: ShapeChoice
+    target: str | None = None  # of a draft made by `distill`; nothing: the one it names
+    seed: int = 0
+    device: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MadeInflation:
+    """What became of it: both models' sizes, the recipe, and how far they are apart."""
+
+    sized: Sized
+    dtype: str  # in which they were compared
+    found: Likeness
+
+    @property
+    def small(self) -> Shape:
+        """The source's shape, with the rows of its head that score a token."""
+        return replace(shape_of(self.sized.small), vocabulary=self.sized.recipe.head_scored)
+
+    @property
+    def large(self) -> Shape:
+        """The shape that each step is charged with."""
+        return replace(self.sized.recipe.sizes, vocabulary=self.sized.recipe.head_rows)
+
+    def weight_bytes(self, arch: Architecture) -> int:
+        """How much memory the weights of one of the two take."""
+        return weight_bytes(arch, getattr(torch, self.dtype))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """All figures by name."""
+        recipe = self.sized.recipe
+        return {
+            "out": str(out),
+            "identity": model_identity(str(out)),
+            **{name: getattr(recipe, name) for name in FACTS},
+            "sizes": recipe.sizes.sizes(),
+            "matrix_parameters": step_parameters(self.large),
+            "weight_bytes": self.weight_bytes(self.sized.large),
+            "checked": recipe.checked,
+        }
+
+    def compared(self) -> str:
+        """How far both are apart, in a sentence."""
+        found = self.found
+        return (
+            f"Compared after {found.tokens} tokens in {found.dtype}: logits differ by {found.difference:.1e} of the "
+            f"largest at most (allowed: {found.tolerance:.1e}); the likeliest token is the same after "
+            f"{found.same_choice:.0%} of them."
+        )
+
+
+def step_parameters(shape: Shape) -> int:
+    """How many numbers a step multiplies by: all but the embedding's."""
+    return shape.parameters - shape.vocabulary * shape.hidden
+
+
+def inflate(job: InflationJob, fetch: Fetch) -> MadeInflation:
+    """Compare a model with what its recipe makes, and write the recipe."""
+    refuse_other_folder(job.out)
+    device = chosen_device(job.device)
+    dtype = ModelChoice(job.model, dtype=job.dtype).dtype or ("float32" if device == "cpu" else "bfloat16")
+    source = fetch(draft_path(job.model))
+    target = _target_of(source, job.target, fetch) if is_draft_folder(source) and not is_inflation(source) else None
+    plan = sized(job.model, source, job.shape, target, job.seed)
+    # in plain floats, whatever its file has
+    weights: Any = dtype if dtype in WEIGHTS else None
+    choice = ModelChoice(source, "native", device, dtype, shares=target, weights=weights)
+    with tempfile.TemporaryDirectory() as place:
+        write_inflation(Path(place), plan.recipe)
+        found = compare(choice, replace(choice, name=place), replace(choice, name=target or source))
+    made = MadeInflation(replace(plan, recipe=replace(plan.recipe, checked=found.record())), dtype, found)
+    if not found.agrees:
+        name = plan.recipe.name
+        raise ModelError(f"{name} is another model than its source: {made.compared()} Nothing was written.")
+    write_inflation(job.out, made.sized.recipe)
+    return made
+
+
+def _target_of(draft: str, given: str | None, fetch: Fetch) -> str:
+    """Return the path of the target a draft shares with: the one given, or the one that its folder names if that is
+    known here."""
+    named = given or (draft_config(draft) or {}).get("target")
+    if given is None and named not in KNOWN:
+        raise BadParameter(f"{draft} is a draft for {named}, which is no known name. Say where that is with --target.")
+    return fetch(str(named))

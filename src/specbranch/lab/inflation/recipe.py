@@ -1,0 +1,111 @@
+"""The recipe of an inflation: which small model is put into which larger shape, from which seed.
+
+Owns the folder: one file, inflation.json, of a few hundred bytes; the weights are made where the model runs and are
+written nowhere. Invariant: a recipe that is loaded names a source that is the one it was checked with.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from specbranch.errors import BadParameter, ModelError
+from specbranch.files import replacing, spoken
+from specbranch.lab.inflation.shapes import Shape
+from specbranch.models.files.locate import INFLATION, Located, locate
+
+FORMAT = 1
+InflatedKind = Literal["model", "draft"]
+AGAIN = "Make it again with `specbranch inflate`."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inflation:
+    """A small model in the shape of a larger one."""
+
+    kind: InflatedKind  # draft: made by `specbranch distill`, to be run beside its target
+    source: str  # a known name, a Hub id or a whole path
+    source_identity: str
+    shape: str  # the shape's name, or what it was made of
+    sizes: Shape
+    head_rows: int  # of the output head that each step is charged with
+    head_scored: int  # those of them that mean a token
+    seed: int = 0
+    checked: dict[str, Any] = field(default_factory=dict)  # how far it was from its source
+    format: int = FORMAT
+
+    @property
+    def name(self) -> str:
+        """What to call it in a sentence."""
+        return f"{Path(self.source).name} as {self.shape}"
+
+    @property
+    def digest(self) -> str:
+        """Tell it from other recipes, wherever its source lies and however it was checked."""
+        telling = replace(self, source="", checked={})
+        return sha256(json.dumps(asdict(telling), sort_keys=True).encode()).hexdigest()
+
+    def text(self) -> str:
+        """The recipe as it is written."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+
+def is_inflation(name: str | Path) -> bool:
+    """Whether a name is a folder that `specbranch inflate` made."""
+    return (Path(name).expanduser() / INFLATION).is_file()
+
+
+def read_inflation(folder: str | Path) -> Inflation:
+    """Read a recipe."""
+    file = Path(folder).expanduser() / INFLATION
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ModelError(f"{file} has format {values['format']!r}; this version reads format {FORMAT}. {AGAIN}")
+        return Inflation(**{**values, "sizes": Shape(**values["sizes"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} is no recipe of an inflated model ({error}). {AGAIN}") from None
+
+
+def source_of(recipe: Inflation) -> Located:
+    """Find the small model, fetching one that is known by name first if it is not here."""
+    from specbranch.models.files import store
+
+    known = recipe.source in store.KNOWN and not Path(recipe.source).exists()
+    try:
+        return locate(str(store.pull(recipe.source)) if known else recipe.source)
+    except ModelError as error:
+        raise ModelError(f"The source of {recipe.name} cannot be had. {error} {AGAIN}") from None
+
+
+def uninflated(located: Located) -> Located:
+    """Return the model itself, or the source of an inflated one: it has the same tokenizer, and says the same."""
+    return source_of(read_model(located.path)) if located.kind == "inflation" else located
+
+
+def read_model(folder: str | Path) -> Inflation:
+    """Read the recipe of a model that runs alone, which a draft does not."""
+    recipe = read_inflation(folder)
+    if recipe.kind == "draft":
+        raise ModelError(
+            f"{folder} ({recipe.name}) is a draft, which runs beside its target alone. Name it with --draft."
+        )
+    return recipe
+
+
+def write_inflation(folder: Path, recipe: Inflation) -> None:
+    """Write a recipe, replacing one that is there; a folder that holds anything else is refused."""
+    refuse_other_folder(folder)
+    with spoken(folder, "Name another folder with --out."), replacing(folder / INFLATION) as part:
+        part.write_text(recipe.text(), encoding="utf-8")
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """Refuse to write where something else than a recipe lies."""
+    if folder.exists() and not is_inflation(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise BadParameter(
+            f"{folder} is there already and holds no recipe of an inflated model. Name another folder with --out."
+        )

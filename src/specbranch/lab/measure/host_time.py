@@ -1,0 +1,89 @@
+"""What a round takes outside both models: the rest of its time, once what the models took is left out.
+
+Owns the timer put before a model while that is measured. A model that works beside this process's thread (the draft in
+a process of its own, the target on a stream) hides what the host does meanwhile, so only what lies beyond it counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from specbranch.config import ExecutorName
+from specbranch.core.loop import Executor
+from specbranch.core.runner import Verdicts
+from specbranch.core.trace import Trace, Who
+from specbranch.exec.worker import Worker
+from specbranch.lab.measure.loaded_pair import LoadedPair
+from specbranch.lab.measure.one_request import greedy_session, start
+
+METHODS_TIMED = ("autoregressive", "speculative", "specbranch")
+WORK = ("feed", "extend", "propose", "verify", "grow", "read_ahead")  # what a runner's model does
+BY_ITSELF: dict[ExecutorName, Who] = {"process": "draft", "streams": "target"}  # who works beside this thread
+
+
+def measure_host(pair: LoadedPair, executor: Executor, tokens: int, tick: Callable[[str], None]) -> float:
+    """Decode on the pair's executor, and return the seconds a round takes outside both models."""
+    rest: list[float] = []
+    for method in METHODS_TIMED:
+        rest += _rests(pair, executor, method, tokens)
+        tick("host")
+    return statistics.median(rest)
+
+
+def _rests(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> Iterator[float]:
+    """Yield what each round took beyond its models."""
+    watch, trace, by_itself = ModelTimer(), Trace(), BY_ITSELF.get(pair.executor)
+    loop = start(executor, greedy_session(pair.prompts()[0], tokens), method, trace)
+    with watch.on(pair.verifier), watch.on(pair.drafter):
+        while loop.live:
+            watch.seconds, seen, begun = 0.0, len(trace.events), time.perf_counter()
+            loop.step()
+            took = time.perf_counter() - begun
+            spans = [event.end - event.start for event in trace.events[seen:] if event.who == by_itself]
+            if seen:  # the first round reads the prompt
+                yield max(took - max([watch.seconds, *spans]), 0.0)
+
+
+class ModelTimer:
+    """Adds up the seconds that this thread spends in models."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def on(self, worker: Worker) -> Iterator[None]:
+        """Put the timer before a worker's model, for a while."""
+        runner: Any = worker.runner
+        worker.runner = _TimedRunner(runner, self)
+        try:
+            yield
+        finally:
+            worker.runner = runner
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Time a function; of verdicts, also the waiting for them."""
+
+        def call(*arguments: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                found = function(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - begun
+            return Verdicts(self.timed(found), found.ready) if isinstance(found, Verdicts) else found
+
+        return call
+
+
+class _TimedRunner:
+    """Passes everything on, and times what the model does."""
+
+    def __init__(self, runner: Any, watch: ModelTimer) -> None:
+        self._runner, self._watch = runner, watch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._runner, name)
+        return self._watch.timed(found) if name in WORK else found

@@ -1,0 +1,118 @@
+"""A pair loaded to be measured: both workers, and what tells its models from others.
+
+Owns loading for everything that measures or examines a pair. Invariant: with the process executor both models have half
+of the threads, here as in the draft's own process, because that is how they run there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbranch.assembly import (
+    ModelChoice,
+    assemble,
+    common_vocabulary,
+    drafter_recipe,
+    fitted_to_target,
+    half_the_threads,
+    identity,
+)
+from specbranch.clock.profile import CostProfile
+from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
+from specbranch.config import ExecutorName
+from specbranch.core.loop import Executor
+from specbranch.core.runner import Runner
+from specbranch.errors import BadParameter
+from specbranch.exec.drafter import Drafter
+from specbranch.exec.messages import Recipe
+from specbranch.exec.process import Process
+from specbranch.exec.serial import Serial
+from specbranch.exec.streams import Streams
+from specbranch.exec.verifier import Verifier
+from specbranch.lab.suites.suite import load_suite
+
+if TYPE_CHECKING:
+    from specbranch.text.tokenizer import Tokenizer
+
+CONTEXT = 2048  # tokens the caches hold, unless told: a long prompt and an answer
+SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPair:
+    """Target and draft at work in this process; the child of a process executor makes its draft by the recipe."""
+
+    name: str
+    tokenizer: Tokenizer
+    verifier: Verifier
+    drafter: Drafter
+    recipe: Recipe
+    target_identity: str
+    draft_identity: str
+    executor: ExecutorName
+
+    def prompts(self) -> list[list[int]]:
+        """Three prompts of our own, of different kinds, as token ids."""
+        return [self.ids(load_suite(name).prompts[0].turns[0]) for name in SUITES]
+
+    def ids(self, words: str) -> list[int]:
+        """Return a user's message as the target is given it; as it is where the target knows no chat."""
+        try:
+            return self.tokenizer.chat([{"role": "user", "content": words}])
+        except BadParameter:
+            return self.tokenizer.encode(words)
+
+    def text(self, length: int) -> list[int]:
+        """Return some text of ours, as long as asked for."""
+        words = [token for prompt in self.prompts() for token in prompt]
+        return (words * (length // len(words) + 1))[:length]
+
+    def real(self) -> Executor:
+        """Return the executor itself; to be closed."""
+        if self.executor == "process":
+            return Process(self.verifier, self.recipe)
+        return (Streams if self.executor == "streams" else Serial)(self.verifier, self.drafter)
+
+    def modelled(self, profile: CostProfile) -> VirtualClock:
+        """Return a clock that charges by a profile what the same models do."""
+        return VirtualClock(self.verifier, MeteredDrafter(self.drafter.runner), profile)
+
+
+def load_pair(target: ModelChoice, draft: ModelChoice, name: str, executor: ExecutorName = "serial") -> LoadedPair:
+    """Load both models, with caches that are long enough to measure in, and which know no prompt of before; refuses
+    an executor that cannot run them."""
+    draft = fitted_to_target(draft, target.name)
+    if executor == "process":
+        target, draft = (replace(choice, threads=half_the_threads()) for choice in (target, draft))
+    target, draft = (
+        replace(choice, context_length=choice.context_length or CONTEXT, shorten=True, prefix_cache=False)
+        for choice in (target, draft)
+    )
+    parts = assemble(target, draft, "streams" if executor == "streams" else "serial")
+    assert isinstance(parts.executor, Serial) and parts.executor.draft
+    shared = min(common_vocabulary(parts.tokenizer, draft), parts.verifier.runner.vocabulary)
+    workers = parts.verifier, parts.executor.draft, drafter_recipe(draft, shared)
+    return LoadedPair(name, parts.tokenizer, *workers, identity(target.name), identity(draft.name), executor)
+
+
+def precision(runner: Runner) -> str:
+    """The precision a model computes in; nothing where it does not say."""
+    return str(getattr(runner, "dtype", "")).removeprefix("torch.")
+
+
+def stored_in(runner: Runner) -> str:
+    """How a model's matrices are stored: a name, or the precision it computes in where it knows nothing else."""
+    return str(getattr(runner, "weights", precision(runner)))
+
+
+def cached_in(runner: Runner) -> str:
+    """What a model's keys and values are stored in, likewise."""
+    return str(getattr(runner, "cache_dtype", precision(runner)))
+
+
+def pair_name(pair: str | None, target: str, draft: str) -> str:
+    """Name a pair: by its own name, or by those of its models."""
+    is_plain = draft == Path(draft).name and "/" not in draft
+    return pair or (draft if is_plain else f"{Path(draft).name} & {Path(target).name}")

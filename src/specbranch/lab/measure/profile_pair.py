@@ -1,0 +1,200 @@
+"""Measuring what a pair costs on this hardware: a `CostProfile` of the real models.
+
+Owns what is measured of a pair and how the figures become a profile: forwards and steps alone (`probes`), both models
+at once (`overlap`), the rest of a round (`host_time`). Invariant: the spread of the probes is told beside the figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from specbranch.clock.profile import CostProfile, Points
+from specbranch.config import AT_ONCE
+from specbranch.core.loop import Executor
+from specbranch.errors import BadParameter
+from specbranch.lab.measure.host_time import METHODS_TIMED, measure_host
+from specbranch.lab.measure.loaded_pair import LoadedPair, cached_in, precision, stored_in
+from specbranch.lab.measure.overlap import ROWS, SHARES, Slowing, TrialRounds, measure_slowing
+from specbranch.lab.measure.probes import (
+    WARM_UP,
+    Effort,
+    Figures,
+    HeldText,
+    Probe,
+    reading_seconds,
+    take_turns,
+)
+from specbranch.progress import StepsDone, silent
+from specbranch.provenance import Provenance
+
+MOST_ROWS = 32
+SHORT, LONG, PROMPT = 64, 1024, 256  # tokens
+NEAR, FAR = "", " far"  # of a probe: after the short context, after the long one
+NOTE = "Measured by `specbranch profile` at temperature 0, token choice included; "
+BOTH = {
+    "process": "side by side in two processes with half of the threads each (process executor); slow-down with",
+    "streams": "side by side in one process, the target on its own stream (streams executor); slow-down with up to",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPair:
+    """What was measured of a pair: single steps, both models at once, the rest of a round; after how many tokens."""
+
+    figures: Figures
+    slowing: Slowing | None
+    host: float
+    lengths: tuple[int, int, int]  # the short context, the long one, the prompt
+
+    def curve(self, name: str) -> Points:
+        """Seconds by rows; the reading of a prompt is the last point."""
+        prompt, figures = self.lengths[2], self.figures
+        points = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name}
+        if prompt > max(points) and (f"{name} prompt", prompt) in figures:
+            points[prompt] = figures[f"{name} prompt", prompt].seconds
+        return tuple(sorted(points.items()))
+
+    def slopes(self, name: str) -> Points:
+        """Seconds for each further token of context, from the two measured; none at a prompt, which begins the text."""
+        (short, long, prompt), figures = self.lengths, self.figures
+        far = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name + FAR}
+        added = {rows: max(seconds - figures[name, rows].seconds, 0.0) for rows, seconds in far.items()}
+        slopes = {rows: seconds / (long - short) for rows, seconds in added.items()}
+        if slopes and prompt > max(slopes):
+            slopes[prompt] = 0.0
+        return tuple(sorted(slopes.items()))
+
+    def spread(self, name: str) -> float:
+        """How far the timings of a model spread, in the middle of all its probes."""
+        return statistics.median(figure.spread for (probe, _), figure in self.figures.items() if probe == name)
+
+
+def measure(pair: LoadedPair, effort: Effort | None = None, progress: StepsDone = silent) -> CostProfile:
+    """Measure a pair."""
+    effort = effort or Effort()
+    lengths, steps = _lengths(pair), _Steps(progress, pair.executor, effort)
+    figures = _figures(pair, lengths, effort, steps)
+    with closing(pair.real()) as executor:
+        slowing = _slowing(pair, executor, pair.text(lengths[0]), effort, steps)
+        host = measure_host(pair, executor, effort.host_tokens, steps)
+    return _profile(pair, MeasuredPair(figures, slowing, host, lengths), effort)
+
+
+class _Steps:
+    """Tells how far a measurement has come."""
+
+    def __init__(self, progress: StepsDone, executor: str, effort: Effort) -> None:
+        self._progress, self._done = progress, 0
+        overlap_rounds = effort.repeats + 1 if executor in AT_ONCE else 0
+        self._total = WARM_UP + effort.repeats + len(METHODS_TIMED) + overlap_rounds
+
+    def __call__(self, what: str) -> None:
+        self._done += 1
+        self._progress(f"Measuring the {what}", self._done, self._total)
+
+
+def _lengths(pair: LoadedPair) -> tuple[int, int, int]:
+    """The short and the long context and the prompt, as long as the models allow."""
+    most = min(pair.verifier.runner.context_length, pair.drafter.runner.context_length) - MOST_ROWS
+    if most < 16:
+        raise BadParameter(
+            f"The models hold {most + MOST_ROWS} tokens; a profile needs {MOST_ROWS + 16}. Raise --context-length."
+        )
+    long = min(LONG, most)
+    return min(SHORT, long // 2), long, min(PROMPT, most)
+
+
+def _figures(pair: LoadedPair, lengths: tuple[int, int, int], effort: Effort, steps: _Steps) -> Figures:
+    """Time forwards and steps of both models, each alone."""
+    short, long, prompt = lengths
+    contexts = {NEAR: short, FAR: long} if effort.far else {NEAR: short}
+    with ExitStack() as open_ones:
+        held = {
+            (name, far): open_ones.enter_context(HeldText(worker, seq, pair.text(length)))
+            for name, worker in (("target", pair.verifier), ("draft", pair.drafter))
+            for seq, (far, length) in enumerate(contexts.items(), 1)
+        }
+        return take_turns(list(_probes(held, pair.text(prompt), effort)), effort, steps)
+
+
+def _probes(held: Mapping[tuple[str, str], HeldText], prompt: Sequence[int], effort: Effort) -> Iterator[Probe]:
+    for (name, far), one in held.items():
+        if name == "target":
+            yield from (Probe(name + far, rows, partial(one.forward, rows)) for rows in effort.rows)
+        else:
+            widths = effort.widths_far if far else effort.widths
+            yield from (Probe(name + far, width, partial(one.step, width)) for width in widths)
+        if not far and effort.far:
+            yield Probe(f"{name} prompt", len(prompt), partial(reading_seconds, one.worker, prompt), is_long=True)
+
+
+def _slowing(
+    pair: LoadedPair, executor: Executor, text: Sequence[int], effort: Effort, steps: _Steps
+) -> Slowing | None:
+    """Measure what both cost each other where the executor has them work at once."""
+    if pair.executor not in AT_ONCE:
+        return None
+    with TrialRounds(executor, text) as rounds:
+        return measure_slowing(rounds, effort.repeats, lambda: steps("two side by side"), SHARES[pair.executor])
+
+
+def _profile(pair: LoadedPair, found: MeasuredPair, effort: Effort) -> CostProfile:
+    made, slowing = Provenance.here(pairs={}, workload={}, settings={}, suites={}), found.slowing
+    return CostProfile(
+        target=found.curve("target"),
+        draft=found.curve("draft"),
+        slow_down=slowing.target if slowing else 0.0,
+        draft_slow_down=slowing.draft if slowing else 0.0,
+        host=found.host,
+        pair=pair.name,
+        hardware=_hardware(pair, made),
+        note=_note(pair, slowing),
+        overlap=slowing is not None,
+        context=found.lengths[0],
+        target_per_context=found.slopes("target"),
+        draft_per_context=found.slopes("draft"),
+        target_identity=pair.target_identity,
+        draft_identity=pair.draft_identity,
+        provenance=_provenance(pair, made, found, effort),
+    )
+
+
+def _hardware(pair: LoadedPair, made: Provenance) -> str:
+    device = getattr(pair.verifier.runner, "device", None)
+    gpus = made.hardware.get("gpus")
+    if gpus and device is not None and device.type == "cuda":
+        return str(gpus[device.index or 0])
+    name = made.hardware.get("processor") or made.hardware.get("machine", "a CPU")
+    return f"{name}, {made.hardware.get('cores')} cores"
+
+
+def _note(pair: LoadedPair, slowing: Slowing | None) -> str:
+    if slowing is None:
+        return f"{NOTE}draft and target take turns (serial executor), so nothing overlaps."
+    return f"{NOTE}{BOTH[pair.executor]} {slowing.steps} draft steps beside a target forward over {ROWS} tokens."
+
+
+def _provenance(pair: LoadedPair, made: Provenance, found: MeasuredPair, effort: Effort) -> dict[str, Any]:
+    import torch
+
+    return {
+        "made": made.made,
+        "commit": made.commit,
+        "python": made.python,
+        "versions": dict(made.versions),
+        "executor": pair.executor,
+        "threads": torch.get_num_threads(),
+        "dtype": precision(pair.verifier.runner),
+        "weights": stored_in(pair.verifier.runner),
+        "draft_weights": stored_in(pair.drafter.runner),
+        "cache_dtype": cached_in(pair.verifier.runner),
+        "repeats": effort.repeats,
+        "contexts": list(found.lengths[:2]),
+        "prompt": found.lengths[2],
+        "spread": {name: found.spread(name) for name in ("target", "draft")},
+    }

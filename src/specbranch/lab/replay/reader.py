@@ -1,0 +1,96 @@
+"""The real draft on one text, for what it was never asked before: any beginning of the text, and anything that strays
+from it.
+
+Owns the draft's cache during a replay. Invariants: a proposal is that of its own tokens, however the reader came to
+them; no forward has more rows than the engine's own small steps, so that a row has the bits it has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from specbranch.core.runner import Ask, Feed, Runner
+from specbranch.core.slots import ROOT, Slots
+from specbranch.lab.replay.record import Record
+from specbranch.lab.replay.runners import WIDTH, KnownProposal
+
+ROWS = 16  # read in one forward
+_NUMBERS = count(-1, -1)  # numbers of sequences: below zero, as no request's are
+
+TextNode = tuple[int, int]  # its parent and its token
+
+
+class Reader:
+    """Reads on the text of a record; what strays from it hangs behind the prefix as a tail, each token once."""
+
+    def __init__(self, runner: Runner, record: Record) -> None:
+        self._runner, self._text, self._request = runner, record.text, record.task.request
+        self._seq = next(_NUMBERS)
+        self._is_open = False
+
+    def read(self, sequences: Sequence[Sequence[int]]) -> list[KnownProposal]:
+        """Return the draft's proposals after some sequences of tokens."""
+        if not self._within_reach(sequences):
+            self._seek(min(min(_common(sequence, self._text), len(sequence) - 1) for sequence in sequences))
+        new, ends = self._unread(sequences)
+        if len(new) > self._slots.room and (half := len(sequences) // 2):  # a tail holds less: in two parts
+            return self.read(sequences[:half]) + self.read(sequences[half:])
+        self._runner.demand(self._seq, len(new))
+        for start in range(0, len(new), ROWS):
+            parents, tokens = zip(*new[start : start + ROWS], strict=True)
+            self._runner.feed([Feed(self._seq, tokens, parents)])
+        return self._entries(ends)
+
+    def close(self) -> None:
+        """Free the cache."""
+        if self._is_open:
+            self._runner.close(self._seq)
+        self._is_open = False
+
+    @property
+    def _slots(self) -> Slots:
+        return self._runner.slots(self._seq)
+
+    def _within_reach(self, sequences: Sequence[Sequence[int]]) -> bool:
+        """Whether all can be read from where the reader is."""
+        if not self._is_open:
+            return False
+        prefix = self._slots.prefix
+        follow = all(len(sequence) > len(prefix) and list(sequence[: len(prefix)]) == prefix for sequence in sequences)
+        return follow and len(self._unread(sequences)[0]) <= self._slots.room
+
+    def _seek(self, base: int) -> None:
+        """Make the first `base` tokens of the text the prefix, and the tail empty."""
+        if not self._is_open:
+            self._runner.open(self._seq, self._request)
+            self._is_open = True
+        if base < len(self._slots.prefix):
+            self._runner.rewind(self._seq, base)
+        ahead = self._text[len(self._slots.prefix) : base]
+        path = self._slots.find(ahead)
+        self._runner.keep(self._seq, path, len(path))
+        if len(path) < len(ahead):
+            self._runner.extend(self._seq, ahead[len(path) :])
+
+    def _unread(self, sequences: Sequence[Sequence[int]]) -> tuple[list[TextNode], list[int]]:
+        """Return what has to be read, in order, and the number of the node at which each sequence ends."""
+        slots, ends = self._slots, list[int]()
+        known = {node: number for number, node in enumerate(zip(slots.parents, slots.tokens, strict=True))}
+        held = len(known)
+        for sequence in sequences:
+            node = ROOT
+            for token in sequence[len(slots.prefix) :]:
+                node = known.setdefault((node, token), len(known))
+            ends.append(node)
+        return list(known)[held:], ends
+
+    def _entries(self, nodes: Sequence[int]) -> list[KnownProposal]:
+        top = self._runner.propose([], [Ask(self._seq, node, WIDTH) for node in nodes])
+        entropy = self._runner.propose([], [Ask(self._seq, node, measure="entropy") for node in nodes])
+        return [KnownProposal(a.tokens, a.confidence, b.confidence, a.odds) for a, b in zip(top, entropy, strict=True)]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

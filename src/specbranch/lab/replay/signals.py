@@ -1,0 +1,76 @@
+"""H-RAD in a replay: what a predictor says all along a record, read off the target once and kept.
+
+Owns those forecasts and their folder. A predictor reads the target's hidden states, which depend on the text alone, so
+what it says at a token of a record is the same whatever method comes by there. Invariant: a forecast that is kept is
+the predictor's for that very record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from specbranch.core.forecast import Signal
+from specbranch.core.runner import Runner
+from specbranch.files import replacing
+from specbranch.hrad.forecaster import TargetForecaster, reached
+from specbranch.hrad.predictor import Predictor
+from specbranch.lab.replay.record import Record
+from specbranch.training.hrad.collect import states_along
+
+ROWS = 64  # tokens read in one forward
+
+
+class RecordedSignals:
+    """What one predictor says, record by record."""
+
+    def __init__(self, predictor: Predictor, target: Runner, folder: Path, model: str) -> None:
+        """`model` tells the target from others, for the names of files."""
+        self.predictor = predictor
+        self._forecast, self._target = TargetForecaster(predictor, target), reached(target)
+        self._folder, self._model = folder / predictor.digest, model
+        self.longest = predictor.about.longest
+        self._held: dict[str, list[Signal | None]] = {}
+
+    def of(self, record: Record) -> RecordedForecaster:
+        """Return who says it in a replay."""
+        key = sha256(f"{record.task.key(self._model)} {record.tokens}".encode()).hexdigest()[:32]
+        if key not in self._held:
+            self._held[key] = self._kept(key, len(record.tokens)) or self._read(record, key)
+        return RecordedForecaster(len(record.task.prompt), self._held[key])
+
+    def _kept(self, key: str, count: int) -> list[Signal | None] | None:
+        """Return what was read before; what cannot be read, or is of another length, counts as nothing."""
+        with suppress(OSError, ValueError, EOFError):
+            chances = np.load(self._folder / f"{key}.npy")
+            if chances.ndim == 3 and len(chances) == count:
+                return [Signal(tuple(tuple(map(float, classes)) for classes in place)) for place in chances]  # type: ignore[misc]
+        return None
+
+    def _read(self, record: Record, key: str) -> list[Signal | None]:
+        states = states_along(self._target, record.task.prompt, record.tokens, self.predictor.about.layers, ROWS)
+        signals = self._forecast.along(states, record.tokens)
+        if all(signal is not None for signal in signals):
+            self._keep(key, np.array([signal.chances for signal in signals if signal is not None], dtype=np.float32))
+        return signals
+
+    def _keep(self, key: str, chances: np.ndarray) -> None:
+        # Without room it is read again next time.
+        with suppress(OSError), replacing(self._folder / f"{key}.npy") as part, part.open("wb") as file:
+            np.save(file, chances)
+
+
+class RecordedForecaster:
+    """A `core.forecast.Forecaster` over a record, which knows what was said at each of its tokens."""
+
+    def __init__(self, start: int, signals: Sequence[Signal | None]) -> None:
+        self._start, self._signals = start, signals
+
+    def signal(self, said: tuple[float, ...] | None, position: int) -> Signal | None:
+        """What was said where the target came to the record's token at this position."""
+        at = position - self._start
+        return self._signals[at] if 0 <= at < len(self._signals) else None

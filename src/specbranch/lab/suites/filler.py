@@ -1,0 +1,54 @@
+"""Prompts behind a longer text: a context of a given length in which the question itself stays what it was.
+
+Owns the text that comes first, the articles of our own suite, sentence by sentence and again from the first when they
+are used up. Invariant: the same suite, length and tokenizer give the same prompts, under a name that tells the length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+
+from specbranch.lab.suites.suite import Prompt, Suite, load_suite
+
+BEFORE = (
+    "These are notes that were taken earlier. They have nothing to do with the task, which follows behind them.\n\n"
+)
+BEHIND = "\n\nThe notes end here. The task:\n\n"
+Count = Callable[[str], int]  # how many tokens a text has
+CountTurns = Callable[[Sequence[str]], int]  # how many a conversation has, its answers left out
+
+
+def behind(suite: Suite, length: int, answer: int, count: Count, count_turns: CountTurns) -> Suite:
+    """Return the suite with text before each prompt, so that prompt and answers (`answer` tokens a turn) have about
+    `length` tokens.
+
+    A prompt that is as long by itself stays as it is. Never more than `length` is made of one that is shorter.
+    """
+    room = (length - answer * len(prompt.turns) - count_turns(prompt.turns) for prompt in suite.prompts)
+    prompts = tuple(_filled(prompt, left, count) for prompt, left in zip(suite.prompts, room, strict=True))
+    return replace(suite, name=f"{suite.name}@{length}", prompts=prompts)
+
+
+def _filled(prompt: Prompt, room: int, count: Count) -> Prompt:
+    first, *others = prompt.turns
+    room -= count(BEFORE) + count(BEHIND)
+    taken: list[str] = []
+    for sentence in cycle(_sentences()):
+        room -= count(sentence)
+        if room < 0:
+            break
+        taken.append(sentence)
+    return replace(prompt, turns=(BEFORE + "".join(taken).strip() + BEHIND + first, *others)) if taken else prompt
+
+
+@cache
+def _sentences() -> tuple[str, ...]:
+    """The articles' sentences, each with the space or line break behind it."""
+    articles = (prompt.turns[0].partition("\n\n")[2] for prompt in load_suite("own-summary").prompts)
+    return tuple(
+        part for article in articles for part in re.findall(r".+?(?:[.!?][\"”]?\s+|$)", article + "\n\n", re.DOTALL)
+    )

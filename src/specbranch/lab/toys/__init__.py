@@ -1,0 +1,1 @@
+"""Toy models with known laws."""

@@ -1,0 +1,1 @@
+"""Drafts that share parts with their target: folders read and loaded."""

@@ -1,0 +1,1 @@
+"""Drafts and predictors for a target. The engine imports nothing of it."""

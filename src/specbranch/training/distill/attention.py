@@ -1,0 +1,74 @@
+"""Attention over packed batches, for training: each token sees its own segment up to itself.
+
+Owns the two ways there are, masked (anywhere) and by stretches (GPUs), and the choice between them. Invariant: both
+give the same up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from specbranch.training.distill.material import Batch
+
+# queries, keys, values [batch, length, heads, head_dim] to the same shape
+AttendPacked = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attention(batch: Batch, dtype: torch.dtype) -> AttendPacked:
+    """Choose for a batch: by stretches if it has its edges, else with a mask made once for all layers and heads."""
+    if batch.edges is not None:
+        return partial(by_stretches, batch.edges)
+    return partial(masked, mask_of(batch.segments, dtype))
+
+
+def masked(mask: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend wherever the mask [batch, 1, length, length] lets."""
+    out = scaled_dot_product_attention(
+        queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
+    )
+    return out.transpose(1, 2)
+
+
+def by_stretches(edges: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend within each stretch of the flattened batch, backwards only, with the kernel for sequences of different
+    lengths."""
+    from torch.nn.attention.varlen import varlen_attn  # not in older versions; `has_stretches` asks first
+
+    longest = queries.shape[1]  # no stretch is longer than a row
+    q, k, v = (one.flatten(0, 1) for one in (queries, keys, values))
+    out = varlen_attn(q, k, v, edges, edges, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out.view(queries.shape)
+
+
+def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a token sees another, -inf elsewhere [batch, 1, length, length]."""
+    seen = (segments.unsqueeze(2) == segments.unsqueeze(1)).tril()
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+
+
+@cache
+def has_stretches(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether attention by stretches is to be had and right, forwards and backwards; tried on random numbers."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    segments = torch.tensor([[0] * 40 + [1] * 20 + [-1] * 4, [0] * 64])
+    batch = Batch(segments, segments, segments, segments, segments).with_edges()
+    assert batch.edges is not None
+    inputs = [torch.randn(2, 64, 2, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    try:
+        fast = _with_gradients(partial(by_stretches, batch.edges.to(device)), inputs)
+    except (ImportError, RuntimeError, TypeError):
+        return False
+    plain = _with_gradients(partial(masked, mask_of(segments.to(device), dtype)), inputs)
+    return all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(fast, plain, strict=True))
+
+
+def _with_gradients(attend: AttendPacked, inputs: list[Tensor]) -> list[Tensor]:
+    out = attend(*inputs)
+    return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]

@@ -1,0 +1,278 @@
+"""What a target wrote, as training material: conversations one after the other, kept in one file and dealt out in
+packed batches.
+
+Owns the file and the packing, not how the text came about. Invariants: a conversation is never split over two rows of a
+batch, and a batch depends on nothing but the material, the sizes asked for, the seed, the epoch and its index, so that
+training can go on at any batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specbranch.errors import BadParameter, ModelError
+from specbranch.files import replacing
+from specbranch.models.files.disk import read_tensors
+
+FORMAT = "specbranch-material-1"
+PADDING = -1  # segment of the places no conversation fills
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed conversations; what stands at a place is read there, and `weight` tells how much its prediction of the
+    next token counts."""
+
+    tokens: Tensor  # int64 [rows, length]
+    positions: Tensor  # int64 [rows, length], from 0 in each conversation
+    segments: Tensor  # int64 [rows, length], numbered from 0 in each row; PADDING where nothing is
+    weight: Tensor  # float32 [rows, length], 0 at the last token of a conversation and in padding
+    source: Tensor  # int64 [rows, length], where the token stands in the material; 0 in padding
+    # int32 [stretches + 1], where each stretch of one segment begins in the flattened batch; see `with_edges`
+    edges: Tensor | None = None
+
+    def parts(self, rows: int) -> Iterator[Batch]:
+        """Cut into batches of at most so many rows."""
+        pieces = (
+            torch.split(getattr(self, name), rows) for name in ("tokens", "positions", "segments", "weight", "source")
+        )
+        return (Batch(*piece) for piece in zip(*pieces, strict=True))
+
+    def with_edges(self) -> Batch:
+        """Note where segments begin and end; padding is a stretch like any other."""
+        row = torch.arange(self.segments.shape[0]).unsqueeze(1) * (int(self.segments.max()) + 2)
+        owner = (self.segments - PADDING + row).flatten()
+        inner = owner.diff().nonzero().view(-1) + 1
+        ends = torch.tensor([0]), inner, torch.tensor([owner.numel()])
+        return replace(self, edges=torch.cat(ends).to(torch.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """Conversations, each with the place its answer begins at."""
+
+    tokens: Tensor  # int32 [all tokens], all conversations one after the other
+    starts: Tensor  # int64 [conversations + 1]
+    answers: Tensor  # int64 [conversations], counted from the conversation's own start
+    about: Mapping[str, Any] = field(default_factory=dict)  # how it was made: seeds, counts, settings
+
+    def __post_init__(self) -> None:
+        if fault := _fault(self.tokens, self.starts, self.answers):
+            raise ValueError(f"This is no material: {fault}.")
+
+    def __len__(self) -> int:
+        return self.answers.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each conversation [conversations]."""
+        return self.starts.diff()
+
+    @property
+    def answer_tokens(self) -> int:
+        """How many tokens of all are answers."""
+        return int((self.lengths - self.answers).sum())
+
+    @property
+    def parts(self) -> list[Mapping[str, Any]]:
+        """How each part of it was made that was written by itself."""
+        found: list[Mapping[str, Any]] = self.about.get("parts", [self.about])
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """How much there is."""
+        return {
+            "conversations": len(self),
+            "tokens_written": self.tokens.numel(),
+            "answer_tokens": self.answer_tokens,
+        }
+
+    def sequence(self, index: int) -> list[int]:
+        """Return the tokens of one conversation."""
+        found: list[int] = self.tokens[self.starts[index] : self.starts[index + 1]].tolist()
+        return found
+
+    def frequencies(self, vocabulary: int) -> Tensor:
+        """Count each token id in the answers [vocabulary]."""
+        within, owner = _places(self.lengths)
+        return torch.bincount(self.tokens[within >= self.answers[owner]].long(), minlength=vocabulary)
+
+    def select(self, chosen: Tensor) -> Material:
+        """Return some of the conversations, in the order given."""
+        lengths = self.lengths[chosen]
+        within, owner = _places(lengths)
+        tokens = self.tokens[self.starts[chosen][owner] + within]
+        return Material(tokens, _starts(lengths), self.answers[chosen], self.about)
+
+    def split(self, held_out: float, seed: int = 0) -> tuple[Material, Material]:
+        """Set a share of the conversations apart, at least one; returns (the others, those set apart), each in the
+        order written."""
+        if not 0 < held_out < 1:
+            raise BadParameter(f"held_out is {held_out}; expected a share between 0 and 1.")
+        if len(self) < 2:
+            raise BadParameter(
+                f"The material holds {len(self)} conversations; setting some apart needs two or more. Write longer."
+            )
+        order = torch.randperm(len(self), generator=_generator(seed, "split"))
+        apart = min(max(round(held_out * len(self)), 1), len(self) - 1)
+        return self.select(order[apart:].sort().values), self.select(order[:apart].sort().values)
+
+    def batches(
+        self,
+        length: int,
+        size: int,
+        seed: int,
+        epoch: int,
+        first: int = 0,
+        question_weight: float = 0.0,
+        answer_weight: float = 1.0,
+    ) -> Iterator[Batch]:
+        """Deal all conversations once, shuffled and packed in `size` rows of `length` places, from batch number `first`
+        on.
+
+        A conversation longer than a row loses its end. The last batch is filled up with empty rows.
+        """
+        if length < 2 or size < 1:
+            raise BadParameter(
+                f"A batch of {size} rows of {length} tokens holds nothing; expected at least 1 row of 2."
+            )
+        rows = self._rows(length, seed, epoch)
+        for start in range(first * size, len(rows), size):
+            yield self._batch(rows[start : start + size], length, size, question_weight, answer_weight)
+
+    def save(self, path: Path) -> None:
+        """Write everything to one file, which appears whole or not at all."""
+        tensors = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers}
+        metadata = {"format": FORMAT, "about": json.dumps(dict(self.about), sort_keys=True)}
+        try:
+            with replacing(path) as part:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"The material could not be written to {path}: {error}. Free some space, or choose another folder."
+            ) from None
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote."""
+        try:
+            held, metadata = read_tensors(path, FORMAT)
+            return cls(held["tokens"], held["starts"], held["answers"], json.loads(metadata["about"]))
+        except FileNotFoundError:
+            raise ModelError(f"There is no material at {path}.") from None
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise ModelError(f"{path} is damaged or no material: {error}. Delete it to have it written anew.") from None
+
+    @classmethod
+    def join(cls, parts: Sequence[Material], about: Mapping[str, Any] | None = None) -> Self:
+        """Put several together, in order."""
+        lengths = torch.cat([part.lengths for part in parts])
+        tokens, answers = (
+            torch.cat(pieces) for pieces in ([part.tokens for part in parts], [part.answers for part in parts])
+        )
+        return cls(
+            tokens,
+            _starts(lengths),
+            answers,
+            about if about is not None else {"parts": [dict(part.about) for part in parts]},
+        )
+
+    def _rows(self, length: int, seed: int, epoch: int) -> list[Tensor]:
+        """Return the conversations of each row: in shuffled order, a row takes as many of the next ones as fit."""
+        order = torch.randperm(len(self), generator=_generator(seed, f"epoch {epoch}"))
+        cuts, filled = [0], 0
+        for at, tokens in enumerate(self.lengths.clamp(max=length)[order].tolist()):
+            if filled + tokens > length:
+                cuts.append(at)
+                filled = 0
+            filled += tokens
+        return [order[start:stop] for start, stop in pairwise([*cuts, len(order)]) if start < stop]
+
+    def _batch(
+        self, rows: Sequence[Tensor], length: int, size: int, question_weight: float, answer_weight: float
+    ) -> Batch:
+        chosen = torch.cat(list(rows))
+        within, owner = _places(self.lengths[chosen].clamp(max=length))
+        last = torch.ones_like(within, dtype=torch.bool)
+        last[:-1] = owner.diff() > 0
+        # The prediction at the place before an answer's first token is that token's.
+        answering = within + 1 >= self.answers[chosen][owner]
+        weight = torch.where(answering, answer_weight, question_weight).masked_fill(last, 0.0).to(torch.float32)
+        place = (
+            _first_places(self.lengths[chosen].clamp(max=length), [len(row) for row in rows], length)[owner] + within
+        )
+        segment = torch.cat([torch.arange(len(row)) for row in rows])[owner]
+        source = self.starts[chosen][owner] + within
+        tokens = self.tokens[source].long()
+        filled = (
+            _scatter(place, values, size * length) for values in (tokens, within, segment - PADDING, weight, source)
+        )
+        tokens, positions, segments, weight, source = (whole.view(size, length) for whole in filled)
+        return Batch(tokens, positions, segments + PADDING, weight, source)
+
+
+def material_files(path: Path) -> list[Path]:
+    """Return the files of material that a path names: itself, or those in it."""
+    if path.is_dir():
+        return sorted(path.glob("material*.safetensors"), key=lambda file: (len(file.name), file.name))
+    return [path] if path.is_file() else []
+
+
+def material_in(path: Path) -> Material:
+    """Read a file of material, or all of a folder as one."""
+    return joined([Material.load(file) for file in material_files(path)])
+
+
+def joined(parts: Sequence[Material]) -> Material:
+    """Put several together; one alone stays as it is."""
+    return parts[0] if len(parts) == 1 else Material.join(parts)
+
+
+def _fault(tokens: Tensor, starts: Tensor, answers: Tensor) -> str | None:
+    """Say what is wrong with the tensors of a material, if anything."""
+    if (tokens.dtype, starts.dtype, answers.dtype) != (torch.int32, torch.int64, torch.int64):
+        return f"its tensors are {tokens.dtype}, {starts.dtype} and {answers.dtype}, expected int32, int64 and int64"
+    if starts.numel() != answers.numel() + 1 or starts[0] != 0 or starts[-1] != tokens.numel():
+        return "its starts do not cover its tokens"
+    lengths = starts.diff()
+    if bool((lengths < 1).any()) or bool((answers < 1).any()) or bool((answers > lengths).any()):
+        return "an answer begins outside its conversation"
+    return None
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+
+
+def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """For conversations laid one after the other: each token's place in its own, and which one it belongs to."""
+    owner = torch.repeat_interleave(lengths)
+    return torch.arange(owner.numel()) - _starts(lengths)[owner], owner
+
+
+def _first_places(lengths: Tensor, counts: Sequence[int], length: int) -> Tensor:
+    """Where each conversation begins in the flattened batch, `counts` of them in each row."""
+    before = _starts(lengths)[:-1]
+    heads = _starts(torch.tensor(counts))[:-1]  # each row's first conversation
+    row = torch.repeat_interleave(torch.tensor(counts))
+    return before - before[heads][row] + row * length
+
+
+def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
+    return torch.zeros(size, dtype=values.dtype).index_copy_(0, place, values)
+
+
+def _generator(seed: int, purpose: str) -> torch.Generator:
+    digest = sha256(f"{seed} {purpose}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

@@ -1,0 +1,288 @@
+"""Some of a target's layers as a batch model that can be trained, and the loss that makes it speak like the whole
+target.
+
+Owns the forward over packed batches and the divergence between two stacks. Invariant: embedding and head are the
+target's own tensors, never copied and never trained; with all layers and no gradient a stack gives the logits of the
+native decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from specbranch.errors import BadParameter
+from specbranch.models import rope
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.matrix import Matrix
+from specbranch.models.files.weights import LayerWeights, Weights
+from specbranch.training.distill.attention import AttendPacked, attention
+from specbranch.training.distill.material import Batch
+
+CHUNK = 4096  # rows whose scores of the whole vocabulary exist at once
+
+
+class TrainedLayer(nn.Module):
+    """The weights of one layer. Trained ones are copies in float32 or better, frozen ones the target's own."""
+
+    def __init__(self, layer: LayerWeights, trained: bool) -> None:
+        super().__init__()
+        named = {
+            "attention_norm": layer.attention_norm,
+            "mlp_norm": layer.mlp_norm,
+            "q_norm": layer.q_norm,
+            "k_norm": layer.k_norm,
+        }
+        for name in ("qkv", "out", "gate_up", "down"):
+            matrix: Matrix = getattr(layer, name)
+            named |= {f"{name}_weight": matrix.weight, f"{name}_bias": matrix.bias}
+        for name, tensor in named.items():
+            self.register_parameter(name, None if tensor is None else _parameter(tensor, trained))
+
+    def weights(self) -> LayerWeights:
+        """Give the layer in the form it is read in."""
+        named = {name: None if one is None else one.detach() for name, one in self._parameters.items()}
+        matrices = {
+            name: Matrix(named[f"{name}_weight"], named[f"{name}_bias"])  # type: ignore[arg-type]
+            for name in ("qkv", "out", "gate_up", "down")
+        }
+        vectors = {name: named[name] for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")}
+        return LayerWeights(**vectors, **matrices)  # type: ignore[arg-type]
+
+    def apply_matrix(self, name: str, x: Tensor) -> Tensor:
+        """Multiply in the precision of `x`, whatever the weights are kept in."""
+        bias = self._parameters[f"{name}_bias"]
+        return linear(x, self._parameters[f"{name}_weight"].to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[union-attr]
+
+
+class Stack(nn.Module):
+    """Layers between the target's embedding and its head; `head_ids` keeps only these rows of the head."""
+
+    embedding: Tensor
+    head: Tensor
+    head_ids: Tensor | None
+
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: Weights,
+        layers: Sequence[int] | None = None,
+        *,
+        trained: bool = False,
+        head_ids: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        chosen = range(len(weights.layers)) if layers is None else layers
+        check_layers(chosen, len(weights.layers))
+        self.arch = arch
+        self.blocks = nn.ModuleList(TrainedLayer(weights.layers[index], trained) for index in chosen)
+        self.norm = _parameter(weights.norm, trained)
+        # Buffers that are not persistent: no checkpoint stores the target's matrices again.
+        embedding, whole = weights.in_floats()
+        self.register_buffer("embedding", embedding, persistent=False)
+        head = whole if head_ids is None else whole.rows(head_ids.to(whole.weight.device))
+        self.register_buffer("head", head.weight, persistent=False)
+        self.register_buffer("head_ids", head_ids, persistent=False)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the normed hidden states [batch, length, hidden], ready for the head; a token sees its own segment
+        up to itself."""
+        x = embedding(batch.tokens, self.embedding)
+        turns, attend = self._turns(batch.positions), attention(batch, x.dtype)
+        for block in self.blocks:
+            assert isinstance(block, TrainedLayer)
+            x = x + self._attention(block, self._normed(x, block.attention_norm), turns, attend)
+            x = x + _mlp(block, self._normed(x, block.mlp_norm))
+        return self._normed(x, self.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score the tokens of the head."""
+        return linear(hidden, self.head)
+
+    def _attention(self, block: TrainedLayer, h: Tensor, turns: tuple[Tensor, Tensor], attend: AttendPacked) -> Tensor:
+        a = self.arch
+        qkv = block.apply_matrix("qkv", h).view(*h.shape[:-1], -1, a.head_dim)  # [batch, length, heads, head_dim]
+        queries, keys, values = torch.split(qkv, [a.heads, a.kv_heads, a.kv_heads], dim=-2)
+        if isinstance(block.q_norm, Tensor) and isinstance(block.k_norm, Tensor):
+            queries, keys = self._scaled(queries, block.q_norm), self._scaled(keys, block.k_norm)
+        queries, keys = rope.turn(queries, *turns), rope.turn(keys, *turns)
+        # Keys are repeated by hand: on GPUs the masked kernels know no head groups and would fall back to the slowest
+        # one.
+        keys, values = (x.repeat_interleave(a.heads // a.kv_heads, dim=-2) for x in (keys, values))
+        return block.apply_matrix("out", attend(queries, keys, values).flatten(-2))
+
+    def _scaled(self, heads: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(heads, (self.arch.head_dim,), weight.to(heads.dtype), self.arch.rms_eps)
+
+    def _normed(self, x: Tensor, weight: Any) -> Tensor:
+        return rms_norm(x, (self.arch.hidden,), weight.to(x.dtype), self.arch.rms_eps)
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        length = positions.shape[1]  # a position is never greater than its place in the row
+        if self._tables is None or self._tables[0].shape[0] < length:
+            self._tables = rope.tables(
+                self.arch.rope, self.arch.head_dim, length, self.embedding.device, self.embedding.dtype
+            )
+        cos, sin = (table[positions].unsqueeze(-2) for table in self._tables)
+        return cos, sin
+
+
+def check_layers(chosen: Sequence[int], held: int) -> None:
+    """Refuse layers the target does not have."""
+    if not chosen or any(not 0 <= index < held for index in chosen):
+        raise BadParameter(
+            f"A draft of the layers {list(chosen)} was asked for; the target has {held}, numbered 0 to {held - 1}."
+        )
+
+
+def spread_layers(count: int, held: int) -> tuple[int, ...]:
+    """Choose layers at equal distances, the target's first and last among them; a better start than the outer ones
+    alone."""
+    if not 1 <= count <= held:
+        raise BadParameter(f"A draft of {count} layers was asked for; expected 1 to {held}, as many as the target has.")
+    return tuple((2 * index * (held - 1) + count - 1) // (2 * max(count - 1, 1)) for index in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class CountedRows:
+    """The places of a batch that count: what the target's and the draft's stacks say there, and how much each
+    counts."""
+
+    teacher: Tensor  # [rows, hidden]
+    student: Tensor  # [rows, hidden]
+    weight: Tensor  # [rows], float
+
+    def chunks(self, size: int = CHUNK) -> list[CountedRows]:
+        """Cut into pieces whose scores fit into memory."""
+        pieces = (torch.split(one, size) for one in (self.teacher, self.student, self.weight))
+        return [CountedRows(*piece) for piece in zip(*pieces, strict=True)]
+
+
+def counted(teacher: Tensor, student: Tensor, weight: Tensor) -> CountedRows:
+    """Keep only the places [batch, length] with a weight: the head is the dearest part, and padding needs none.
+
+    A weight that is still on the CPU keeps the device busy: finding the places there would wait for all work before it.
+    """
+    flat = weight.flatten()
+    places = flat.nonzero().squeeze(-1)
+    on_device, kept = sent(places, student.device), sent(flat[places], student.device)
+    return CountedRows(teacher.flatten(0, 1)[on_device], student.flatten(0, 1)[on_device], kept)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a tensor to a device without waiting for the work under way there."""
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if tensor.device.type == "cpu" and device.type == "cuda" else tensor).to(
+        device, non_blocking=True
+    )
+
+
+def divergence(rows: CountedRows, head: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Return the weighted sum over rows of KL(teacher ‖ student), both over the tokens of `head`."""
+    total: Tensor = _Divergence.apply(rows.student, rows.teacher, rows.weight, head, chunk)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Divergence(torch.autograd.Function):
+    """Makes the gradient along with the loss: with a frozen head it is weight·(q − p)·head, so no scores need to be
+    kept."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, weight: Tensor, head: Tensor, chunk: int) -> Tensor:
+        gradient = torch.empty_like(student)
+        total = torch.zeros((), device=student.device, dtype=_wide(student.dtype))
+        for piece, out in zip(
+            CountedRows(teacher, student, weight).chunks(chunk), torch.split(gradient, chunk), strict=True
+        ):
+            p, q = _log_odds(piece.teacher, head), _log_odds(piece.student, head)
+            likely, scale = p.exp(), piece.weight.to(p.dtype).unsqueeze(-1)
+            total += (likely * p.sub_(q) * scale).sum()
+            torch.matmul(q.exp_().sub_(likely).mul_(scale).to(head.dtype), head, out=out)
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0].to(gradient.dtype), None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a draft compares with its target over some rows, as sums; what a draft with a reduced head cannot say
+    counts as missed."""
+
+    rows: float
+    divergence: float  # over the head's tokens, the target's probabilities renormalised to them
+    top1: float
+    top3: float
+    outside: float  # probability the target gives to tokens that the head lacks
+
+    def __add__(self, other: Scores) -> Scores:
+        return Scores(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def means(self) -> dict[str, float]:
+        """Return each figure per row."""
+        return {name: getattr(self, name) / max(self.rows, 1e-9) for name in ("divergence", "top1", "top3", "outside")}
+
+
+NOTHING = Scores(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@torch.no_grad()
+def compare(rows: CountedRows, student: Stack, head: Tensor, chunk: int = CHUNK) -> Scores:
+    """Compare with the target's whole `head`, weighting each row."""
+    return sum((_compare(piece, student, head) for piece in rows.chunks(chunk)), NOTHING)
+
+
+def _compare(rows: CountedRows, student: Stack, head: Tensor) -> Scores:
+    whole, q = _log_odds(rows.teacher, head), _log_odds(rows.student, student.head)
+    ids = student.head_ids
+    p = whole if ids is None else whole[:, ids]
+    inside = p.logsumexp(-1)
+    best = q.topk(min(3, q.shape[-1]), -1).indices
+    hits = (best if ids is None else ids[best]) == whole.argmax(-1, keepdim=True)
+    p = p - inside.unsqueeze(-1)
+    figures = (
+        torch.ones_like(inside),
+        (p.exp() * (p - q)).sum(-1),
+        hits[:, 0],
+        hits.any(-1),
+        (1 - inside.exp()).clamp(min=0),
+    )
+    return Scores(*((figure * rows.weight).sum().item() for figure in figures))
+
+
+def _log_odds(hidden: Tensor, head: Tensor) -> Tensor:
+    return _scores(hidden, head).log_softmax(-1)
+
+
+def _scores(hidden: Tensor, head: Tensor) -> Tensor:
+    """Score the head's tokens in float32 or better: rounded to bfloat16, scores near 20 would differ by steps of an
+    eighth."""
+    if hidden.device.type == "cuda" and hidden.dtype.itemsize < 4:
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32)  # sums are in float32 anyway; this only keeps them
+    scores = linear(hidden, head)
+    return scores.to(_wide(scores.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parameter(tensor: Tensor, trained: bool) -> nn.Parameter:
+    if not trained:
+        return nn.Parameter(tensor, requires_grad=False)
+    return nn.Parameter(tensor.detach().to(_wide(tensor.dtype), copy=True))
+
+
+def _mlp(block: TrainedLayer, h: Tensor) -> Tensor:
+    gate, up = block.apply_matrix("gate_up", h).chunk(2, -1)
+    return block.apply_matrix("down", silu(gate) * up)

@@ -1,0 +1,106 @@
+"""DIR/training, the folder of a run: what is needed to go on with it, and whose run it is.
+
+Owns run.json, the lock and the names of the material's files. Invariant: one process at a time works in the folder, and
+none goes on with the run of another target or of other writing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from specbranch.errors import BadParameter, ModelError
+from specbranch.files import spoken
+from specbranch.models.files.disk import RESUME, write_durably
+from specbranch.training.distill.writer_settings import WriterSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of a run that makes a draft in `out`."""
+
+    out: Path
+    target: str
+    fingerprint: str
+    writing: WriterSettings | None  # nothing: the material is given, and nothing is written
+
+    @property
+    def path(self) -> Path:
+        """Where the files of the run are."""
+        return self.out / "training"
+
+    def part(self, number: int) -> Path:
+        """Where a piece of the material is kept."""
+        return self.path / f"material-{number}.safetensors"
+
+    @contextmanager
+    def claimed(self, resume: bool) -> Iterator[None]:
+        """Hold the folder as long as the block runs; one that holds another run, or is in use, is refused."""
+        lock = self._locked()
+        try:
+            if (held := self._noted()) is not None:
+                self._check(held, resume)
+            yield
+        finally:
+            lock.release()
+
+    def note(self) -> None:
+        """Leave word whose folder it is; what was noted of the writing stays where nothing is written now."""
+        writing = (self._noted() or {}).get("writing") if self.writing is None else _told(self.writing)
+        told = {"target": self.target, "target_fingerprint": self.fingerprint, "writing": writing}
+        write_durably(self._note, json.dumps(told, indent=2).encode())
+
+    @property
+    def _note(self) -> Path:
+        return self.path / "run.json"
+
+    def _locked(self) -> FileLock:
+        lock = FileLock(self.path / "run.lock", timeout=0)
+        with spoken(self.path, RESUME):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+            except Timeout:
+                busy = f"Another distill is at work in {self.out}"
+                raise BadParameter(f"{busy}. Wait for its end, or name another folder with --out.") from None
+        return lock
+
+    def _noted(self) -> dict[str, Any] | None:
+        if not self._note.exists():
+            return None
+        try:
+            return dict(json.loads(self._note.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(
+                f"{self._note} is damaged ({error}). Delete the folder {self.path} to begin anew."
+            ) from None
+
+    def _check(self, held: dict[str, Any], resume: bool) -> None:
+        if held.get("target_fingerprint") != self.fingerprint:
+            raise BadParameter(
+                f"{self.out} holds a run for {held.get('target')}, not for this target. Name another folder with --out."
+            )
+        if not resume:
+            raise BadParameter(
+                f"{self.out} holds a run already. Go on with it by --resume, or name another folder with --out."
+            )
+        theirs = held.get("writing")
+        if theirs is None or self.writing is None:
+            return
+        ours = _told(self.writing)
+        if other := [name for name, value in ours.items() if theirs.get(name) != value]:
+            told = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
+            raise BadParameter(
+                f"{self.out} was begun with other settings: {told}. Resume with the same, or name another folder."
+            )
+
+
+def _told(writing: WriterSettings) -> dict[str, Any]:
+    return {**asdict(writing), "prompts": sha256(json.dumps(writing.prompts).encode()).hexdigest()}

@@ -1,0 +1,69 @@
+"""What the target says to its own material: computed batch by batch, or once for all where there is room to remember
+it.
+
+Owns that memory. Invariant: a remembered state is the one a pass over the same token of the same conversation gave;
+conversations see nothing of each other, so how they are packed changes it by rounding alone.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from specbranch.progress import Onlooker
+from specbranch.training.distill.attention import has_stretches
+from specbranch.training.distill.material import PADDING, Batch, Material
+from specbranch.training.distill.model import Stack, sent
+
+log = logging.getLogger("specbranch")
+
+CPU_ROOM = 1 << 30  # bytes that may be filled on a CPU
+GPU_SHARE = 0.5  # of the memory that is free on a GPU
+
+
+def moved(batch: Batch, stack: Stack) -> Batch:
+    """Bring what the stacks read to their device; the weights stay, see `counted`."""
+    device, dtype = stack.embedding.device, stack.embedding.dtype
+    edges = batch.with_edges().edges if has_stretches(device, dtype, stack.arch.head_dim) else None
+    tokens, positions, segments, source = (
+        sent(one, device) for one in (batch.tokens, batch.positions, batch.segments, batch.source)
+    )
+    return Batch(tokens, positions, segments, batch.weight, source, None if edges is None else sent(edges, device))
+
+
+class Teacher:
+    """The target's stack, asked for its hidden states over batches of one material."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self._memory: Tensor | None = None  # [tokens of the material, hidden]
+
+    def has_room(self, material: Material) -> bool:
+        """Whether all hidden states of a material fit beside what training needs."""
+        table = self.stack.embedding
+        needed = material.tokens.numel() * table.shape[1] * table.itemsize
+        room = torch.cuda.mem_get_info(table.device)[0] * GPU_SHARE if table.is_cuda else CPU_ROOM
+        return needed <= room
+
+    @torch.no_grad()
+    def remember(self, material: Material, length: int, rows: int, watch: Onlooker) -> None:
+        """Listen to the whole material once."""
+        table = self.stack.embedding
+        memory = table.new_zeros(material.tokens.numel(), table.shape[1])
+        done, whole = 0, int(material.lengths.clamp(max=length).sum())
+        for batch in material.batches(length, rows, seed=0, epoch=0):
+            filled = (batch.segments != PADDING).flatten().nonzero().view(-1)
+            at = moved(batch, self.stack)
+            memory[at.source.flatten()[sent(filled, table.device)]] = self.stack(at).flatten(0, 1)[
+                sent(filled, table.device)
+            ]
+            done += filled.numel()
+            watch("Listening", done, whole, f"{done:,} tokens")
+        self._memory = memory
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Return the hidden states [batch, length, hidden] of a batch of the material; in padding, anything."""
+        return self.stack(batch) if self._memory is None else self._memory[batch.source]

@@ -1,0 +1,437 @@
+"""Training a draft to give its target's distribution: steps, measurements, and when to keep what there is.
+
+Owns the schedule and the files of a run (metrics.jsonl, checkpoint.safetensors, training.svg). Invariant: what a step
+does depends on the settings, the material and the step's number alone, so a run that was killed and resumed ends with
+the weights of one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from specbranch.errors import BadParameter
+from specbranch.files import spoken
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.disk import RESUME, write_durably
+from specbranch.models.files.weights import Weights
+from specbranch.progress import Onlooker, silent
+from specbranch.training.distill.checkpoint import Checkpoint, write_checkpoint
+from specbranch.training.distill.material import PADDING, Batch, Material
+from specbranch.training.distill.model import NOTHING, Stack, compare, counted, divergence
+from specbranch.training.distill.picture import picture
+from specbranch.training.distill.teacher import Teacher, moved
+
+log = logging.getLogger("specbranch")
+T = TypeVar("T")
+
+CHECKPOINT, METRICS, PICTURE = "checkpoint.safetensors", "metrics.jsonl", "training.svg"
+CALIBRATION = 20  # steps after which a time budget becomes a number of steps
+WARM = 5  # the first of them are slower and are not counted
+SPARE = 0.95  # share of a time budget that steps may fill; the rest is measuring and saving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """How a draft is trained. Exactly one of `steps` and `seconds` says how long."""
+
+    layers: tuple[int, ...]  # those of the target it starts from
+    steps: int | None = None
+    seconds: float | None = None
+    learning_rate: float = 6e-4
+    last_rate: float = 0.02  # share of it that is left at the end
+    warmup: int = 100  # steps, or a tenth of all if that is less
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    rows: int = 64  # of a step
+    length: int = 1024  # tokens of a row
+    question_weight: float = 0.1  # how much a question's token counts; an answer's counts 1
+    seed: int = 0
+    head_tokens: int | None = None
+    record_every: int = 10
+    evaluate_every: int = 200
+    evaluate_batches: int = 2
+    checkpoint_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.seconds is None):
+            raise BadParameter(f"steps is {self.steps} and seconds is {self.seconds}; expected exactly one of them.")
+        for name in ("rows", "length", "warmup", "record_every", "evaluate_every", "evaluate_batches"):
+            if getattr(self, name) < 1:
+                raise BadParameter(f"{name} is {getattr(self, name)}; expected a whole number ≥ 1.")
+        for name in ("steps", "seconds", "learning_rate", "clip", "head_tokens"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise BadParameter(f"{name} is {value}; expected a finite number above 0.")
+        if not self.checkpoint_seconds >= 0:
+            raise BadParameter(f"checkpoint_seconds is {self.checkpoint_seconds}; expected 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A finished training: the draft and how it compares with its target on conversations it was not trained on."""
+
+    student: Stack
+    steps: int
+    tokens: int
+    seconds: float
+    figures: dict[str, float]
+
+
+def frequent_tokens(material: Material, vocabulary: int, count: int) -> Tensor:
+    """Return the `count` ids the target wrote most often, ascending."""
+    if not 1 <= count < vocabulary:
+        raise BadParameter(
+            f"A head of {count} tokens was asked for; expected 1 to {vocabulary - 1}, or none for all {vocabulary}."
+        )
+    order = material.frequencies(vocabulary).argsort(descending=True, stable=True)
+    return order[:count].sort().values
+
+
+def train(
+    arch: Architecture,
+    weights: Weights,
+    material: Material,
+    held_out: Material,
+    settings: TrainSettings,
+    folder: Path,
+    *,
+    resume: bool = False,
+    watch: Onlooker = silent,
+) -> Trained:
+    """Train a draft; with `resume`, go on from the folder's checkpoint if it has one."""
+    if not len(material) or not len(held_out):
+        raise BadParameter(
+            f"There are {len(material)} conversations to train on and {len(held_out)} to compare with; expected some "
+            "of both."
+        )
+    with spoken(folder, RESUME):
+        folder.mkdir(parents=True, exist_ok=True)
+    run = _Training(arch, weights, material, held_out, settings, folder, watch)
+    if resume and run.checkpoint.exists():
+        run.restore()
+    else:
+        run.metrics.unlink(missing_ok=True)
+    run.listen()
+    run.go_on()
+    figures = run.finish()
+    return Trained(run.student, run.step, run.tokens, run.seconds, figures)
+
+
+class _Training:
+    """A training under way."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: Weights,
+        material: Material,
+        held_out: Material,
+        settings: TrainSettings,
+        folder: Path,
+        watch: Onlooker,
+    ) -> None:
+        self.settings, self.material, self.held_out, self.watch = settings, material, held_out, watch
+        self.checkpoint, self.metrics, self.picture = (folder / name for name in (CHECKPOINT, METRICS, PICTURE))
+        ids = frequent_tokens(material, arch.vocabulary, settings.head_tokens) if settings.head_tokens else None
+        self.device = weights.norm.device
+        self.teacher = Teacher(Stack(arch, weights))
+        self.remembering = self.teacher.has_room(material)
+        self.student = Stack(
+            arch, weights, settings.layers, trained=True, head_ids=None if ids is None else ids.to(self.device)
+        )
+        self.optimiser = _optimiser(self.student, settings)
+        self.identity = _identity(settings, material, weights)
+        self.total = settings.steps
+        self.step, self.tokens, self.seconds, self.epoch, self.index = 0, 0, 0.0, 0, 0
+        self.micro = settings.rows  # rows of one forward; several of them make a step where memory is short
+        self._losses: list[Tensor] = []
+        self._warm = 0, 0.0  # step and seconds from which on steps take their usual time
+        self._saved_at = time.monotonic()
+
+    def listen(self) -> None:
+        """Let the target go over the material once, if what it says there can be remembered."""
+        rows = self.settings.rows  # not `micro`: a resumed run listens as the first did
+        while self.remembering and self.step != self.total and not self._remembered(rows):
+            rows //= 2
+            self.remembering = rows > 0
+            log.warning(
+                "Out of memory: %s.",
+                f"listening to {rows} rows at a time" if rows else "the target is asked at every step",
+            )
+
+    def _remembered(self, rows: int) -> bool:
+        """Whether there was memory to listen to so many rows at a time."""
+        try:
+            self.teacher.remember(self.material, self.settings.length, rows, self.watch)
+            return True
+        except RuntimeError as error:
+            if not _short_of_memory(error):
+                raise
+        self._let_go()  # out here, see `_fitting`
+        return False
+
+    def go_on(self) -> None:
+        """Train up to the last step."""
+        batches, clock = self._batches(), _Clock(self.device)
+        while self.total is None or self.step < self.total:
+            batch = next(batches)
+            self._losses.append(self._learn(batch))
+            self.step += 1
+            self.tokens += int((batch.segments != PADDING).sum())
+            if self._at_a_mark():
+                self.seconds += clock.lap()
+                self._budget()
+                self._record()
+                clock.restart()
+            if time.monotonic() - self._saved_at > self.settings.checkpoint_seconds:
+                self.seconds += clock.lap()
+                self.save()
+                clock.restart()
+
+    def finish(self) -> dict[str, float]:
+        """Measure the draft a last time, and leave everything of the run on disk."""
+        figures = self.evaluate()
+        self._write(
+            {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 2), "final": True, **figures}
+        )
+        self.save()
+        write_durably(self.picture, picture(_records(self.metrics)).encode())
+        return figures
+
+    def _batches(self) -> Iterator[Batch]:
+        """Deal the material again and again, from where the run stands."""
+        s = self.settings
+        while True:
+            for batch in self.material.batches(s.length, s.rows, s.seed, self.epoch, self.index, s.question_weight):
+                self.index += 1
+                yield batch
+            self.epoch, self.index = self.epoch + 1, 0
+
+    def _learn(self, batch: Batch) -> Tensor:
+        """Take one step; returns its loss."""
+        loss = self._fitting(lambda: self._gradients(batch))
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate(self.settings, self.step, self.total)
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.settings.clip)
+        self.optimiser.step()
+        return loss
+
+    def _fitting(self, work: Callable[[], T]) -> T:
+        """Do what takes `micro` rows at a time. Out of memory: all of it again with half as many, which changes
+        nothing else."""
+        while True:
+            try:
+                return work()
+            except RuntimeError as error:
+                if not _short_of_memory(error):
+                    raise
+            # Out here, as what the failed attempt held is let go only when its error is.
+            self._halve()
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        self.optimiser.zero_grad(set_to_none=True)
+        total = max(batch.weight.sum().item(), 1e-9)
+        losses = [self._part(part, total) for part in batch.parts(self.micro) if part.weight.any()]
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    def _part(self, part: Batch, total: float) -> Tensor:
+        """Add the gradient of some rows to what is there."""
+        here = moved(part, self.student)
+        loss = divergence(counted(self.teacher(here), self.student(here), part.weight), self.student.head) / total
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _halve(self) -> None:
+        self.optimiser.zero_grad(set_to_none=True)
+        if self.micro == 1:
+            raise BadParameter(
+                f"One row of {self.settings.length} tokens does not fit into memory. Use shorter rows or fewer layers."
+            )
+        self.micro = (self.micro + 1) // 2
+        log.warning("Out of memory: going on with %d rows at a time instead of %d.", self.micro, self.settings.rows)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def evaluate(self) -> dict[str, float]:
+        """Compare with the target on held-out answers, always the same ones."""
+        return self._fitting(self._compared)
+
+    @torch.no_grad()
+    def _compared(self) -> dict[str, float]:
+        s, scores = self.settings, NOTHING
+        for batch in islice(self.held_out.batches(s.length, s.rows, s.seed, 0), s.evaluate_batches):
+            for part in batch.parts(self.micro):
+                here = moved(part, self.student)
+                rows = counted(self.teacher.stack(here), self.student(here), part.weight)
+                scores += compare(rows, self.student, self.teacher.stack.head)
+        return {**scores.means(), "compared": scores.rows}
+
+    def _at_a_mark(self) -> bool:
+        """Whether the clock is looked at, which waits for the device."""
+        s = self.settings
+        calibrating = self.total is None and self.step in (WARM, CALIBRATION)
+        return (
+            calibrating
+            or self.step == self.total
+            or self.step % s.record_every == 0
+            or self.step % s.evaluate_every == 0
+        )
+
+    def _budget(self) -> None:
+        """Turn a time budget into steps once it is known how long one takes; kept at once, so that a resumed run has
+        the same."""
+        if self.step == WARM:
+            self._warm = self.step, self.seconds
+        if self.total is not None or self.step < CALIBRATION or self.settings.seconds is None:
+            return
+        each = (self.seconds - self._warm[1]) / (self.step - self._warm[0])
+        self.total = max(self.step, int(self.settings.seconds * SPARE / each))
+        self.save()
+
+    def _record(self) -> None:
+        s = self.settings
+        evaluated = self.step % s.evaluate_every == 0
+        if not evaluated and self.step % s.record_every and self.step != self.total:
+            return
+        loss = torch.stack(self._losses).mean().item()
+        self._losses.clear()
+        if not math.isfinite(loss):
+            raise BadParameter(
+                f"The loss became {loss} at step {self.step}. Use a lower learning rate than {s.learning_rate}."
+            )
+        record = {"step": self.step, "tokens": self.tokens, "loss": loss, "seconds": round(self.seconds, 2)}
+        record |= {
+            "learning_rate": learning_rate(s, self.step - 1, self.total),
+            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
+        }
+        self._write({**record, **(self.evaluate() if evaluated else {})})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with spoken(self.metrics, RESUME), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self._show(record)
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        loss = f"loss {record['loss']:.3f}" if "loss" in record else ""
+        self.watch("Training", self.step, self.total, loss)
+        if "top1" in record and not record.get("final"):
+            agreement = f"top-1 {record['top1']:.3f}, top-3 {record['top3']:.3f}"
+            self.watch.say(f"step {self.step:,}: {', '.join(filter(None, (loss, agreement)))}")
+
+    def save(self) -> None:
+        """Keep everything the next step needs."""
+        where = {name: getattr(self, name) for name in _WHERE}
+        write_checkpoint(self.checkpoint, self.student, self.optimiser, {"identity": self.identity, "where": where})
+        self._saved_at = time.monotonic()
+
+    def restore(self) -> None:
+        """Go back to the checkpoint, forgetting what was measured after it."""
+        held = Checkpoint.read(self.checkpoint)
+        _refuse_other_run(held.notes["identity"], self.identity, self.checkpoint)
+        held.load(self.student, self.optimiser)
+        has_room = self.remembering
+        for name in _WHERE:
+            setattr(self, name, held.notes["where"][name])
+        self.remembering = self.remembering and has_room  # there may be less of it than there was
+        kept = [record for record in _records(self.metrics) if record["step"] <= self.step and not record.get("final")]
+        write_durably(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
+
+_WHERE = ("step", "tokens", "seconds", "epoch", "index", "micro", "total", "remembering")
+
+
+class _Clock:
+    """Seconds of training alone; the device has done its work when they are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count."""
+        self._began = time.perf_counter()
+
+    def lap(self) -> float:
+        """Return the seconds since the last lap or start."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        before, self._began = self._began, time.perf_counter()
+        return self._began - before
+
+
+def _short_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # the latter on a CPU
+
+
+def learning_rate(settings: TrainSettings, step: int, total: int | None) -> float:
+    """Rise in a straight line, then fall along half a cosine."""
+    warmup = settings.warmup if total is None else min(settings.warmup, max(total // 10, 1))
+    if step < warmup or total is None:
+        return settings.learning_rate * min((step + 1) / warmup, 1.0)
+    gone = min((step - warmup) / max(total - warmup, 1), 1.0)
+    return settings.learning_rate * (settings.last_rate + (1 - settings.last_rate) * (1 + math.cos(math.pi * gone)) / 2)
+
+
+def _identity(settings: TrainSettings, material: Material, weights: Weights) -> dict[str, Any]:
+    """Say what a checkpoint belongs to; how often a run saves and measures does not change its weights."""
+    aside = {"record_every", "evaluate_every", "evaluate_batches", "checkpoint_seconds"}
+    values = {name: value for name, value in asdict(settings).items() if name not in aside}
+    digest = sha256(material.tokens.numpy().data)
+    digest.update(material.starts.numpy().data)
+    table = weights.in_floats()[0]
+    sample = table[:: max(table.shape[0] // 64, 1)].float().cpu().contiguous()
+    return {
+        **values,
+        "layers": list(settings.layers),
+        "material": digest.hexdigest(),
+        "target": sha256(sample.numpy().data).hexdigest(),
+    }
+
+
+def _refuse_other_run(held: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
+    other = [name for name in ours if held.get(name) != ours[name]]
+    if other:
+        told = ", ".join(f"{name} was {_short(held.get(name))}, now {_short(ours[name])}" for name in other)
+        raise BadParameter(
+            f"The checkpoint {path} is of another run: {told}. Resume with the same settings, or begin in another "
+            "folder."
+        )
+
+
+def _short(value: Any) -> str:
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) > 12 else str(value)
+
+
+def _optimiser(student: Stack, settings: TrainSettings) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in student.parameters() if parameter.dim() > 1]
+    # norms and biases are not drawn to 0
+    vectors = [parameter for parameter in student.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=matrices[0].device.type == "cuda"
+    )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Read the metrics; a line cut short by a kill is no line."""
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            log.warning("A line of %s was cut short and is left out.", path)
+    return found

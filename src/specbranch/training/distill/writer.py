@@ -1,0 +1,319 @@
+"""The target writes its own training material: it invents questions and answers them, in many rows at once over a
+static cache.
+
+Owns the batch of rows and what each does next; the chat template and the model's arithmetic follow `text` and `models`.
+Invariants: every token that was not given (an opening, the turn to the answer, a prompt of the user's) is the target's
+own choice after all that stands before it in its row; a row that ends its conversation begins the next at once, so that
+shapes never change and no row waits for another; one machine writes the same for the same seed and settings.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specbranch.errors import BadParameter, ModelError
+from specbranch.models.decoder import Decoder
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.tensor_file import TensorSource
+from specbranch.models.files.weights import Weights, read_weights
+from specbranch.progress import Onlooker, silent
+from specbranch.text.tokenizer import Tokenizer
+from specbranch.training.distill.material import Material
+from specbranch.training.distill.openings import Script
+from specbranch.training.distill.texts import Texts
+from specbranch.training.distill.writer_settings import WriterSettings
+
+log = logging.getLogger("specbranch")
+
+UNKNOWN = 1 << 30  # where an answer begins whose question is still being written
+
+
+@dataclass(frozen=True, slots=True)
+class WritingTarget:
+    """The model that writes."""
+
+    arch: Architecture
+    weights: Weights
+
+
+def load_target(arch: Architecture, file: TensorSource, device: str) -> WritingTarget:
+    """Load a target that is to write."""
+    if arch.head_rows_charged is not None:
+        raise BadParameter(f"{arch.name} is inflated: its source says the same for less. Name the source here.")
+    place = torch.device(device)
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    return WritingTarget(arch, read_weights(arch, file, place, dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How far the writing has come."""
+
+    tokens: int
+    conversations: int  # finished ones
+    seconds: float
+
+    def show(self, watch: Onlooker, what: str, settings: WriterSettings) -> None:
+        """Tell it to somebody."""
+        done, of = (self.tokens, settings.tokens) if settings.tokens else (self.seconds, settings.seconds)
+        speed = self.tokens / max(self.seconds, 1e-9)
+        note = f"{self.tokens:,} tokens, {self.conversations:,} conversations, {speed:,.0f} tokens/s"
+        watch(what, done, of, note)
+
+
+@torch.no_grad()  # not inference_mode: what is returned goes into training
+def write(
+    target: WritingTarget,
+    tokenizer: Tokenizer,
+    settings: WriterSettings,
+    watch: Onlooker = silent,
+    what: str = "Writing",
+) -> Material:
+    """Let the target write until time or tokens are spent; with memory for fewer rows than asked for, fewer write."""
+    settings = replace(settings, length=target.arch.choose_context(None, most=settings.length))
+    script = Script.of(tokenizer, target.arch, settings)
+    desk = _fitting_desk(target, script, settings)
+    history = _History()
+    start = time.monotonic()
+    written = Written(0, 0, 0.0)
+    while not _spent(settings, written):
+        history.add(*desk.advance())
+        written = Written(history.tokens, history.finished, time.monotonic() - start)
+        written.show(watch, what, settings)
+    about = {
+        "settings": {**asdict(settings), "prompts": len(settings.prompts), "rows": desk.rows},
+        "seconds": written.seconds,
+    }
+    return history.material(
+        desk.unfinished(), {**about, "target": Path(target.arch.name).name, "torch": torch.__version__}
+    )
+
+
+def _spent(settings: WriterSettings, written: Written) -> bool:
+    if settings.tokens is not None and written.tokens >= settings.tokens:
+        return True
+    return settings.seconds is not None and written.seconds >= settings.seconds
+
+
+class _History:
+    """What the rows wrote, step by step, as it comes from the device."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Tensor] = []
+        self._ended: list[Tensor] = []
+        self.tokens = self.finished = 0
+
+    def add(self, tokens: Tensor, ended: Tensor) -> None:
+        """Take the tokens [steps, rows] and, where a token ends a conversation, the place its answer began; else 0."""
+        self._tokens.append(tokens)
+        self._ended.append(ended)
+        self.tokens += tokens.numel()
+        self.finished += int((ended > 0).sum())
+
+    def material(self, unfinished: Tensor, about: dict[str, object]) -> Material:
+        """Lay out the conversations row by row; one that is unfinished counts as far as it goes, if its answer has
+        begun."""
+        tokens, ended = (torch.cat(pieces).T.contiguous() for pieces in (self._tokens, self._ended))
+        ended[:, -1] = torch.where(ended[:, -1] > 0, ended[:, -1], unfinished)
+        last = ended.view(-1).nonzero().view(-1)
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64), last + 1))
+        whole = Material(tokens.view(-1), starts, ended.view(-1)[last].long().clamp(max=starts.diff()), about)
+        answered = whole.select((whole.answers < whole.lengths).nonzero().view(-1))
+        return replace(
+            answered, about={**about, "conversations": len(answered), "answer_tokens": answered.answer_tokens}
+        )
+
+
+class Desk:
+    """The rows and their state, all on the device: a step feeds one token a row and decides the next."""
+
+    def __init__(self, target: WritingTarget, script: Script, settings: WriterSettings) -> None:
+        self.settings, self.rows = settings, settings.rows
+        self.device = target.weights.norm.device
+        self.model = Texts(Decoder(target.arch, target.weights, settings.length), self.rows, settings.length)
+        self._generator = torch.Generator(self.device).manual_seed(settings.seed)
+        self._script = _DeviceScript(script, target.arch.vocabulary, self.device)
+        self._temperature = torch.tensor([0.0, settings.temperature], device=self.device).repeat(-(-self.rows // 2))[
+            : self.rows
+        ]
+        self._state = self._first_state()
+        self._log = torch.zeros(2, settings.steps, self.rows, dtype=torch.int32, device=self.device)
+        self._step = self._captured() if self.device.type == "cuda" else self._once
+
+    def advance(self) -> tuple[Tensor, Tensor]:
+        """Make the settings' number of steps; returns the tokens fed [steps, rows] and where which conversations
+        ended (see _History)."""
+        for _ in range(self.settings.steps):
+            self._step()
+        tokens, ended = self._log.cpu().clone()
+        return tokens, ended
+
+    def unfinished(self) -> Tensor:
+        """Return where the answer of each row's open conversation begins, if it has one; UNKNOWN else [rows]."""
+        # A row that has just restarted holds nothing yet; its last token ended the conversation before and is marked as
+        # such.
+        return self._state.answer.to("cpu", torch.int32)
+
+    def _first_state(self) -> _State:
+        token, position, opening, answer = torch.zeros(4, self.rows, dtype=torch.int64, device=self.device)
+        used, step = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
+        state = _State(token, position, opening, answer, used, step)
+        self._restart(state)
+        return state
+
+    def _restart(self, state: _State) -> None:
+        state.opening.copy_(torch.arange(self.rows, device=self.device) % self._script.count)
+        state.token.copy_(self._script.openings[state.opening, 0])
+        state.position.zero_()
+        state.answer.copy_(self._script.answers[state.opening])
+        state.used.fill_(self.rows)
+        state.step.zero_()
+
+    def _once(self) -> None:
+        """Feed every row's token, note it, and put the next in its place."""
+        state = self._state
+        logits = self.model.scores(state.token, state.position)
+        ended = self._script.ends_answer[state.token] & (state.position >= state.answer) | (
+            state.position + 1 == self.settings.length
+        )
+        entry = torch.stack((state.token, torch.where(ended, state.answer, 0))).to(torch.int32)
+        self._log.index_copy_(1, state.step, entry[:, None])
+        self._go_on(state, self._choose(state, logits))
+        self._begin_anew(state, ended)
+        state.step.add_(1).remainder_(self.settings.steps)
+
+    def _choose(self, state: _State, logits: Tensor) -> Tensor:
+        """Draw a token a row by Gumbel's trick, which needs no sorting: argmax(logit − T·log E), E exponential; T =
+        0 is greedy."""
+        answering = state.position + 1 >= state.answer
+        temperature = torch.where(answering, self._temperature, self.settings.question_temperature)[:, None].to(
+            logits.dtype
+        )
+        early = self._asked(state) < self._script.least[state.opening]
+        closing = self._script.closing
+        logits[:, closing] = logits[:, closing].masked_fill(early[:, None], -torch.inf)
+        least = logits.amax(-1, keepdim=True) + temperature * math.log(self.settings.min_p)
+        below = logits < least
+        noise = torch.empty_like(logits).exponential_(generator=self._generator).clamp_min_(1e-30).log_()
+        return logits.addcmul_(noise, -temperature).masked_fill_(below, -torch.inf).argmax(-1)
+
+    def _asked(self, state: _State) -> Tensor:
+        """How many tokens of its own a row's question has, were one chosen now the next; UNKNOWN where no question
+        is being written."""
+        own = state.position + 1 - self._script.lengths[state.opening]
+        return torch.where((own >= 0) & (state.answer == UNKNOWN), own, UNKNOWN)
+
+    def _go_on(self, state: _State, chosen: Tensor) -> None:
+        """Put each row's next token in place: of its opening, of the way to its answer, or the one chosen."""
+        place, script, asked = state.position + 1, self._script, self._asked(state)
+        closes = (asked < UNKNOWN) & ((asked >= script.most[state.opening]) | script.closes_question[chosen])
+        state.answer.copy_(torch.where(closes, place + script.bridge.numel(), state.answer))
+        crossing = (place < state.answer) & (state.answer < UNKNOWN)
+        token = torch.where(crossing, script.bridge_token(state.answer, place), chosen)
+        opening = place < script.lengths[state.opening]
+        state.token.copy_(torch.where(opening, script.opening_token(state.opening, place), token))
+        state.position.copy_(place)
+
+    def _begin_anew(self, state: _State, ended: Tensor) -> None:
+        """Give every row that ended the next openings in line."""
+        turn = state.used + ended.cumsum(0) - 1
+        state.opening.copy_(torch.where(ended, turn % self._script.count, state.opening))
+        state.token.copy_(torch.where(ended, self._script.openings[state.opening, 0], state.token))
+        state.answer.copy_(torch.where(ended, self._script.answers[state.opening], state.answer))
+        state.position.masked_fill_(ended, 0)
+        state.used.add_(ended.sum())
+
+    def _captured(self) -> Callable[[], None]:
+        """Record one step as a CUDA graph, after some that let libraries set themselves up; then begin from the
+        start."""
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._once()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        self._generator.manual_seed(self.settings.seed)
+        self._restart(self._state)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
+        with torch.cuda.device(self.device), torch.cuda.graph(graph):
+            self._once()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where each row stands; the tensors are changed in place, as a captured step works on these and no others."""
+
+    token: Tensor  # [rows] int64, the one to feed
+    position: Tensor  # [rows] its place
+    opening: Tensor  # [rows] which of the script's
+    answer: Tensor  # [rows] where the answer begins, UNKNOWN before the question has ended
+    used: Tensor  # [1] openings given out so far
+    step: Tensor  # [1] line of the log
+
+
+class _DeviceScript:
+    """A script as tables on the device."""
+
+    def __init__(self, script: Script, vocabulary: int, device: torch.device) -> None:
+        longest = max(len(opening) for opening in script.openings)
+        padded = [[*opening, *[0] * (longest - len(opening))] for opening in script.openings]
+        self.count = len(script.openings)
+        self.openings = torch.tensor(padded, device=device)  # [openings, longest]
+        self.lengths = torch.tensor([len(opening) for opening in script.openings], device=device)
+        self.answers = self.lengths.where(torch.tensor(script.asked, device=device), UNKNOWN)
+        # tokens of a question, each [openings]
+        self.least, self.most = torch.tensor(script.limits, device=device).unbind(1)
+        self.bridge = torch.tensor(script.bridge, device=device)
+        self.closing = torch.tensor(script.question_ends, dtype=torch.int64, device=device)
+        self.closes_question = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(
+            0, self.closing, True
+        )
+        ends = torch.tensor(script.answer_ends, dtype=torch.int64, device=device)
+        self.ends_answer = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, ends, True)
+
+    def opening_token(self, opening: Tensor, place: Tensor) -> Tensor:
+        """Return what an opening has at a place; anything behind its end."""
+        return self.openings[opening, place.clamp(max=self.openings.shape[1] - 1)]
+
+    def bridge_token(self, answer: Tensor, place: Tensor) -> Tensor:
+        """Return what stands at a place shortly before the answer; anything elsewhere."""
+        last = self.bridge.numel() - 1
+        return self.bridge[(place - answer + last + 1).clamp(0, last)]
+
+
+def _fitting_desk(target: WritingTarget, script: Script, settings: WriterSettings) -> Desk:
+    """Set up as many of the rows asked for as memory allows, halving."""
+    rows = settings.rows
+    while (desk := _desk_or_none(target, script, replace(settings, rows=rows))) is None:
+        if rows == 1:
+            raise ModelError(
+                f"There is no memory for even one row of {settings.length} tokens of {target.arch.name}. Lower the "
+                "length."
+            )
+        log.warning("%d rows of %d tokens do not fit in memory; trying %d.", rows, settings.length, rows // 2)
+        rows //= 2
+    return desk
+
+
+def _desk_or_none(target: WritingTarget, script: Script, settings: WriterSettings) -> Desk | None:
+    try:
+        return Desk(target, script, settings)
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # what torch says on a CPU
+            raise
+    gc.collect()  # what was set up so far hangs on the error just caught
+    torch.cuda.empty_cache()
+    return None

@@ -1,0 +1,1 @@
+"""H-RAD: rounds collected, a predictor trained and judged."""

@@ -1,0 +1,217 @@
+"""A draft for a target, made from nothing but the target: it writes, the draft learns from that, both can be resumed.
+
+Owns the order of the work. DIR/training holds what is needed to go on, DIR itself the finished draft. Invariant: what
+cannot be done is refused before the target is read, and a run that was refused leaves nothing to go on with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbranch.assembly import ModelChoice, load_tokenizer
+from specbranch.errors import BadParameter
+from specbranch.lab.inflation.recipe import is_inflation
+from specbranch.models.drafts.draft_folder import (
+    DraftInfo,
+    DraftWeights,
+    Storage,
+    fingerprint_of,
+    refuse_other_draft,
+    save_draft,
+)
+from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.locate import locate
+from specbranch.models.files.store import title_and_licence
+from specbranch.models.files.tensor_file import TensorSource
+from specbranch.models.native import open_model
+from specbranch.progress import Onlooker
+from specbranch.provenance import trained_with
+from specbranch.training.distill.material import Material, joined, material_files, material_in
+from specbranch.training.distill.model import TrainedLayer, check_layers, spread_layers
+from specbranch.training.distill.run_folder import RunFolder
+from specbranch.training.distill.train import Trained, TrainSettings, train
+from specbranch.training.distill.writer import WritingTarget, load_target, write
+from specbranch.training.distill.writer_settings import WriterSettings
+from specbranch.training.making.writing import Fetch, WritingJob
+
+log = logging.getLogger("specbranch")
+
+SECONDS, ROWS = 120.0, 1024  # of the writing, unless told
+SEEDS = 2**53  # so many of them leave room for the slices'
+HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on; at least so many, up to …
+HELD_OUT_MOST = 0.25  # … this share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftJob(WritingJob):
+    """What was asked for; nothing: what is usual on the device."""
+
+    layers: int
+    start: tuple[int, ...] | None = None  # of the target's layers; nothing: at equal distances
+    head_tokens: int | None = None
+    storage: Storage = "bfloat16"
+    only_write: bool = False
+    seconds_training: float | None = None
+    steps: int | None = None
+    learning_rate: float = 6e-4
+    rows: int | None = None
+    length: int = 1024
+    checkpoint_seconds: float = 60.0
+    resume: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.only_write and self.material is not None:
+            raise BadParameter(
+                "--only-write and --material were given; expected one of them, as with --material nothing is written."
+            )
+        if abs(self.seed) > SEEDS:
+            raise BadParameter(f"--seed is {self.seed}; expected {-SEEDS} to {SEEDS}.")
+
+    def training(self, arch: Architecture) -> TrainSettings:
+        """How the draft learns."""
+        usual_rows = 8 if self.place == "cpu" else 64
+        if self.head_tokens is not None and not 1 <= self.head_tokens < arch.vocabulary:
+            raise BadParameter(
+                f"--head-tokens is {self.head_tokens}; expected 1 to {arch.vocabulary - 1}, or leave it out for all "
+                f"{arch.vocabulary}."
+            )
+        return TrainSettings(
+            layers=self._start_layers(arch.layers),
+            steps=self.steps,
+            seconds=300.0 if self.steps is None and self.seconds_training is None else self.seconds_training,
+            learning_rate=self.learning_rate,
+            rows=usual_rows if self.rows is None else self.rows,
+            length=min(self.length, arch.context_length),
+            seed=self.seed,
+            head_tokens=self.head_tokens,
+            checkpoint_seconds=self.checkpoint_seconds,
+        )
+
+    def _start_layers(self, held: int) -> tuple[int, ...]:
+        if self.start is None:
+            return spread_layers(self.layers, held)
+        if len(self.start) != self.layers:
+            raise BadParameter(
+                f"--start names {len(self.start)} layers and --layers says {self.layers}; expected the same number."
+            )
+        check_layers(self.start, held)
+        return self.start
+
+
+def make_draft(job: DraftJob, fetch: Fetch, watch: Onlooker) -> dict[str, Any]:
+    """Write, train and save; returns what there is to say of the draft, or of the material where no more was asked."""
+    plan = _plan(job, fetch)
+    with plan.folder.claimed(job.resume):
+        target = load_target(plan.arch, plan.file, plan.device)
+        plan.folder.note()  # only now: an attempt that failed up to here leaves nothing to go on with
+        material = _written(plan, target, watch) if job.material is None else _given(plan, job.material)
+        if job.only_write:
+            return {"material": str(plan.folder.path), **material.counts()}
+        done = _trained(plan, target, material, watch)
+        return _saved(plan, done, material)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything that was decided before the first token is written."""
+
+    job: DraftJob
+    device: str
+    source: str  # where the target is
+    arch: Architecture
+    file: TensorSource
+    writing: WriterSettings
+    training: TrainSettings
+    folder: RunFolder
+    licence: str | None
+
+
+def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
+    """Refuse what cannot be done."""
+    device, source = job.place, fetch(job.target)
+    if is_inflation(source):
+        raise BadParameter(
+            f"{source} is inflated. Distill from its source: the draft runs beside both, and can be inflated, too."
+        )
+    arch, file = open_model(locate(source))
+    writing, training = job.writing(SECONDS, ROWS, job.seed), job.training(arch)
+    fingerprint = fingerprint_of(arch, file)
+    if job.out.is_dir():
+        refuse_other_draft(job.out, fingerprint)
+    if job.material is not None and not material_files(job.material):
+        raise BadParameter(
+            f"There is no material at {job.material}. Name a file that an earlier run left in DIR/training, or that "
+            "folder."
+        )
+    title, licence = title_and_licence(job.target)
+    folder = RunFolder(job.out, title, fingerprint, writing if job.material is None else None)
+    return _Plan(job, device, source, arch, file, writing, training, folder, licence)
+
+
+def _written(plan: _Plan, target: WritingTarget, watch: Onlooker) -> Material:
+    """Return what the target wrote, having it written first where it is not there yet."""
+    slices = plan.writing.slices()
+    parts = []
+    for number, settings in enumerate(slices):
+        if not (file := plan.folder.part(number)).exists():
+            what = f"Writing {number + 1} of {len(slices)}"
+            write(target, load_tokenizer(ModelChoice(plan.source)), settings, watch, what).save(file)
+        parts.append(Material.load(file))
+    return joined(parts)
+
+
+def _given(plan: _Plan, path: Path) -> Material:
+    """Return material that is there; what cannot be trained on is refused, another target than this one is told."""
+    found, name = material_in(path), plan.folder.target
+    if not len(found):
+        raise BadParameter(
+            f"{path} holds no conversations; expected two or more. Name other material, or write longer."
+        )
+    if int(found.tokens.max()) >= plan.arch.vocabulary:
+        raise BadParameter(f"{path} holds tokens that {name} does not have; it was written by another target.")
+    writers = {str(part["target"]) for part in found.parts if "target" in part}
+    if other := writers - {Path(plan.arch.name).name}:
+        log.warning("%s was written by %s, not by %s: is that the same model?", path, ", ".join(sorted(other)), name)
+    return found
+
+
+def _trained(plan: _Plan, target: WritingTarget, material: Material, watch: Onlooker) -> Trained:
+    share = max(HELD_OUT, min(HELD_OUT_MOST, HELD_OUT_LEAST / max(len(material), 1)))
+    parts = material.split(share, plan.training.seed)
+    folder, resume = plan.folder.path, plan.job.resume
+    return train(target.arch, target.weights, *parts, plan.training, folder, resume=resume, watch=watch)
+
+
+def _saved(plan: _Plan, done: Trained, material: Material) -> dict[str, Any]:
+    """Write the draft; returns what there is to say of it."""
+    out, training = plan.job.out, plan.training
+    layers = [block.weights() for block in done.student.blocks if isinstance(block, TrainedLayer)]
+    weights = DraftWeights(layers, done.student.norm, done.student.head_ids)
+    info = DraftInfo(
+        plan.folder.target, plan.folder.fingerprint, training.layers, training.head_tokens, plan.job.storage
+    )
+    figures = {name: round(value, 4) for name, value in done.figures.items()}
+    provenance = _provenance(plan, done, material)
+    save_draft(out, plan.arch, weights, info, licence=plan.licence, figures=figures, provenance=provenance)
+    size = (out / "model.safetensors").stat().st_size
+    made = {"out": str(out), "layers": list(info.layers), "head_tokens": info.head_tokens, "bytes": size}
+    return {**made, **figures, **provenance}
+
+
+def _provenance(plan: _Plan, done: Trained, material: Material) -> Mapping[str, Any]:
+    return {
+        "target": plan.folder.target,
+        "seed": plan.training.seed,
+        **material.counts(),
+        "steps": done.steps,
+        "tokens": done.tokens,
+        "seconds": round(done.seconds, 1),
+        "learning_rate": plan.training.learning_rate,
+        "batch": [plan.training.rows, plan.training.length],
+        **trained_with(plan.device),
+    }

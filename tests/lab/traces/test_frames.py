@@ -1,0 +1,124 @@
+"""Frames of a request: what they add is the answer, who proposed a token is who the session says, and times are those
+of the trace."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from specbranch.lab.bench.methods import default_setting
+
+from specbranch.clock.profile import CostProfile
+from specbranch.core.experience import Experience
+from specbranch.core.loop import Loop
+from specbranch.core.methods import METHODS
+from specbranch.core.session import Session
+from specbranch.core.trace import Trace
+from specbranch.serve.frames import Film, Frame
+from tiers import each_value
+from toybench import Case, Ending, next_number, run_out, serial, virtual_clock
+
+NAMES = ("autoregressive", "speculative", "pearl", "tree", "specbranch:confidence", "specbranch", "lookup")
+PROFILE = CostProfile(target=((1, 8.0), (16, 8.0)), draft=((1, 1.0), (4, 1.0), (12, 1.8)))
+TURNS = CostProfile(target=((1, 8.0), (16, 14.0)), draft=((1, 2.0), (4, 2.5)), overlap=False)
+ENDINGS = (Ending("long", max_tokens=60), Ending("stopped", max_tokens=80, stop_token_ids=(3,)))
+
+
+def filmed(
+    name: str, seed: int, ending: Ending = ENDINGS[0], profile: CostProfile | None = PROFILE, looks_up: bool = True
+) -> tuple[Session, list[Frame], Trace]:
+    config = default_setting(name, {"num_speculative_tokens": 4, "max_branches": 6}).config
+    assert config is not None
+    if not looks_up and METHODS[config.method or ""].plans(config):
+        config = replace(config, without=("lookup",))
+    trace, film, frames = Trace(), Film(), list[Frame]()
+    loop = Loop(virtual_clock(0.25, profile=profile) if profile else serial(0.25), trace)
+    session = Case((seed, 2), 0.7, seed, ending).session(next_number())
+    session.on_round = lambda *told: frames.extend(filter(None, [film.see(*told)]))
+    loop.join(session, METHODS[config.method or ""].start(session, config, Experience(profile)))
+    run_out(loop)
+    return session, frames, trace
+
+
+def said(frame: Frame) -> list[int]:
+    """The tokens that a frame adds to the answer."""
+    own = [] if frame.token is None else [frame.token]
+    return [*(frame.nodes[node].token for node in frame.path), *own][: frame.added]
+
+
+@each_value
+@pytest.mark.parametrize("profile", [PROFILE, TURNS, None], ids=["beside", "in turns", "wall"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_frames_add_is_the_answer(name: str, profile: CostProfile | None) -> None:
+    for seed, ending in itertools.product(range(3), ENDINGS):
+        session, frames, _ = filmed(name, seed, ending, profile)
+        assert [token for frame in frames for token in said(frame)] == session.output
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_that_a_draft_foresaw_has_its_node(name: str) -> None:
+    """What was looked up and never sent is in no order, so that no frame can show it."""
+    for seed in range(3):
+        session, frames, _ = filmed(name, seed, looks_up=False)
+        place = 0
+        for frame in frames:
+            place += frame.added
+            if frame.added > len(frame.path):  # the request did not end before the target's own token
+                assert (frame.hit is not None) >= (session.origins[place - 1] == "branch")
+            if frame.hit is not None:
+                assert frame.nodes[frame.hit].token == frame.token
+                assert frame.nodes[frame.hit].parent == (frame.path[-1] if frame.path else -1)
+        assert place == len(session.output)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_leads_from_the_text_through_what_was_sent(name: str) -> None:
+    _, frames, _ = filmed(name, 1)
+    for frame in frames:
+        assert all(node.parent < at and node.given <= frame.number for at, node in enumerate(frame.nodes))
+        for above, node in itertools.pairwise((-1, *frame.path)):
+            assert frame.nodes[node].parent == above and frame.nodes[node].sent
+
+
+def test_branches_that_lose_are_seen_and_gone_after_it() -> None:
+    _, frames, _ = filmed("specbranch:confidence", 1)
+    lost = [
+        (frame, after)
+        for frame, after in itertools.pairwise(frames)
+        if frame.token is not None and frame.hit is None and len(frame.nodes) > len(frame.path)
+    ]
+    assert lost
+    for frame, after in lost:
+        assert all(node.given > frame.number for node in after.nodes)
+
+
+def test_times_are_those_of_the_trace() -> None:
+    _, frames, trace = filmed("specbranch", 2)
+    spans = [span for frame in frames for span in (frame.draft, frame.target) if span]
+    assert spans == [(event.start, event.end) for event in trace.events if event.end > event.start]
+
+
+def test_a_frame_is_plain_values_for_a_page() -> None:
+    _, frames, _ = filmed("specbranch", 2)
+    frame = next(one for one in frames if one.path)
+    told = frame.to_dict(str)
+    node = frame.nodes[frame.path[0]]
+    assert told["nodes"][frame.path[0]] == [
+        *(str(node.token), node.token, node.parent, round(node.said * 100) or None, node.given, 1)
+    ]
+    assert (told["path"], told["token"], told["text"]) == (list(frame.path), frame.token, str(frame.token))
+
+
+@pytest.mark.parametrize("name", ["pearl", "tree", "specbranch"])
+def test_a_trimmed_frame_says_the_same(name: str) -> None:
+    _, frames, _ = filmed(name, 1)
+    assert any(len(frame.nodes) > 12 for frame in frames) or name == "pearl"
+    for frame in frames:
+        trimmed = frame.trimmed(12)
+        assert said(trimmed) == said(frame) and (trimmed.hit is None) == (frame.hit is None)
+        assert len(trimmed.nodes) <= max(12, len(frame.path) + 1)
+        assert trimmed.drafted == frame.drafted == sum(node.given == frame.number for node in frame.nodes)
+        assert all(node.parent < at for at, node in enumerate(trimmed.nodes))
+        for above, node in itertools.pairwise((-1, *trimmed.path)):
+            assert trimmed.nodes[node].parent == above

@@ -1,0 +1,64 @@
+"""Agreement of a draft with a target, on toys whose choices are known."""
+
+from __future__ import annotations
+
+import pytest
+from specbranch.training.distill.agreement import LONGEST, AnsweredPrompt, compare, step_seconds
+
+from specbranch.lab.toys.toys import ToyRunner
+from toybench import law
+
+PROMPT = (1, 2, 3)
+
+
+def greedy(count: int, drift: float = 0.0) -> tuple[int, ...]:
+    ids = list(PROMPT)
+    for _ in range(count):
+        logits = law(drift).logits_of(ids)
+        ids.append(logits.index(max(logits)))
+    return tuple(ids[len(PROMPT) :])
+
+
+def ranks(answer: tuple[int, ...], drift: float) -> list[int]:
+    """The rank of each token of the answer for a draft, from its law alone."""
+    found = []
+    for at, token in enumerate(answer):
+        logits = law(drift).logits_of((*PROMPT, *answer[:at]))
+        found.append(sorted(range(len(logits)), key=lambda t: (-logits[t], t)).index(token) + 1)
+    return found
+
+
+def test_the_target_agrees_with_itself() -> None:
+    found = compare(ToyRunner(law()), [AnsweredPrompt(PROMPT, greedy(80))])
+    assert (found.tokens, found.top1, found.top3) == (80, 1.0, 1.0)
+    assert found.expected_length == tuple(float(n) for n in range(1, LONGEST + 1))
+
+
+def test_shares_and_lengths_are_those_of_the_laws() -> None:
+    answer = greedy(150)
+    by_law = ranks(answer, 0.2)
+    found = compare(ToyRunner(law(0.2)), [AnsweredPrompt(PROMPT, answer)])
+    assert found.top1 == pytest.approx(sum(r == 1 for r in by_law) / 150)
+    assert found.top3 == pytest.approx(sum(r <= 3 for r in by_law) / 150)
+    assert 0.2 < found.top1 < found.top3 < 1.0
+    places = range(150 - LONGEST + 1)
+    pairs = [(by_law[at], by_law[at + 1]) for at in places]
+    assert found.expected_length[1] == pytest.approx(
+        sum((a == 1) + (a == 1 and b == 1) for a, b in pairs) / len(places)
+    )
+
+
+def test_a_text_longer_than_the_drafts_context_counts_as_far_as_it_reaches() -> None:
+    found = compare(ToyRunner(law(), context_length=40), [AnsweredPrompt(PROMPT, greedy(80))])
+    assert found.tokens == 40 - len(PROMPT)
+
+
+def test_nothing_to_compare_is_no_agreement() -> None:
+    assert compare(ToyRunner(law()), [AnsweredPrompt(PROMPT, ())]).tokens == 0
+
+
+def test_a_measured_step_leaves_no_sequence_open() -> None:
+    runner = ToyRunner(law())
+    assert step_seconds(runner, PROMPT, times=3) > 0
+    with pytest.raises(KeyError):
+        runner.slots(-1)
