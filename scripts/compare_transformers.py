@@ -41,13 +41,13 @@ from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
 from specbranch.lab.bench.mirror import as_transformers
 from specbranch.lab.inflation.shapes import SHAPES
-from specbranch.models.batch import Rows
-from specbranch.models.decoder import Decoder
+from specbranch.models.cache.kv_memory import Table
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import Weights
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.kv import Table
 from specbranch.text.tokenizer import Tokenizer
 
 EAGER_BAR, COMPILED_BAR = 3.0, 1.15  # times as fast

@@ -22,7 +22,7 @@ from shapes import DTYPE, Shaped
 from torch import Tensor
 
 from specbranch.lab.inflation.shapes import SHAPES
-from specbranch.models.batch import Rows
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu import attention
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.kernel_step import step_of

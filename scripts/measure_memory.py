@@ -21,7 +21,7 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.exec.verifier import Verifier
-from specbranch.models.decoder import Decoder
+from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
 
 GIGABYTE = 1e9

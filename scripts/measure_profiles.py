@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from shapes import Shaped
 
-from specbranch.models.batch import Rows
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.kernel_step import step_of
 from specbranch.models.gpu.layout import MOST_ROWS, pack

@@ -11,12 +11,12 @@ from torch import Tensor
 from specbranch.config import WeightsName
 from specbranch.core.pages import PAGE, Pool
 from specbranch.lab.inflation.shapes import SHAPES
-from specbranch.models.batch import Rows
-from specbranch.models.decoder import Decoder
+from specbranch.models.cache.kv_memory import Memory, Table
 from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
-from specbranch.models.kv import Memory, Table
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.step_rows import Rows
 
 DTYPE = torch.bfloat16
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,12 @@ LAYERS = (
 )
 BUILDINGS = ("training", "lab")  # the engine imports neither
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# The drawers of models/ from the bottom up: each imports only those before it, lazily or not.
+DRAWERS = ("files", "cpu", "cache", "forward", "sampling", "runners", "gpu", "loading", "drafts")
+# What a module imports lazily from above, and why.
+UPWARDS = {("models/runners/native.py", "specbranch.models.gpu.runner.GpuRunner"): "until loading has a file of its own"}
+# A module that launches kernels imports them lazily; these share constants with the module that launches them.
+LAUNCHED = {("models/gpu/receiving.py", "specbranch.models.gpu.send_kernels.send")}
 WITHOUT_TORCH = (  # layers that load without it
     *(
         "errors",
@@ -124,6 +130,18 @@ def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
         assert there is None or there == here or RANK[there] < RANK[here], f"{found.file} imports {found.module}"
 
 
+@pytest.mark.parametrize("path", sorted((SOURCE / "models").rglob("*.py")), ids=lambda path: path.stem)
+def test_a_drawer_of_models_imports_only_those_below_it(path: Path) -> None:
+    here = path.relative_to(SOURCE / "models").with_suffix("").parts[0]
+    if here == "__init__":
+        return
+    for found in imports(path):
+        parts = found.module.split(".")
+        if parts[:2] != ["specbranch", "models"] or (found.file, found.module) in UPWARDS:
+            continue
+        assert DRAWERS.index(parts[2]) <= DRAWERS.index(here), f"{found.file} imports {found.module}"
+
+
 def test_core_needs_the_standard_library_only() -> None:
     for path in files():
         if layer(path) in ("errors", "config", "extras", "core"):
@@ -165,12 +183,22 @@ def test_the_package_itself_imports_only_its_words_at_once() -> None:
 
 
 def test_modules_import_one_another_in_no_circle() -> None:
+    _refuse_circles(lambda found: found.at_once)
+
+
+def test_models_import_one_another_in_no_circle_even_lazily() -> None:
+    _refuse_circles(
+        lambda found: found.file.startswith("models/") and (found.file, found.module) not in {*UPWARDS, *LAUNCHED}
+    )
+
+
+def _refuse_circles(counts: Callable[[Import], bool]) -> None:
     names = {
         ".".join(("specbranch", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
         for path in files()
     }
     edges = {
-        name: {_module(found.module, names) for found in imports(path) if found.at_once} - {None, name}
+        name: {_module(found.module, names) for found in imports(path) if counts(found)} - {None, name}
         for name, path in names.items()
     }
     done: set[str] = set()

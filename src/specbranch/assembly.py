@@ -31,7 +31,7 @@ from specbranch.pairs import draft_path
 
 if TYPE_CHECKING:
     from specbranch.models.files.fetch import Progress
-    from specbranch.models.model import TorchRunner
+    from specbranch.models.runners.torch_runner import TorchRunner
     from specbranch.text.tokenizer import Tokenizer
 
 log = logging.getLogger("specbranch")
@@ -190,7 +190,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         "tail": choice.tail,
     }
     if choice.runner in ("auto", "native") and choice.device_map is None:
-        from specbranch.models.native import load_native
+        from specbranch.models.runners.native import load_native
 
         try:
             own: dict[str, Any] = {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype}
@@ -199,7 +199,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
             if choice.runner == "native":
                 raise
             log.warning("%s Using the transformers runner instead, which is slower.", reason)
-    from specbranch.models.storage import alike
+    from specbranch.models.runners.precision import alike
 
     if choice.cache_dtype is not None:
         raise BadParameter(
@@ -207,7 +207,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
             "computes in. Leave --cache-dtype out."
         )
     asked["dtype"] = alike(dtype, choice.weights, "transformers")
-    from specbranch.models.transformers_runner import load_transformers
+    from specbranch.models.runners.transformers_runner import load_transformers
 
     return load_transformers(source, spread=choice.device_map is not None, **asked)
 
@@ -375,7 +375,7 @@ def torch_device(choice: ModelChoice) -> str:
 def _described(runner: Runner) -> tuple[RunnerName, str, str, str, str]:
     """Return which runner it is, its precision, how its matrices, and its keys and values, are stored, and where it
     computes."""
-    from specbranch.models.native import NativeRunner
+    from specbranch.models.runners.native import NativeRunner
 
     dtype, device = str(getattr(runner, "dtype", None)).removeprefix("torch."), str(getattr(runner, "device", "cpu"))
     if isinstance(runner, NativeRunner):

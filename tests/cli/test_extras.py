@@ -22,7 +22,7 @@ TRANSFORMERS = r"needs accelerate, which is not installed. Install it with: pip 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no extra were installed; what transformers itself has of them it has had before."""
-    import specbranch.models.transformers_runner  # noqa: F401
+    import specbranch.models.runners.transformers_runner  # noqa: F401
 
     for extra in EXTRAS:
         monkeypatch.setitem(sys.modules, extra.package, None)
@@ -53,7 +53,7 @@ def test_an_extra_that_is_missing_is_a_sentence_with_its_command() -> None:
 
 @pytest.mark.usefixtures("plain")
 def test_a_gguf_file_on_transformers_tells_what_is_missing(tmp_path: Path) -> None:
-    from specbranch.models.transformers_runner import load_transformers
+    from specbranch.models.runners.transformers_runner import load_transformers
 
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(MissingPackage, match=rf"{TRANSFORMERS}; or give runner='native'\."):

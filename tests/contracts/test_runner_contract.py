@@ -90,14 +90,14 @@ def as_numbers(row: Any) -> list[float]:
 
 
 def native(folder: Path) -> Subject:
-    module = pytest.importorskip("specbranch.models.native")
+    module = pytest.importorskip("specbranch.models.runners.native")
     model = saved_model(folder)
     runner = module.load_native(folder, context_length=CONTEXT, tail=TAIL, dtype="float32")
     return Subject(runner, by_plain_forward(model), 2e-4, as_numbers)
 
 
 def transformers_runner(folder: Path) -> Subject:
-    module = pytest.importorskip("specbranch.models.transformers_runner")
+    module = pytest.importorskip("specbranch.models.runners.transformers_runner")
     model = saved_model(folder)
     return Subject(
         module.load_transformers(folder, context_length=CONTEXT, tail=TAIL), by_plain_forward(model), 2e-4, as_numbers

@@ -11,10 +11,10 @@ import torch
 from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, some_work
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.batch import Rows, rows_of_nodes
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows, rows_of_nodes
 from specbranch.models.gpu.attention import attend_by_kernels, attend_plainly, choose_attend
 from specbranch.models.gpu.layout import Views, pack, views
-from specbranch.models.kv import Table
 from tiny_models import logits_of, some_tokens, tiny
 
 pytestmark = pytest.mark.gpu

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.model import PIECES
-from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.piece_attention import attend_by_flash, attend_masked, choose_attend_piece
+from specbranch.models.forward.chunk_attention import attend_by_flash, attend_masked, choose_attend_piece
+from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.runners.torch_runner import PIECES
 from tiny_models import GREEDY
 
 pytestmark = pytest.mark.gpu

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from specbranch.core.pages import PAGE, Pool
-from specbranch.models.batch import Rows
-from specbranch.models.decoder import Decoder
+from specbranch.models.cache.kv_memory import Memory, Table
 from specbranch.models.files.architecture import Architecture, Rope
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.kernel_step import KernelStep
 from specbranch.models.gpu.layout import pack, views
-from specbranch.models.kv import Memory, Table
 
 pytestmark = pytest.mark.gpu
 

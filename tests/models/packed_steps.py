@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.batch import Rows, dealt, rows_of_nodes, rows_of_piece
-from specbranch.models.decoder import Decoder
+from specbranch.models.cache.kv_memory import Memory, Table
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.step_rows import Rows, dealt, rows_of_nodes, rows_of_piece
 from specbranch.models.gpu.attention import Attend
 from specbranch.models.gpu.layout import pack
 from specbranch.models.gpu.step import GpuStep, Graphs
-from specbranch.models.kv import Memory, Table
 
 PAGES = 24
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from specbranch.core.pages import PAGE
+from specbranch.models.cache.kv_memory import _whole, widened
 from specbranch.models.cpu.attention_text import SPLIT, Registers, attention, part_floats
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.machine_code import compile_text
 from specbranch.models.cpu.operation_text import FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import float_bits
-from specbranch.models.kv import _whole, widened
 from tiers import each_value
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")

@@ -12,12 +12,12 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
 from specbranch.experiences import experience_folder
-from specbranch.models import room
+from specbranch.models.cache import pool_size
+from specbranch.models.cache.kv_memory import _whole, page_bytes, widened
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.kv import _whole, page_bytes, widened
-from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.rows import collate
-from specbranch.models.storage import kept_in
+from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.runners.precision import kept_in
+from specbranch.models.sampling.logit_rows import collate
 from test_identity_models import SHAPINGS, compare
 from tiers import each_value
 from tiny_models import GREEDY, saved, some_tokens, tiny
@@ -76,7 +76,7 @@ def test_the_compiled_step_stores_what_the_plain_one_does(
 def test_a_pool_knows_how_much_a_page_takes(
     cache_dtype: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(20e6))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(20e6))
     runner, whole = (loaded(folders["qwen3"], kind) for kind in (cache_dtype, None))
     head_dim = whole.architecture.head_dim
     share = 0.5 if cache_dtype == "bfloat16" else (head_dim + 4) / (4 * head_dim)

@@ -13,12 +13,12 @@ from torch import Tensor
 from specbranch.config import SamplingParams
 from specbranch.core.noise import keys
 from specbranch.core.request import Request, Spot
-from specbranch.models import noise
 from specbranch.models.cpu.contenders import contenders
-from specbranch.models.noise import Noise, winner
-from specbranch.models.reductions import argmax
-from specbranch.models.rows import rows_of
-from specbranch.models.sampling import TorchSampler
+from specbranch.models.sampling import noise_rows
+from specbranch.models.sampling.logit_rows import rows_of
+from specbranch.models.sampling.noise_rows import Noise, winner
+from specbranch.models.sampling.reductions import argmax
+from specbranch.models.sampling.sampler import TorchSampler
 
 needs_scan = pytest.mark.skipif(
     contenders(torch.zeros(4).numpy(), 0, (1, 2)) is None, reason="no scan can be compiled on this machine"
@@ -112,7 +112,9 @@ def test_no_token_that_reaches_the_best_is_left_out() -> None:
 @needs_scan
 def test_tokens_that_cannot_win_get_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(noise, "gumbel", lambda bits, real=noise.gumbel: (made.append(len(bits)), real(bits))[1])
+    monkeypatch.setattr(
+        noise_rows, "gumbel", lambda bits, real=noise_rows.gumbel: (made.append(len(bits)), real(bits))[1]
+    )
     logits, sampler = _logits(20, 49152), TorchSampler(49152)
     sampler.pick(rows_of(logits), [_spot(row, temperature=0.8) for row in range(20)])
     assert sum(made) < 20 * 49152 // 100
@@ -121,5 +123,5 @@ def test_tokens_that_cannot_win_get_no_noise(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_compiler_the_same_token_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
     row = _logits(1, 3000)[0]
     found = [winner(row, (9, 0, position)) for position in range(30)]
-    monkeypatch.setattr(noise, "contenders", lambda *given: None)
+    monkeypatch.setattr(noise_rows, "contenders", lambda *given: None)
     assert [winner(row, (9, 0, position)) for position in range(30)] == found

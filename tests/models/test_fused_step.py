@@ -14,17 +14,17 @@ from transformers import LlamaConfig
 from specbranch.core.pages import Pool
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.batch import Rows, dealt
-from specbranch.models.columns import Columns
-from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep
+from specbranch.models.cache.kv_memory import Table
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.row_kernel_text import STRETCH
-from specbranch.models.decoder import Decoder
+from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
-from specbranch.models.kv import Table
-from specbranch.models.native import COMPILED_PIECE, NativeRunner, load_native, open_model
-from specbranch.models.rows import TensorRow, collate
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.fused_step import STEP_ROWS, FusedStep
+from specbranch.models.forward.step_rows import Rows, dealt
+from specbranch.models.runners.native import COMPILED_PIECE, NativeRunner, load_native, open_model
+from specbranch.models.sampling.logit_rows import TensorRow, collate
 from tiers import each_value
 from tiny_models import CONFIGS, GREEDY, SHAPE, planted, saved, some_tokens, tiny
 

@@ -20,12 +20,12 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Head, Judged, PadsForwards, Proposal, Runner, Trial, Verdicts
 from specbranch.core.slots import ROOT
 from specbranch.exec.verifier import Verifier
-from specbranch.models.batch import rows_of_piece
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import rows_of_piece
+from specbranch.models.forward.transfer import BUFFERS, Transfer
 from specbranch.models.gpu.layout import bucket_of
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.kv import Table
-from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.transfer import BUFFERS, Transfer
+from specbranch.models.runners.native import NativeRunner, load_native
 from test_identity_models import SHAPINGS, compare
 from tiers import each_value, tiered
 from tiny_models import planted, saved, some_tokens, tiny

@@ -13,10 +13,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_places, some_work
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.batch import Rows, dealt, rows_of_piece, shared_end
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows, dealt, rows_of_piece, shared_end
 from specbranch.models.gpu.attention import attend_plainly, choose_attend
 from specbranch.models.gpu.layout import MOST_ROWS, OWN, Bucket, Views, bucket_of, pack, packed_size, views
-from specbranch.models.kv import Table
 from tiers import each_value
 from tiny_models import SHAPE, in_double, logits_of, some_tokens, tiny
 

@@ -20,16 +20,16 @@ from specbranch.exec.verifier import Verifier
 from specbranch.lab.inflation.recipe import FORMAT, Inflation, read_inflation, write_inflation
 from specbranch.lab.inflation.shapes import SHAPES, Shape
 from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture, shape_of
-from specbranch.models import room
+from specbranch.models.cache import pool_size
+from specbranch.models.cache.pool_size import weight_bytes
 from specbranch.models.files.identity import model_identity
 from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native, open_model
-from specbranch.models.room import weight_bytes
-from specbranch.models.rows import collate
-from specbranch.models.transformers_runner import load_transformers
+from specbranch.models.runners.native import NativeRunner, load_native, open_model
+from specbranch.models.runners.transformers_runner import load_transformers
+from specbranch.models.sampling.logit_rows import collate
 from test_identity_models import SHAPINGS, decode
 from tiers import each_value, tiered
 from tiny_models import CONFIGS, GREEDY, SHAPE, saved, some_tokens, tiny
@@ -187,7 +187,7 @@ def test_the_larger_size_is_counted_before_anything_is_made(
         weight_bytes(arch, torch.float32)
         == held.embedding.nbytes + sum(matrix.weight.nbytes for matrix in held.matrices) + biases
     )
-    monkeypatch.setattr(room, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: 100_000)
     with pytest.raises(ModelError, match="as test does not fit"):
         load_native(folder)
 

@@ -18,7 +18,7 @@ from specbranch.core.slots import ROOT
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.native import NativeRunner
+from specbranch.models.runners.native import NativeRunner
 
 METHODS = ("autoregressive", "specbranch", "speculative", "tree", "pearl", "lookup")
 

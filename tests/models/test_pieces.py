@@ -14,12 +14,12 @@ import torch
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.decoder import Decoder, PieceView, Step
+from specbranch.models.cache.kv_memory import gathered, put
+from specbranch.models.forward.chunk_attention import attend_masked, choose_attend_piece
+from specbranch.models.forward.decoder import Decoder, PieceView, Step
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.kv import gathered, put
-from specbranch.models.model import PIECES
-from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.piece_attention import attend_masked, choose_attend_piece
+from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.runners.torch_runner import PIECES
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 KINDS = {"plain": NativeRunner, "graphs": GpuRunner}

@@ -32,11 +32,11 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import CacheFull
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.models import native
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.decoder import Decoder
+from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.runners import native
+from specbranch.models.runners.native import NativeRunner, load_native
 from tiers import each_value
 from tiny_models import GREEDY, saved, some_tokens, tiny
 

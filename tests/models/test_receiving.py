@@ -22,13 +22,13 @@ from specbranch.core.slots import ROOT
 from specbranch.core.trees import Node, Tree
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
+from specbranch.models.cache.kv_memory import Table
 from specbranch.models.gpu.growing import NO_MOVES, _noise
 from specbranch.models.gpu.layout import LEAST, Bucket, packed_size, views
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.trees import AT as TREE_AT
 from specbranch.models.gpu.trees import DEEPEST, DeviceTree
-from specbranch.models.kv import Table
 from test_device_trees import some_growth
 from test_streams_models import decode, decoders, executor
 from tiers import each_value

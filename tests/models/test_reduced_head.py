@@ -17,16 +17,16 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import MOST_ENTRIES, Ask, Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import ModelError
-from specbranch.models.columns import Columns
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.decoder import Decoder
+from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import ReducedHead, read_weights
-from specbranch.models.native import NativeRunner, open_model
-from specbranch.models.noise import Noise
-from specbranch.models.reductions import leading
-from specbranch.models.rows import TensorRow, collate, rows_of, scored
-from specbranch.models.sampling import TorchSampler
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.runners.native import NativeRunner, open_model
+from specbranch.models.sampling.logit_rows import TensorRow, collate, rows_of, scored
+from specbranch.models.sampling.noise_rows import Noise
+from specbranch.models.sampling.reductions import leading
+from specbranch.models.sampling.sampler import TorchSampler
 from tiers import each_pair
 from tiny_models import GREEDY, saved, some_tokens, tiny
 

@@ -29,13 +29,13 @@ from specbranch.core.orders import Sparse
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import ENTROPY_WEIGHT, MOST_ENTRIES, Ask
 from specbranch.core.slots import ROOT
-from specbranch.models import sample
-from specbranch.models.columns import finder
-from specbranch.models.noise import Noise, gumbel, hashed
-from specbranch.models.reductions import argmax, descending, entropy, leading, peak
-from specbranch.models.rows import TensorRow, rows_of
-from specbranch.models.sampling import TensorLaw, TorchSampler, proposed
-from specbranch.models.sheet import sheet_of
+from specbranch.models.files.head_columns import finder
+from specbranch.models.sampling import sample
+from specbranch.models.sampling.logit_rows import TensorRow, rows_of
+from specbranch.models.sampling.noise_rows import Noise, gumbel, hashed
+from specbranch.models.sampling.reductions import argmax, descending, entropy, leading, peak
+from specbranch.models.sampling.sampler import TensorLaw, TorchSampler, proposed
+from specbranch.models.sampling.sheet import sheet_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 501

@@ -20,7 +20,7 @@ from specbranch.core.session import Session
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.runners.native import NativeRunner, load_native
 from tiers import tiered
 from tiny_models import saved, some_tokens, tiny
 

@@ -24,11 +24,11 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.models import transfer
+from specbranch.models.forward import transfer
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
 from specbranch.models.gpu.layout import LEAST, pack, views
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import load_native
+from specbranch.models.runners.native import load_native
 from tiers import each_value, tiered
 from tiny_models import saved, some_tokens, tiny
 from toybench import PROFILE, Timeless, run_out

@@ -19,18 +19,18 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specbranch.config import WEIGHTS, WeightsName
 from specbranch.core.runner import Runner
 from specbranch.errors import BadParameter
-from specbranch.models.columns import Columns
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.linear import KernelLinear, PlainLinear
-from specbranch.models.decoder import Decoder, _linear
 from specbranch.models.files import matrix as layouts
+from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import GROUP, Matrix
 from specbranch.models.files.weights import ReducedHead, Weights, read_weights
+from specbranch.models.forward.decoder import Decoder, _linear
+from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.native import NativeRunner, load_native, open_model
-from specbranch.models.storage import agreed
+from specbranch.models.runners.native import NativeRunner, load_native, open_model
+from specbranch.models.runners.precision import agreed
 from test_decoder import scores
 from test_identity_models import SHAPINGS, compare
 from tiers import each_pair, each_value, tiered

@@ -20,9 +20,9 @@ from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
+from specbranch.models.forward.transfer import Reading, Transfer
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.transfer import Reading, Transfer
+from specbranch.models.runners.native import NativeRunner, load_native
 from test_identity_models import SHAPINGS
 from tiers import each_value, tiered
 from tiny_models import saved, some_tokens, tiny

@@ -22,7 +22,7 @@ from specbranch.core.session import Session
 from specbranch.core.trees import Tree
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
-from specbranch.models import transfer
+from specbranch.models.forward import transfer
 from specbranch.models.gpu.growing import TextRead
 from specbranch.models.gpu.runner import GpuRunner
 from test_streams_models import decode, decoders, executor

@@ -13,11 +13,12 @@ import torch
 
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
-from specbranch.models.cpu import fused_step, row_kernels, waiting_text
+from specbranch.models.cpu import row_kernels, waiting_text
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, ThreadPace
-from specbranch.models.native import NativeRunner, load_native
-from specbranch.models.rows import collate
+from specbranch.models.forward import fused_step
+from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.sampling.logit_rows import collate
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")

@@ -30,9 +30,9 @@ from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.engine import LLM
 from specbranch.errors import BadParameter, CacheFull, MissingPackage, ModelError
-from specbranch.models import transformers_runner
-from specbranch.models.rows import TensorRow
-from specbranch.models.transformers_runner import TransformersRunner, load_transformers
+from specbranch.models.runners import transformers_runner
+from specbranch.models.runners.transformers_runner import TransformersRunner, load_transformers
+from specbranch.models.sampling.logit_rows import TensorRow
 from tiny_models import GREEDY
 
 VOCABULARY = 97

@@ -23,7 +23,7 @@ from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.tensor_file import CALM, PIECE, StoredTensor, TensorFile, open_folder
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
-from specbranch.models.native import load_native, open_model
+from specbranch.models.runners.native import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
 
 torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def test_gguf_gives_the_logits_of_its_safetensors_twin(kind: str, tmp_path: Path
 
 def test_llama3_scaling_comes_from_the_tensor_gguf_keeps_it_in(tmp_path: Path) -> None:
     from specbranch.models.files.architecture import Architecture
-    from specbranch.models.rope import frequencies
+    from specbranch.models.forward.rope import frequencies
 
     scaled = Architecture.from_config(CONFIGS["llama-llama3"]().to_dict()).rope
     factors = (

@@ -27,9 +27,9 @@ from specbranch.models.drafts.draft_folder import read_draft
 from specbranch.models.drafts.load import _own_storage, load_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import read_layers
-from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.native import load_native
-from specbranch.models.rows import collate
+from specbranch.models.forward.stored_linear import StoredLinear
+from specbranch.models.runners.native import load_native
+from specbranch.models.sampling.logit_rows import collate
 from tiers import tiered
 from tiny_models import GREEDY
 from tiny_pair import make_pair

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.errors import BadParameter
-from specbranch.models.columns import Columns
-from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.weights import HUGGING_FACE
-from specbranch.models.rope import frequencies
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.rope import frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

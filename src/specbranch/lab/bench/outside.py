@@ -47,7 +47,7 @@ def check_target(name: str) -> None:
     if is_inflation(name):
         from specbranch.lab.bench.mirror import refuse_other_families
         from specbranch.models.files.locate import locate
-        from specbranch.models.native import open_model
+        from specbranch.models.runners.native import open_model
 
         refuse_other_families(open_model(locate(name))[0])
         return
@@ -133,7 +133,7 @@ class Transformers:
         )
 
     def _load(self, name: str) -> PreTrainedModel:
-        from specbranch.models.transformers_runner import load_transformers
+        from specbranch.models.runners.transformers_runner import load_transformers
 
         with _in_silence(), redirect_stderr(io.StringIO()):  # bars of its own, in the middle of ours
             loaded = load_transformers(fetched(ModelChoice(name)), device=self._device, dtype=self._dtype, shorten=True)
@@ -201,7 +201,7 @@ def _head(target: PreTrainedModel, draft: DraftFile) -> torch.nn.Module:
     """Return the target's head, or the rows of it that a reduced head has, spread over the whole vocabulary."""
     import torch
 
-    from specbranch.models.columns import Columns
+    from specbranch.models.files.head_columns import Columns
 
     head: Any = target.get_output_embeddings()  # type: ignore[no-untyped-call]
     if draft.head_ids is None:

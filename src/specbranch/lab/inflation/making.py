@@ -21,11 +21,11 @@ from specbranch.lab.inflation.shapes import Shape, ShapeChoice
 from specbranch.lab.inflation.sizing import Sized, sized
 from specbranch.lab.inflation.tensors import shape_of
 from specbranch.lab.measure.likeness import Likeness, compare
+from specbranch.models.cache.pool_size import weight_bytes
 from specbranch.models.drafts.draft_name import draft_config, is_draft_folder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.identity import model_identity
 from specbranch.models.files.store import KNOWN
-from specbranch.models.room import weight_bytes
 from specbranch.pairs import draft_path
 from specbranch.training.making.writing import Fetch
 

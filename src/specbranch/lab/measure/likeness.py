@@ -17,7 +17,7 @@ from specbranch.training.distill.agreement import read
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specbranch.models.model import TorchRunner
+    from specbranch.models.runners.torch_runner import TorchRunner
 
 TEXTS = (
     "The three laws of robotics were written down in 1942. The first of them says that a robot may not injure a human "
@@ -81,7 +81,7 @@ def _logits(choice: ModelChoice, texts: Sequence[Sequence[int]]) -> tuple[str, T
 
 
 def _read(runner: TorchRunner, text: Sequence[int]) -> Tensor:
-    from specbranch.models.rows import scored
+    from specbranch.models.sampling.logit_rows import scored
 
     def said(feed: Feed) -> Tensor:
         logits, columns = scored(runner.score([feed])[0])

@@ -12,7 +12,7 @@ from typing import Literal
 
 from specbranch.core.pages import PAGE
 from specbranch.models.files.blocks import BLOCK
-from specbranch.models.kv import SCALE
+from specbranch.models.files.matrix import SCALE_BYTES
 
 # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
 FIELDS = 16
@@ -49,7 +49,7 @@ class KernelShape:
     @property
     def place(self) -> int:
         """How many bytes of a page two places of a head are apart."""
-        return self.numbers + (SCALE if self.size == 1 else 0)
+        return self.numbers + (SCALE_BYTES if self.size == 1 else 0)
 
     @property
     def head(self) -> int:

@@ -20,13 +20,13 @@ from specbranch.core.slots import TAIL
 from specbranch.errors import BadParameter, ModelError
 from specbranch.lab.inflation.recipe import is_inflation, read_inflation, uninflated
 from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
-from specbranch.models.columns import Columns
+from specbranch.models.cache.pool_size import pool_pages
 from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
-from specbranch.models.decoder import Decoder
 from specbranch.models.drafts.draft_folder import DraftFile, fingerprint_of, read_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import ROWS, AnyMatrix
+from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.identity import checked_source
 from specbranch.models.files.locate import locate
 from specbranch.models.files.stored_rows import Embedding
@@ -40,9 +40,9 @@ from specbranch.models.files.weights import (
     read_weights,
     whole_rows,
 )
-from specbranch.models.native import NativeRunner, native_runner, open_model
-from specbranch.models.room import pool_pages
-from specbranch.models.storage import agreed, kept_in, tell
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.runners.native import NativeRunner, native_runner, open_model
+from specbranch.models.runners.precision import agreed, kept_in, tell
 
 SHARED = {f"{HUGGING_FACE[part]}.weight": part for part in ("embedding", "head")}
 

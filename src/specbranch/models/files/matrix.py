@@ -21,6 +21,7 @@ from torch import Tensor
 from specbranch.config import WeightsName
 
 GROUP = 128  # inputs that share a scale in int4
+SCALE_BYTES = 4  # of a scale in float32
 HALF = GROUP // 2
 ZERO = 8  # what a half byte holds for zero
 LARGEST = {"int8": 127, "int4": 7}

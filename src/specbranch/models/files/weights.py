@@ -16,11 +16,11 @@ from torch import Tensor
 
 from specbranch.config import WeightsName
 from specbranch.errors import ModelError
-from specbranch.models.columns import Columns
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import BlockRows, halves_together, read_parts
 from specbranch.models.files.blocks import AnyMatrix, BlockMatrix, fits_blocks, in_blocks
 from specbranch.models.files.gguf_file import GgufFile
+from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import Embedding, StoredRows
 from specbranch.models.files.tensor_file import TensorSource

@@ -17,8 +17,8 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Proposal, Trial
 from specbranch.models.gpu.choice import BOUND, CONFIDENCE, COUNTS
 from specbranch.models.gpu.layout import NO_ROW, ONE, ROOT_ROW, Choosing
-from specbranch.models.sampling import proposed
-from specbranch.models.sheet import is_noisy, is_shaped, temperature_of
+from specbranch.models.sampling.sampler import proposed
+from specbranch.models.sampling.sheet import is_noisy, is_shaped, temperature_of
 
 RowOf = Callable[[int, int], int | None]  # sequence and node: the row of a step that reads it
 

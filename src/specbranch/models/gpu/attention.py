@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from specbranch.core.pages import PAGE, Pool
-from specbranch.models.batch import Rows
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.layout import GROUP_ROWS, OWN, Views, pack, power_of_two, views
-from specbranch.models.kv import Table
 
 log = logging.getLogger("specbranch")
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
-from specbranch.models.batch import Rows
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows
+from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.layout import GROUP_ROWS
 from specbranch.models.gpu.stream_clock import DeviceMoment
-from specbranch.models.kv import Table
-from specbranch.models.transfer import Reading
 
 
 @dataclass(slots=True)

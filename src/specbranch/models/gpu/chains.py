@@ -17,10 +17,10 @@ import numpy as np
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Done
-from specbranch.models.batch import Rows
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket, Choosing, Sheet, pack, power_of_four
-from specbranch.models.kv import Table
 
 
 class ChainSheets:

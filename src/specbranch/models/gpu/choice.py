@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from specbranch.core.noise import MASK, mix
-from specbranch.models.columns import Columns
+from specbranch.models.files.head_columns import Columns
 from specbranch.models.gpu.attention import begins_early, launch
 from specbranch.models.gpu.layout import ONE, ROOT_ROW, power_of_two
-from specbranch.models.noise import gumbel
-from specbranch.models.sample import entropy_bound
+from specbranch.models.sampling.noise_rows import gumbel
+from specbranch.models.sampling.sample import entropy_bound
 
 log = logging.getLogger("specbranch")
 

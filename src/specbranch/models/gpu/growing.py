@@ -18,6 +18,8 @@ from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Done, Growing
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import GrowingTree, Node, Tree
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.transfer import Transfer
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket
 from specbranch.models.gpu.step import Graphs
@@ -33,9 +35,7 @@ from specbranch.models.gpu.trees import (
     NoiseKeys,
     growing_bucket,
 )
-from specbranch.models.kv import Table
-from specbranch.models.sheet import is_noisy, temperature_of
-from specbranch.models.transfer import Transfer
+from specbranch.models.sampling.sheet import is_noisy, temperature_of
 
 NO_MOVES = np.zeros((2, 0), dtype=np.int64)
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from specbranch.core.pages import PAGE
+from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.cpu.linear import Linear, PlainLinear
-from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.attention import begins_early, launch, triton_works
 from specbranch.models.gpu.layout import MOST_ROWS, Views, power_of_two
 from specbranch.models.gpu.small import PLAIN
 from specbranch.models.gpu.step import GpuStep
-from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.kv import Memory
 
 ROW_TILE = 16
 # rows of a tile, by whether weights are the first operand: 64 as the first take other instructions

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from specbranch.core.request import Spot
 from specbranch.core.runner import Ask, Lanes
 from specbranch.core.slots import Slots
-from specbranch.models.batch import Rows
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.asking import choosing_of
 from specbranch.models.gpu.layout import Choosing
-from specbranch.models.kv import Table
 
 
 class LaneSteps:

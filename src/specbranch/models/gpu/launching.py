@@ -20,8 +20,9 @@ from torch import Tensor
 from specbranch.core.pages import PAGE, Copy
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
-from specbranch.models.batch import Rows, dealt
-from specbranch.models.decoder import Decoder
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.step_rows import Rows, dealt
+from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu.attention import blocks_of
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.choice import Chooser
@@ -39,12 +40,11 @@ from specbranch.models.gpu.layout import (
 from specbranch.models.gpu.own_stream import OnStream, own_stream
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
-from specbranch.models.model import PIECES, ProbeNetwork
-from specbranch.models.native import NativeRunner
-from specbranch.models.rows import TensorRow
-from specbranch.models.sample import Asked
-from specbranch.models.sheet import Arrays
-from specbranch.models.transfer import Reading
+from specbranch.models.runners.native import NativeRunner
+from specbranch.models.runners.torch_runner import PIECES, ProbeNetwork
+from specbranch.models.sampling.logit_rows import TensorRow
+from specbranch.models.sampling.sample import Asked
+from specbranch.models.sampling.sheet import Arrays
 
 PARTIAL_BYTES = 1 << 28  # that partial results of attention may take in a step
 

@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from specbranch.core.pages import PAGE
-from specbranch.models.batch import GROUP, Rows
+from specbranch.models.forward.step_rows import GROUP, Rows
 
 OWN = 192  # the longest own line
 MOST_ROWS = 512  # in a step

@@ -20,7 +20,8 @@ from specbranch.core.sending import Sending, sent
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import GrowingTree, Tree
 from specbranch.errors import CacheFull
-from specbranch.models.batch import Rows
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import (
     ROOT_ROW,
@@ -32,8 +33,7 @@ from specbranch.models.gpu.layout import (
     views,
 )
 from specbranch.models.gpu.trees import LANES, MOVES, SHEET, DeviceTree
-from specbranch.models.kv import Table
-from specbranch.models.sheet import is_noisy, temperature_of
+from specbranch.models.sampling.sheet import is_noisy, temperature_of
 
 SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most")
 PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * MOVES}

@@ -24,9 +24,10 @@ from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT, TAIL
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull
-from specbranch.models import sample, verdict
-from specbranch.models.batch import Rows
-from specbranch.models.decoder import Decoder
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.step_rows import Rows
+from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
@@ -42,10 +43,9 @@ from specbranch.models.gpu.layout import (
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
 from specbranch.models.gpu.stream_clock import DeviceMoment
 from specbranch.models.gpu.trees import ENTRIES, MOVES, DeviceTree
-from specbranch.models.kv import Table
-from specbranch.models.rows import TensorRow
-from specbranch.models.sampling import proposed
-from specbranch.models.transfer import Reading
+from specbranch.models.sampling import sample, verdict
+from specbranch.models.sampling.logit_rows import TensorRow
+from specbranch.models.sampling.sampler import proposed
 
 
 class GpuRunner(StepLauncher):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, rms_norm, silu
 
 from specbranch.core.pages import PAGE
-from specbranch.models import rope
+from specbranch.models.forward import rope
 
 log = logging.getLogger("specbranch")
 

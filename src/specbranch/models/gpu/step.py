@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from specbranch.core.pages import PAGE
-from specbranch.models.decoder import Decoder
+from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.files.stored_rows import looked_up
+from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.attention import Attend, attend_by_kernels, choose_attend
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.layout import LEAST, MOST_ROWS, Bucket, Views, packed_size, padding, power_of_two, views
 from specbranch.models.gpu.small import Small, small_functions
 from specbranch.models.gpu.trees import DeviceTree, growing_bucket
-from specbranch.models.kv import Memory
 
 log = logging.getLogger("specbranch")
 

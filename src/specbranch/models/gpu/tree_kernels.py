@@ -14,7 +14,7 @@ import triton.language as tl
 
 from specbranch.core.pages import PAGE as _PAGE
 from specbranch.core.trees import STANDINGS as _STANDINGS
-from specbranch.models.batch import GROUP as _GROUP
+from specbranch.models.forward.step_rows import GROUP as _GROUP
 from specbranch.models.gpu import trees
 from specbranch.models.gpu.choice import BEFORE as _BEFORE
 from specbranch.models.gpu.choice import CONFIDENCE as _CONFIDENCE

@@ -22,7 +22,8 @@ from specbranch.core.pages import PAGE, Pool
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import CLASSES, EDGES, LOOKS, NO_TREE, STANDINGS, GrowingTree, Growth, Node
-from specbranch.models.batch import GROUP, Rows
+from specbranch.models.cache.kv_memory import Table
+from specbranch.models.forward.step_rows import GROUP, Rows
 from specbranch.models.gpu.choice import BEFORE, CONFIDENCE
 from specbranch.models.gpu.layout import (
     ALIGNED,
@@ -36,7 +37,6 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
-from specbranch.models.kv import Table
 
 NODES = 1024  # at most in a tree
 LANES = GROUP_ROWS  # read at a time, at most

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from specbranch.errors import BadParameter
-from specbranch.models import rope
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import LayerWeights, Weights
+from specbranch.models.forward import rope
 from specbranch.training.distill.attention import AttendPacked, attention
 from specbranch.training.distill.material import Batch
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from specbranch.core.pages import PAGE, Pool
-from specbranch.models.batch import GROUP, Rows, dealt
-from specbranch.models.cpu.fused_step import STEP_ROWS, fuse
-from specbranch.models.decoder import Decoder
+from specbranch.models.cache.kv_memory import Memory, Table
+from specbranch.models.forward.decoder import Decoder
+from specbranch.models.forward.fused_step import STEP_ROWS, fuse
+from specbranch.models.forward.step_rows import GROUP, Rows, dealt
 from specbranch.models.gpu.layout import OWN, Views
 from specbranch.models.gpu.step import GpuStep
-from specbranch.models.kv import Memory, Table
 
 
 class Texts:

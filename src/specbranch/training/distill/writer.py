@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from specbranch.errors import BadParameter, ModelError
-from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights, read_weights
+from specbranch.models.forward.decoder import Decoder
 from specbranch.progress import Onlooker, silent
 from specbranch.text.tokenizer import Tokenizer
 from specbranch.training.distill.material import Material

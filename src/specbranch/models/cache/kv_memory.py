@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specbranch.core.pages import PAGE, Copy, PageTable
 from specbranch.models.files.architecture import Architecture
+from specbranch.models.files.matrix import SCALE_BYTES
 
 
 class Table(PageTable):
@@ -23,9 +24,6 @@ class Table(PageTable):
         """Where places lie in the pool, counted through all its pages."""
         found: np.ndarray = np.asarray(self.pages, dtype=np.int64)[places // PAGE] * PAGE + places % PAGE
         return found
-
-
-SCALE = 4  # bytes behind the int8 numbers of a head: their scale, in float32
 
 
 class Memory:
@@ -65,8 +63,8 @@ def widened(held: Tensor, dtype: torch.dtype) -> Tensor:
     """Return keys or values as they are computed with."""
     if held.dtype is not torch.int8:
         return held.to(dtype)
-    scale = held[..., -SCALE:].contiguous().view(torch.float32)
-    return (held[..., :-SCALE] * scale).to(dtype)
+    scale = held[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (held[..., :-SCALE_BYTES] * scale).to(dtype)
 
 
 def _whole(new: Tensor) -> Tensor:
@@ -98,4 +96,4 @@ def page_bytes(arch: Architecture, dtype: torch.dtype) -> int:
 
 def _width(arch: Architecture, dtype: torch.dtype) -> int:
     """How many numbers of this type a head has at a place."""
-    return arch.head_dim + (SCALE if dtype is torch.int8 else 0)
+    return arch.head_dim + (SCALE_BYTES if dtype is torch.int8 else 0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specbranch.core.pages import PAGE, Copy, Pool
 from specbranch.errors import CacheFull
-from specbranch.models.kv import Table
+from specbranch.models.cache.kv_memory import Table
 
 
 class Model:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specbranch.core.pages import PAGE
-from specbranch.models.batch import Rows, positions_of, tokens_of
+from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.cpu.attention_text import SPLIT, part_floats
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
@@ -26,9 +26,9 @@ from specbranch.models.cpu.operation_text import ENTRY, FIELDS, KernelShape
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, threads_now
-from specbranch.models.decoder import Decoder, Layer
 from specbranch.models.files.blocks import BLOCK
-from specbranch.models.kv import Memory
+from specbranch.models.forward.decoder import Decoder, Layer
+from specbranch.models.forward.step_rows import Rows, positions_of, tokens_of
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
 CUTS = 9  # the column of an attention that tells into how many cuts what rows see falls, at most

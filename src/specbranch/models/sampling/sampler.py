@@ -21,14 +21,14 @@ from specbranch.core.noise import uniform
 from specbranch.core.orders import Sparse, TokenLogprobs
 from specbranch.core.request import Spot
 from specbranch.core.runner import MOST_ENTRIES, NO_TOKEN, Ask, NoNumber, Proposal
-from specbranch.models import sample
-from specbranch.models.columns import Columns, finder
-from specbranch.models.noise import Noise, winner
-from specbranch.models.reductions import argmax
-from specbranch.models.rows import TensorRow, collate, scored
-from specbranch.models.sample import Asked
-from specbranch.models.sheet import Arrays, is_noisy, places_of, sheet_of
-from specbranch.models.transfer import Transfer
+from specbranch.models.files.head_columns import Columns, finder
+from specbranch.models.forward.transfer import Transfer
+from specbranch.models.sampling import sample
+from specbranch.models.sampling.logit_rows import TensorRow, collate, scored
+from specbranch.models.sampling.noise_rows import Noise, winner
+from specbranch.models.sampling.reductions import argmax
+from specbranch.models.sampling.sample import Asked
+from specbranch.models.sampling.sheet import Arrays, is_noisy, places_of, sheet_of
 
 LEAST = 1e-300  # a weight that is still above 0 once normalised
 ScoredToken = tuple[int, float]  # token id, its score

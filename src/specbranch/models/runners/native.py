@@ -24,9 +24,8 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.file_values import FileValues, read_object
 from specbranch.lab.inflation.recipe import Inflation, read_model
 from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
-from specbranch.models.batch import Rows, dealt, positions_of, rows_of_nodes, rows_of_piece, shared_end, tokens_of
-from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import Decoder, DecoderRows, Lines, PieceView, Step
+from specbranch.models.cache.kv_memory import Memory, Table
+from specbranch.models.cache.pool_size import pool_pages
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
@@ -35,12 +34,21 @@ from specbranch.models.files.locate import Located, locate
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
-from specbranch.models.kv import Memory, Table
-from specbranch.models.model import TorchRunner
-from specbranch.models.room import pool_pages
-from specbranch.models.rows import TensorRow
-from specbranch.models.sheet import Arrays
-from specbranch.models.storage import agreed, kept_in, name_of, refuse_floats, tell, usual_storage
+from specbranch.models.forward.decoder import Decoder, DecoderRows, Lines, PieceView, Step
+from specbranch.models.forward.fused_step import STEP_ROWS, FusedStep, fuse
+from specbranch.models.forward.step_rows import (
+    Rows,
+    dealt,
+    positions_of,
+    rows_of_nodes,
+    rows_of_piece,
+    shared_end,
+    tokens_of,
+)
+from specbranch.models.runners.precision import agreed, kept_in, name_of, refuse_floats, tell, usual_storage
+from specbranch.models.runners.torch_runner import TorchRunner
+from specbranch.models.sampling.logit_rows import TensorRow
+from specbranch.models.sampling.sheet import Arrays
 
 log = logging.getLogger("specbranch")
 
@@ -78,8 +86,8 @@ class NativeRunner(TorchRunner):
         pages: int | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`pages`: of the pool; nothing: what there is room for (see `room`). `cache_dtype`: what keys and values are
-        stored in; nothing: what is computed in."""
+        """`pages`: of the pool; nothing: as many as fit (see `pool_size`). `cache_dtype`: what keys and values are stored
+        in; nothing: what is computed in."""
         super().__init__(decoder.arch.vocabulary, decoder.norm.device)
         self.decoder = decoder
         self.architecture = decoder.arch

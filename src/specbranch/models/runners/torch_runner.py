@@ -15,10 +15,10 @@ from torch import Tensor
 
 from specbranch.core.rows import RowRunner
 from specbranch.core.runner import Feed, Trial, Verdicts
-from specbranch.models.noise import shared_noise
-from specbranch.models.rows import TensorRow
-from specbranch.models.sampling import TorchSampler
-from specbranch.models.transfer import Transfer
+from specbranch.models.forward.transfer import Transfer
+from specbranch.models.sampling.logit_rows import TensorRow
+from specbranch.models.sampling.noise_rows import shared_noise
+from specbranch.models.sampling.sampler import TorchSampler
 
 # Tokens of a prompt in one forward, by the kind of device: what a round reads of it beside the rows of others, who wait
 # for that. A GPU reads 256 in little more time than a few. On a CPU time grows with each, and BLAS is the slower the

@@ -17,7 +17,7 @@ import numpy as np
 from specbranch.config import SamplingParams
 from specbranch.core.noise import keys
 from specbranch.core.request import Spot
-from specbranch.models.columns import Find
+from specbranch.models.files.head_columns import Find
 
 # below this no noise can turn a difference that float32 logits can express, and a division would overflow
 COLDEST = 1e-6

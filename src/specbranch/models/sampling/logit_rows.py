@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, stack
 
-from specbranch.models.columns import Columns
+from specbranch.models.files.head_columns import Columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)

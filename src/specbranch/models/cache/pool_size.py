@@ -15,15 +15,14 @@ import torch
 from specbranch.config import WeightsName
 from specbranch.core.pages import PAGE
 from specbranch.errors import ModelError
+from specbranch.models.cache.kv_memory import page_bytes
 from specbranch.models.cpu.kernels import BYTES, whole_numbers
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.matrix import GROUP, fits_int4
-from specbranch.models.kv import page_bytes
+from specbranch.models.files.matrix import GROUP, SCALE_BYTES, fits_int4
 
 MOST_SEQUENCES = {"cpu": 64, "cuda": 8}  # at their longest: no pool is larger unless that is asked for
 SHARE = 0.25  # of the memory that weights leave, for a pool that is larger than one sequence needs
 GIGABYTE = 1e9
-SCALE = 4  # bytes
 
 
 def free_bytes(device: torch.device) -> int:
@@ -60,9 +59,9 @@ def _matrix_bytes(outs: int, ins: int, kind: WeightsName | torch.dtype, on_cpu: 
     if isinstance(kind, torch.dtype):
         return outs * ins * kind.itemsize
     if kind == "int4" and fits_int4(ins):
-        return outs * ins // 2 + outs * (ins // GROUP) * SCALE
+        return outs * ins // 2 + outs * (ins // GROUP) * SCALE_BYTES
     held = kind if kind in ("float32", "bfloat16") else whole_numbers() if on_cpu and kind == "int8" else "int8"
-    return outs * (ins * BYTES[held] + SCALE)
+    return outs * (ins * BYTES[held] + SCALE_BYTES)
 
 
 def pool_pages(

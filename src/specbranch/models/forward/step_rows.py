@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.kv import Table
+from specbranch.models.cache.kv_memory import Table
 
 GROUP = 32  # positions: a row's own line is its last two groups
 

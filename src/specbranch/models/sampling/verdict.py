@@ -20,10 +20,10 @@ from specbranch.core.orders import Sparse
 from specbranch.core.request import Spot
 from specbranch.core.runner import NO_TOKEN, Judged, Trial
 from specbranch.core.slots import ROOT
-from specbranch.models import sample
-from specbranch.models.sample import Asked
-from specbranch.models.sampling import told as told_logprobs
-from specbranch.models.sheet import Arrays
+from specbranch.models.sampling import sample
+from specbranch.models.sampling.sample import Asked
+from specbranch.models.sampling.sampler import told as told_logprobs
+from specbranch.models.sampling.sheet import Arrays
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from specbranch.core.noise import SCALE, keys
-from specbranch.models.columns import Columns
 from specbranch.models.cpu.contenders import contenders
+from specbranch.models.files.head_columns import Columns
 
 Place = tuple[int, int, int]  # seed, sample, position
 NoiseKey = tuple[Place, Columns | None]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specbranch.core.noise import mix
 from specbranch.core.runner import ENTROPY_WEIGHT
-from specbranch.models.noise import gumbel
-from specbranch.models.reductions import descending, entropy, leading, peak, weights
+from specbranch.models.sampling.noise_rows import gumbel
+from specbranch.models.sampling.reductions import descending, entropy, leading, peak, weights
 
 Asked = Mapping[str, Tensor]  # a sheet's arrays
 

@@ -19,13 +19,13 @@ from specbranch.errors import CacheFull, ModelError
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.models import room
+from specbranch.models.cache import pool_size
+from specbranch.models.cache.kv_memory import page_bytes
+from specbranch.models.cache.pool_size import pool_pages, weight_bytes
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import read_weights
-from specbranch.models.kv import page_bytes
-from specbranch.models.native import NativeRunner, load_native, open_model
-from specbranch.models.room import pool_pages, weight_bytes
+from specbranch.models.runners.native import NativeRunner, load_native, open_model
 from tiers import tiered
 from tiny_models import GREEDY, SHAPE, saved, some_tokens, tiny
 from toybench import SHARED, Timeless, run_out
@@ -99,7 +99,7 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
     gigabytes: float, dtype: torch.dtype, places: int, told: str, large: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(gigabytes * 1e9))
     with pytest.raises(ModelError, match=told):
         pool_pages(large, dtype, GPU, places, 128)
 
@@ -112,7 +112,7 @@ def test_the_storage_that_is_named_does_fit(
     large: Architecture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(gigabytes * 1e9))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(gigabytes * 1e9))
     assert pool_pages(large, torch.bfloat16, GPU, 4096, 128, stored=stored) >= 17
     with pytest.raises(ModelError, match=f"--weights {stored}"):
         pool_pages(large, torch.bfloat16, GPU, 4096, 128, stored=larger)
@@ -121,28 +121,28 @@ def test_the_storage_that_is_named_does_fit(
 def test_a_longer_context_or_smaller_weights_are_both_offered_where_both_fit(
     large: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(17e9))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(17e9))
     with pytest.raises(ModelError, match=r"\. Set --context-length to at most 7040, or load it with --weights int8 \("):
         pool_pages(large, torch.bfloat16, GPU, 40000, 128)
 
 
 def test_the_setting_that_is_named_does_fit(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(17e9))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(17e9))
     assert pool_pages(large, torch.bfloat16, GPU, 7040, 128) >= 28
     assert pool_pages(large, torch.bfloat16, GPU, 131072, 128, cache_tokens=7168) == 28
 
 
 def test_a_pool_is_bounded_by_memory_and_by_sequences(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(100e9))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(100e9))
     page = page_bytes(large, torch.bfloat16)
-    assert pool_pages(large, torch.bfloat16, GPU, 900, 100) == 4 * room.MOST_SEQUENCES["cuda"]
-    assert 512 <= pool_pages(large, torch.bfloat16, GPU, 130944, 128) <= room.SHARE * 84e9 / page
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(40e9))
+    assert pool_pages(large, torch.bfloat16, GPU, 900, 100) == 4 * pool_size.MOST_SEQUENCES["cuda"]
+    assert 512 <= pool_pages(large, torch.bfloat16, GPU, 130944, 128) <= pool_size.SHARE * 84e9 / page
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(40e9))
     assert pool_pages(large, torch.bfloat16, GPU, 130944, 128) == 512, "one context, however little that leaves"
 
 
 def test_weights_alone_must_fit_on_a_cpu(large: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(20e9))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(20e9))
     assert pool_pages(large, torch.bfloat16, torch.device("cpu"), 130944, 128) == 131072 // PAGE
     with pytest.raises(
         ModelError, match=r"does not fit on cpu: its weights take 32\.1 GB in float32; 20\.0 GB are free"

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from specbranch.core.pages import PAGE
-from specbranch.models import rope
+from specbranch.models.cache.kv_memory import Memory, gathered, put, widened
 from specbranch.models.cpu.block_kernels import block_linear
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.blocks import AnyMatrix, BlockMatrix
 from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
-from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.kv import Memory, gathered, put, widened
-from specbranch.models.piece_attention import choose_attend_piece
+from specbranch.models.forward import rope
+from specbranch.models.forward.chunk_attention import choose_attend_piece
+from specbranch.models.forward.stored_linear import StoredLinear
 
 
 @dataclass(frozen=True, slots=True)

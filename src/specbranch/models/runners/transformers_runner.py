@@ -30,8 +30,8 @@ from specbranch.errors import BadParameter, CacheFull, ModelError, not_finite
 from specbranch.extras import ACCELERATE, Extra
 from specbranch.lab.inflation.recipe import is_inflation
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
-from specbranch.models.model import TorchRunner
-from specbranch.models.rows import TensorRow, rows_of
+from specbranch.models.runners.torch_runner import TorchRunner
+from specbranch.models.sampling.logit_rows import TensorRow, rows_of
 
 # relative difference of logits taken for rounding; coarser types: ROUGH
 SAME = {torch.float32: 0.01, torch.float64: 0.01}

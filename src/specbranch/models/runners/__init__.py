@@ -1,0 +1,1 @@
+"""Runners on torch: the native decoder, and any model of transformers."""
