@@ -42,8 +42,8 @@ BUILDINGS = ("training", "lab")  # the engine imports neither
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The drawers of models/ from the bottom up: each imports only those before it, lazily or not.
 DRAWERS = ("files", "cpu", "cache", "forward", "sampling", "runners", "gpu", "loading", "drafts")
-# What a module imports lazily from above, and why.
-UPWARDS = {("models/runners/native.py", "specbranch.models.gpu.runner.GpuRunner"): "until loading has a file of its own"}
+# What a module imports lazily from above: until loading has a file of its own.
+UPWARDS = {("models/runners/native.py", "specbranch.models.gpu.runner.GpuRunner")}
 # A module that launches kernels imports them lazily; these share constants with the module that launches them.
 LAUNCHED = {("models/gpu/receiving.py", "specbranch.models.gpu.send_kernels.send")}
 WITHOUT_TORCH = (  # layers that load without it

@@ -11,8 +11,8 @@ import torch
 
 from specbranch.core.noise import keys
 from specbranch.models.files.head_columns import Columns
-from specbranch.models.gpu.choice import BEFORE, BOUND, CONFIDENCE, Chooser
-from specbranch.models.gpu.layout import NO_ROW, ROOT_ROW, deepest
+from specbranch.models.gpu.choice import Chooser
+from specbranch.models.gpu.layout import BEFORE, BOUND, CONFIDENCE, NO_ROW, ROOT_ROW, deepest
 from specbranch.models.sampling.noise_rows import Noise
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

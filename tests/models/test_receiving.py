@@ -27,8 +27,9 @@ from specbranch.models.gpu.growing import NO_MOVES, _noise
 from specbranch.models.gpu.layout import LEAST, Bucket, packed_size, views
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.gpu.trees import AT as TREE_AT
-from specbranch.models.gpu.trees import DEEPEST, DeviceTree
+from specbranch.models.gpu.tree_layout import AT as TREE_AT
+from specbranch.models.gpu.tree_layout import DEEPEST
+from specbranch.models.gpu.trees import DeviceTree
 from test_device_trees import some_growth
 from test_streams_models import decode, decoders, executor
 from tiers import each_value

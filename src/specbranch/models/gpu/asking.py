@@ -15,8 +15,8 @@ import numpy as np
 from specbranch.core.noise import keys
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Proposal, Trial
-from specbranch.models.gpu.choice import BOUND, CONFIDENCE, COUNTS
-from specbranch.models.gpu.layout import NO_ROW, ONE, ROOT_ROW, Choosing
+from specbranch.models.gpu.choice import COUNTS
+from specbranch.models.gpu.layout import BOUND, CONFIDENCE, NO_ROW, ONE, ROOT_ROW, Choosing
 from specbranch.models.sampling.sampler import proposed
 from specbranch.models.sampling.sheet import is_noisy, is_shaped, temperature_of
 

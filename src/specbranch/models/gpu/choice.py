@@ -16,7 +16,7 @@ from torch import Tensor
 from specbranch.core.noise import MASK, mix
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.gpu.attention import begins_early, launch
-from specbranch.models.gpu.layout import ONE, ROOT_ROW, power_of_two
+from specbranch.models.gpu.layout import BEFORE, ONE, ROOT_ROW, power_of_two
 from specbranch.models.sampling.noise_rows import gumbel
 from specbranch.models.sampling.sample import entropy_bound
 
@@ -24,8 +24,6 @@ log = logging.getLogger("specbranch")
 
 TILE = 2048  # columns that a program looks through
 COUNTS = (1, 8)  # best entries that a graph may be asked for
-# numbers of a line before its entries: token, whether it is reached, confidence, and AdaEDL's, where several are wanted
-BEFORE, CONFIDENCE, BOUND = 4, 2, 3
 
 
 class Chooser:

@@ -13,9 +13,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specbranch.core.runner import ENTROPY_WEIGHT as _ENTROPY_WEIGHT
-from specbranch.models.gpu.choice import BEFORE as _BEFORE
-from specbranch.models.gpu.choice import BOUND as _BOUND
-from specbranch.models.gpu.choice import CONFIDENCE as _CONFIDENCE
+from specbranch.models.gpu.layout import BEFORE as _BEFORE
+from specbranch.models.gpu.layout import BOUND as _BOUND
+from specbranch.models.gpu.layout import CONFIDENCE as _CONFIDENCE
 
 BEFORE, BOUND, CONFIDENCE = tl.constexpr(_BEFORE), tl.constexpr(_BOUND), tl.constexpr(_CONFIDENCE)
 ENTROPY_WEIGHT = tl.constexpr(_ENTROPY_WEIGHT)

@@ -24,17 +24,8 @@ from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket
 from specbranch.models.gpu.step import Graphs
 from specbranch.models.gpu.stream_clock import DeviceMoment
-from specbranch.models.gpu.trees import (
-    DEEPEST,
-    ENTRIES,
-    LANES,
-    MOVES,
-    NODES,
-    STEPS,
-    DeviceTree,
-    NoiseKeys,
-    growing_bucket,
-)
+from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES, MOVES, NODES
+from specbranch.models.gpu.trees import STEPS, DeviceTree, NoiseKeys, growing_bucket
 from specbranch.models.sampling.sheet import is_noisy, temperature_of
 
 NO_MOVES = np.zeros((2, 0), dtype=np.int64)

@@ -31,6 +31,8 @@ OWN_LINES, COUNTS, MOVES = 3, 4, 5  # sections, by number
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # said: by nobody, or what cannot be taken
 ONE = int(np.float32(1.0).view(np.int32))
+# numbers of a line before its entries: token, whether it is reached, confidence, and AdaEDL's, where several are wanted
+BEFORE, CONFIDENCE, BOUND = 4, 2, 3
 
 
 class Choosing(NamedTuple):

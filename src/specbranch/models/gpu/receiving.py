@@ -32,7 +32,8 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
-from specbranch.models.gpu.trees import LANES, MOVES, SHEET, DeviceTree
+from specbranch.models.gpu.tree_layout import LANES, MOVES, SHEET
+from specbranch.models.gpu.trees import DeviceTree
 from specbranch.models.sampling.sheet import is_noisy, temperature_of
 
 SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most")

@@ -31,18 +31,20 @@ from specbranch.models.forward.transfer import Reading
 from specbranch.models.gpu import asking
 from specbranch.models.gpu.begun import Ahead, Followed, Received
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
-from specbranch.models.gpu.choice import CONFIDENCE, Chooser
+from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.launching import StepLauncher, wide
 from specbranch.models.gpu.layout import (
+    CONFIDENCE,
     GROUP_ROWS,
     MOST_ROWS,
     Bucket,
 )
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
 from specbranch.models.gpu.stream_clock import DeviceMoment
-from specbranch.models.gpu.trees import ENTRIES, MOVES, DeviceTree
+from specbranch.models.gpu.tree_layout import ENTRIES, MOVES
+from specbranch.models.gpu.trees import DeviceTree
 from specbranch.models.sampling import sample, verdict
 from specbranch.models.sampling.logit_rows import TensorRow
 from specbranch.models.sampling.sampler import proposed

@@ -11,7 +11,7 @@ imports it but `receiving`, when it is asked to.
 import triton
 import triton.language as tl
 
-from specbranch.models.gpu import receiving, trees
+from specbranch.models.gpu import receiving, tree_layout
 from specbranch.models.gpu.layout import ALIGNED as _ALIGNED
 from specbranch.models.gpu.tree_kernels import (
     BACK,
@@ -38,7 +38,7 @@ from specbranch.models.gpu.tree_kernels import (
     TOKEN,
 )
 
-SHEET = tl.constexpr(trees.AT["sheet"])
+SHEET = tl.constexpr(tree_layout.AT["sheet"])
 ALIGNED = tl.constexpr(_ALIGNED)
 PREFIX, LAST, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY, DEEPEST, MOST = (
     tl.constexpr(n) for n in range(len(receiving.SCALARS))

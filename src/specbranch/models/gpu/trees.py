@@ -21,50 +21,27 @@ from torch import Tensor
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.runner import Growing
 from specbranch.core.slots import ROOT
-from specbranch.core.trees import CLASSES, EDGES, LOOKS, NO_TREE, STANDINGS, GrowingTree, Growth, Node
+from specbranch.core.trees import EDGES, NO_TREE, GrowingTree, Growth, Node
 from specbranch.models.cache.kv_memory import Table
-from specbranch.models.forward.step_rows import GROUP, Rows
-from specbranch.models.gpu.choice import BEFORE, CONFIDENCE
+from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.layout import (
     ALIGNED,
-    GROUP_ROWS,
+    BEFORE,
+    CONFIDENCE,
     ROOT_ROW,
     Bucket,
     Choosing,
-    most_moves,
     pack,
     packed_size,
     power_of_two,
     views,
 )
+from specbranch.models.gpu.tree_layout import AT, ENTRIES, FIELDS, LANES, MOVES, NODES, SCALARS, SHEET
 
-NODES = 1024  # at most in a tree
-LANES = GROUP_ROWS  # read at a time, at most
-ENTRIES = 8  # best tokens of a row that its choice tells
-MOVES = most_moves(LANES)  # places that may have to move before the first step
-DEEPEST = GROUP  # below the text: so far a row's own line begins where its position says
 STEPS = 64  # of one growth, at most
-SHEET = 1024  # numbers that a target may have brought up with a tree
 LOST = 10.0  # seconds without a word from the device after which it is asked what happened
-
-SCALARS = (
-    "count", "fed", "spent", "width", "tail", "prefix", "asked", "step", "spare", "pages", "moves", "temperature",
-    "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
-    "most", "lanes", "room", "planted",
-)  # fmt: skip
-# of a node; place: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
-# verifies it
-FIELDS = (*Node._fields, "place", "known", "row")
 PLACE = FIELDS.index("place")
 KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
-LOOKED = LOOKS * STANDINGS
-PARTS = {
-    "scalars": len(SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES,
-    "looked": LOOKED, "odds": LOOKED, "keys": 2 * (DEEPEST + 1), "moves": 2 * MOVES,
-    "sheet": SHEET,
-}  # fmt: skip
-# where each part begins; nodes come last
-AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))
 
 # the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
 NoiseKeys = tuple[int, Sequence[int]]

@@ -86,8 +86,8 @@ class NativeRunner(TorchRunner):
         pages: int | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`pages`: of the pool; nothing: as many as fit (see `pool_size`). `cache_dtype`: what keys and values are stored
-        in; nothing: what is computed in."""
+        """`pages`: of the pool; nothing: as many as fit (see `pool_size`). `cache_dtype`: what keys and values are
+        stored in; nothing: what is computed in."""
         super().__init__(decoder.arch.vocabulary, decoder.norm.device)
         self.decoder = decoder
         self.architecture = decoder.arch
