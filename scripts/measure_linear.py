@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.cpu.linear import MOST_ROWS, KernelLinear, Linear, PackedLinear, PlainLinear, onednn_works
+from specbranch.models.cpu.linear import PRODUCT_ROWS, KernelLinear, Linear, PackedLinear, PlainLinear, onednn_works
 
 BENCH_ROWS = (1, 2, 3, 4, 6, 8, 16)
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # SmolLM2-135M: qkv, o, gate and up, down
@@ -75,7 +75,7 @@ def _models(weights: list[Tensor]) -> dict[str, list[tuple[int, Linear]]]:
     if onednn_works():
         makers["onednn"] = lambda weight: PackedLinear(weight, None)
     if kernel:
-        makers["llvm"] = lambda weight: KernelLinear(kernel, weight, None, MOST_ROWS)
+        makers["llvm"] = lambda weight: KernelLinear(kernel, weight, None, PRODUCT_ROWS)
     return {kind: [(weight.shape[1], make(weight)) for weight in weights] for kind, make in makers.items()}
 
 

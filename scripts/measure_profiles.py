@@ -22,7 +22,7 @@ from shapes import Shaped
 from specbranch.models.forward.step_rows import Rows
 from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.kernel_step import step_of
-from specbranch.models.gpu.layout import MOST_ROWS, pack
+from specbranch.models.gpu.layout import MOST_STEP_ROWS, pack
 from specbranch.models.gpu.step import Graphs
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512)  # the sizes that steps are padded to
@@ -121,7 +121,7 @@ def measured(name: str, context: int) -> dict[str, Any]:
     far = {"draft": {1: alone(long[0].draft(1))}, "target": {rows: alone(long[1].forward(rows)) for rows in (1, 16)}}
     del long
     torch.cuda.empty_cache()
-    draft, target = (Model(shape, context, MOST_ROWS // 16) for shape in PAIRS[name])
+    draft, target = (Model(shape, context, MOST_STEP_ROWS // 16) for shape in PAIRS[name])
     forward, step = {rows: target.forward(rows) for rows in ROWS}, {width: draft.draft(width) for width in WIDTHS}
     target_seconds = {rows: alone(replay) for rows, replay in forward.items()}
     draft_seconds = {rows: alone(replay) for rows, replay in step.items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specbranch.models.files.encodings import gguf_encoding
-from specbranch.models.files.tensor_file import PIECE
+from specbranch.models.files.tensor_file import UNPACKED_NUMBERS
 from test_weights import HALVES, random_blocks, same_bits, widened, written
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def test_a_tensor_of_several_pieces_is_read_onto_a_gpu_in_little_memory(kind: st
     file = written(
         tmp_path / "weights",
         kind,
-        random_blocks(kind, PIECE * 5 // 2 // gguf_encoding(gguf.GGMLQuantizationType[kind]).block),
+        random_blocks(kind, UNPACKED_NUMBERS * 5 // 2 // gguf_encoding(gguf.GGMLQuantizationType[kind]).block),
     )
     there, here = (
         torch.empty(file.entries["w"].shape, dtype=torch.bfloat16, device=device) for device in ("cuda", "cpu")
@@ -35,6 +35,6 @@ def test_a_tensor_of_several_pieces_is_read_onto_a_gpu_in_little_memory(kind: st
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     file.read("w", there)
-    assert torch.cuda.max_memory_allocated() - before < 8 * PIECE
+    assert torch.cuda.max_memory_allocated() - before < 8 * UNPACKED_NUMBERS
     file.read("w", here)
     assert torch.equal(there.cpu(), here)

@@ -15,7 +15,7 @@ from specbranch.models.cache.kv_memory import _whole, widened
 from specbranch.models.cpu.attention_text import SPLIT, Registers, attention, part_floats
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.machine_code import compile_text
-from specbranch.models.cpu.operation_text import FIELDS, KernelShape
+from specbranch.models.cpu.operation_text import OPERATION_FIELDS, KernelShape
 from specbranch.models.cpu.row_kernels import float_bits
 from tiers import each_value
 
@@ -69,7 +69,7 @@ def attended(shape: KernelShape, machine: Registers, rows: list[Sequence]) -> to
     arrived = torch.zeros(len(rows) * shape.kv_heads, dtype=torch.int64)
     places = queries.data_ptr(), table.ctypes.data, out.data_ptr(), 0, parts.data_ptr(), arrived.data_ptr()
     numbers = [0, *places, len(rows), cuts, cuts, LAYER, float_bits(shape.head_dim**-0.5)]
-    given = np.array(numbers + [0] * (FIELDS - len(numbers)), dtype=np.int64)
+    given = np.array(numbers + [0] * (OPERATION_FIELDS - len(numbers)), dtype=np.int64)
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("attend"))(given.ctypes.data)
     assert not arrived.any(), "the next step counts from 0"
     return out

@@ -24,8 +24,8 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
 from specbranch.models.cpu.block_kernel_text import Dot, Target, source
 from specbranch.models.cpu.block_kernels import (
+    DOT_FEATURES,
     DOTPROD,
-    FEATURES,
     I8MM,
     BlockCode,
     BlockLinear,
@@ -40,7 +40,7 @@ from specbranch.models.cpu.block_kernels import (
 from specbranch.models.cpu.kernels import is_arm
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.files import stored_rows
-from specbranch.models.files.blocks import BLOCK, FORMS, ROWS, BlockForm, BlockMatrix, BlockPart, Fields, in_blocks
+from specbranch.models.files.blocks import BLOCK, FORMS, ROW_FORM, BlockForm, BlockMatrix, BlockPart, Fields, in_blocks
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import StoredRows
@@ -51,8 +51,8 @@ from test_weights import HALVES, random_blocks, write_gguf
 from tiers import each_value, tiered
 from tiny_models import GREEDY, SHAPE, saved, some_tokens
 
-pytestmark = pytest.mark.skipif(not multiplies(ROWS), reason="no compiled kernels on this machine")
-ALL: dict[str, BlockForm] = {**{name: form for name, (form, _) in FORMS.items()}, "rows": ROWS}
+pytestmark = pytest.mark.skipif(not multiplies(ROW_FORM), reason="no compiled kernels on this machine")
+ALL: dict[str, BlockForm] = {**{name: form for name, (form, _) in FORMS.items()}, "rows": ROW_FORM}
 FILES = ("llama Q4_1", "llama Q4_0", "qwen2 Q8_0", "qwen2 Q5_1", "narrow Q4_1")
 WIDE = {**SHAPE, "hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4}
 
@@ -297,7 +297,7 @@ def object_code(form: BlockForm) -> bytes:
     """The product by smmla, compiled for a processor that may be another than this one."""
     import llvmlite.binding as llvm
 
-    machine = llvm.Target.from_default_triple().create_target_machine(features=FEATURES["smmla"], opt=2)
+    machine = llvm.Target.from_default_triple().create_target_machine(features=DOT_FEATURES["smmla"], opt=2)
     code: bytes = machine.emit_object(llvm.parse_assembly(source(form, Target("smmla"))))
     assert "smmla" in machine.emit_assembly(llvm.parse_assembly(source(form, Target("smmla"))))
     return code
@@ -330,7 +330,7 @@ def test_two_rows_at_once_by_smmla_have_the_bits_of_one(tmp_path: Path) -> None:
     for form in ALL:
         part, x = part_of(form, 21, 512), rows_with_great_sums(7)
         (tmp_path / f"{form}.o").write_bytes(object_code(part.form))
-        whole = product(_compiled(source(part.form, Target(dot)), "work", FEATURES.get(dot, "")), part, x)
+        whole = product(_compiled(source(part.form, Target(dot)), "work", DOT_FEATURES.get(dot, "")), part, x)
         for rows in (1, 2, 3, 7):
             name = f"{form}-{rows}"
             jobs[name] = {"code": f"{form}.o", **job_of(name, part, x[:rows], tmp_path)}
@@ -414,7 +414,7 @@ def test_a_quantised_file_runs_as_stored_on_a_cpu_and_says_nearly_what_it_says_i
 def test_rows_that_are_kept_unpacked_are_those_of_the_file(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_rows, "KEPT", 70)
+    monkeypatch.setattr(stored_rows, "ROWS_KEPT", 70)
     table = load_native(files["llama Q4_1"], context_length=200).decoder.embedding
     wide = load_native(files["llama Q4_1"], context_length=200, dtype="float32").decoder.embedding
     assert isinstance(table, StoredRows)

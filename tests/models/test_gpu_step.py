@@ -16,7 +16,7 @@ from specbranch.core.slots import ROOT, Slots
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.step_rows import Rows, dealt, rows_of_piece, shared_end
 from specbranch.models.gpu.attention import attend_plainly, choose_attend
-from specbranch.models.gpu.layout import MOST_ROWS, OWN, Bucket, Views, bucket_of, pack, packed_size, views
+from specbranch.models.gpu.layout import LONGEST_OWN, MOST_STEP_ROWS, Bucket, Views, bucket_of, pack, packed_size, views
 from tiers import each_value
 from tiny_models import SHAPE, in_double, logits_of, some_tokens, tiny
 
@@ -95,9 +95,9 @@ def test_a_long_chunk_dealt_out_to_steps_has_short_lines() -> None:
 
 
 def test_a_line_that_does_not_fit_is_refused() -> None:
-    seen = sum(2 << 2 * node for node in range(OWN + 1))
+    seen = sum(2 << 2 * node for node in range(LONGEST_OWN + 1))
     with pytest.raises(ValueError, match="own line has 193 places"):
-        pack([Rows(Table(Pool(4), [0, 1, 2]), [1], 2 * OWN + 1, 0, [seen])], SPARE)
+        pack([Rows(Table(Pool(4), [0, 1, 2]), [1], 2 * LONGEST_OWN + 1, 0, [seen])], SPARE)
 
 
 def test_too_many_rows_are_refused() -> None:
@@ -190,8 +190,10 @@ def test_logits_equal_those_of_transformers(kind: str) -> None:
 
 @pytest.mark.usefixtures("torch_linear")
 def test_a_vocabulary_may_be_larger_than_a_step_has_rows() -> None:
-    model = in_double(AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 3 * MOST_ROWS})).eval())
-    tokens = list(range(0, 3 * MOST_ROWS, 97))
+    model = in_double(
+        AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 3 * MOST_STEP_ROWS})).eval()
+    )
+    tokens = list(range(0, 3 * MOST_STEP_ROWS, 97))
     stepper = Stepper(decoder_of(model, "cpu", torch.float64), "cpu", torch.float64)
     got = stepper.score([stepper.open().read(tokens)])
     assert torch.allclose(got, logits_of(model, tokens), rtol=0, atol=1e-9)

@@ -19,7 +19,7 @@ from specbranch.errors import BadParameter
 from specbranch.models.cpu import kernels, linear
 from specbranch.models.cpu.kernels import Machine, WeightBits, load_kernel, outputs_at_a_time, whole_numbers
 from specbranch.models.cpu.linear import (
-    MOST_ROWS,
+    PRODUCT_ROWS,
     STORED_AS,
     KernelLinear,
     PlainLinear,
@@ -45,7 +45,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def kernel_linear(weight: Tensor, bias: Tensor | None = None, most_rows: int = MOST_ROWS) -> KernelLinear:
+def kernel_linear(weight: Tensor, bias: Tensor | None = None, most_rows: int = PRODUCT_ROWS) -> KernelLinear:
     kernel = load_kernel()
     assert kernel is not None
     return KernelLinear(kernel, weight, bias, most_rows)
@@ -55,7 +55,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None = None, stored: WeightBits =
     """Whole numbers with scales, kept as int8 or, the same numbers, as bfloat16."""
     kernel, small = load_kernel(stored), Matrix(weight).stored_as("int8")
     assert kernel is not None
-    return KernelLinear(kernel, small.weight.to(STORED_AS[stored]), bias, MOST_ROWS, small.scale)
+    return KernelLinear(kernel, small.weight.to(STORED_AS[stored]), bias, PRODUCT_ROWS, small.scale)
 
 
 def bfloat16_linear(weight: Tensor) -> KernelLinear:
@@ -94,9 +94,9 @@ def test_every_kind_agrees_with_float64_at_1_to_20_rows(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_alone_as_among_others(shape: tuple[int, int]) -> None:
     layer = kernel_linear(numbers(*shape), numbers(shape[0], seed=1))
-    x = numbers(MOST_ROWS, shape[1], seed=2)
+    x = numbers(PRODUCT_ROWS, shape[1], seed=2)
     alone = torch.cat([layer(row[None]) for row in x])
-    for rows in range(2, MOST_ROWS + 1):
+    for rows in range(2, PRODUCT_ROWS + 1):
         assert torch.equal(layer(x[:rows]), alone[:rows])
         assert torch.equal(layer(x[-rows:]), alone[-rows:])
 
@@ -136,9 +136,9 @@ def test_a_row_has_the_same_bits_alone_as_among_others_over_int8_weights(
     stored: WeightBits, shape: tuple[int, int]
 ) -> None:
     layer = int8_linear(numbers(*shape), numbers(shape[0], seed=1), stored)
-    x = numbers(MOST_ROWS, shape[1], seed=2)
+    x = numbers(PRODUCT_ROWS, shape[1], seed=2)
     alone = torch.cat([layer(row[None]) for row in x])
-    for rows in range(2, MOST_ROWS + 1):
+    for rows in range(2, PRODUCT_ROWS + 1):
         assert torch.equal(layer(x[:rows]), alone[:rows])
         assert torch.equal(layer(x[-rows:]), alone[-rows:])
 
@@ -221,7 +221,7 @@ def test_more_rows_may_be_asked_for_and_keep_their_bits() -> None:
 
 @needs_kernel
 def test_above_the_most_rows_torch_takes_over() -> None:
-    weight, x = numbers(64, 100), numbers(MOST_ROWS + 1, 100, seed=1)
+    weight, x = numbers(64, 100), numbers(PRODUCT_ROWS + 1, 100, seed=1)
     assert torch.equal(kernel_linear(weight)(x), F.linear(x, weight))
 
 
@@ -338,7 +338,7 @@ def test_a_shape_is_measured_once_and_the_cheaper_kind_taken(monkeypatch: pytest
     monkeypatch.setattr(linear, "_paired_costs", paired_costs)
     chosen = [type(choose_linear(numbers(8, ins))) for ins in (6, 7, 6, 7)]
     assert chosen == [PlainLinear, KernelLinear, PlainLinear, KernelLinear]
-    assert measured == [6] * 3 * linear.TRIALS + [7] * 3
+    assert measured == [6] * 3 * linear.LOST_TRIALS + [7] * 3
 
 
 @needs_kernel
@@ -368,7 +368,7 @@ def test_the_kernel_for_narrower_vectors_is_right_too() -> None:
         engine = compile_text(kernels.source(machine), optimise=False)
         work = engine.get_function_address("work")
         kernel = kernels.Kernel(engine, work, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work), None)
-        layer = KernelLinear(kernel, weight, None, MOST_ROWS)
+        layer = KernelLinear(kernel, weight, None, PRODUCT_ROWS)
         assert_close_to_float64(layer(x), x, weight)
         assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
 

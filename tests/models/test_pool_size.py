@@ -136,7 +136,7 @@ def test_a_pool_is_bounded_by_memory_and_by_sequences(large: Architecture, monke
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(100e9))
     page = page_bytes(large, torch.bfloat16)
     assert pool_pages(large, torch.bfloat16, GPU, 900, 100) == 4 * pool_size.MOST_SEQUENCES["cuda"]
-    assert 512 <= pool_pages(large, torch.bfloat16, GPU, 130944, 128) <= pool_size.SHARE * 84e9 / page
+    assert 512 <= pool_pages(large, torch.bfloat16, GPU, 130944, 128) <= pool_size.POOL_SHARE * 84e9 / page
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(40e9))
     assert pool_pages(large, torch.bfloat16, GPU, 130944, 128) == 512, "one context, however little that leaves"
 

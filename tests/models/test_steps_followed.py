@@ -26,7 +26,7 @@ from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.models.forward import transfer
 from specbranch.models.gpu.chains import ChainSheets, chain_choosing, chain_rows
-from specbranch.models.gpu.layout import LEAST, pack, views
+from specbranch.models.gpu.layout import SMALLEST_BUCKET, pack, views
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.runners.native import load_native
 from tiers import each_value, tiered
@@ -111,7 +111,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
     runner.open(0, request)
     runner.extend(0, some_tokens(270))
     table, spare = runner._held[0].table, runner.pool.pages * PAGE
-    sheets = ChainSheets(spare, LEAST, 316)
+    sheets = ChainSheets(spare, SMALLEST_BUCKET, 316)
     starts = (3, 40, 190, 200, 256, 300)
     sheets.write(0, request, table, (*starts, 301), lambda: False, (16, 4, 1))
     assert sheets.take(0, table, 301, some_tokens(15), None) is None, "a row would lie beyond the last position"
@@ -137,7 +137,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
     assert sheets.take(1, table, 200, some_tokens(3), None) is None
     sheets.forget()
     assert sheets.take(0, table, 200, some_tokens(3), None) is None
-    stopped = ChainSheets(spare, LEAST, 316)
+    stopped = ChainSheets(spare, SMALLEST_BUCKET, 316)
     stopped.write(0, request, table, starts, lambda: True, (1,))
     assert stopped.take(0, table, 3, [8], None) and stopped.take(0, table, 40, [8], None) is None
 

@@ -116,7 +116,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setitem(store.KNOWN, NAME, KNOWN)
-    monkeypatch.setattr(fetch, "WAIT", 0.0)
+    monkeypatch.setattr(fetch, "RETRY_WAIT", 0.0)
     return tmp_path / "cache" / "models" / NAME
 
 
@@ -154,7 +154,7 @@ def test_an_interrupted_pull_leaves_only_the_part_and_the_next_resumes(
     index: Index, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def interrupt(total: int, done: int, note: str) -> None:
-        if done >= fetch.CHUNK:
+        if done >= fetch.DOWNLOAD_BYTES:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

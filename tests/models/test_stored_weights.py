@@ -24,7 +24,7 @@ from specbranch.models.cpu.linear import KernelLinear, PlainLinear
 from specbranch.models.files import matrix as layouts
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.locate import locate
-from specbranch.models.files.matrix import GROUP, Matrix
+from specbranch.models.files.matrix import INT4_GROUP, Matrix
 from specbranch.models.files.weights import ReducedHead, Weights, read_weights
 from specbranch.models.forward.decoder import Decoder, _linear
 from specbranch.models.forward.stored_linear import StoredLinear
@@ -55,7 +55,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_int4_has_an_input_in_the_low_half_of_a_byte_and_the_one_64_further_in_the_high_half() -> None:
-    small = Matrix(numbers(5, 3 * GROUP)).stored_as("int4")
+    small = Matrix(numbers(5, 3 * INT4_GROUP)).stored_as("int4")
     assert small.scale is not None and small.weight.dtype is torch.uint8 and small.scale.dtype is torch.float32
     assert small.weight.shape == (5, 192) and small.scale.shape == (5, 3)
     dense = torch.zeros(5, 384)
@@ -85,10 +85,10 @@ def test_int8_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_int4_is_off_by_half_a_step_but_where_a_group_is_cut_off(dtype: torch.dtype) -> None:
-    weight = (numbers(70, 4 * GROUP) * numbers(70, 1, seed=1)).to(dtype)
+    weight = (numbers(70, 4 * INT4_GROUP) * numbers(70, 1, seed=1)).to(dtype)
     small = Matrix(weight).stored_as("int4")
     assert small.scale is not None
-    groups, scale = weight.double().view(70, 4, GROUP), small.scale.double().unsqueeze(-1)
+    groups, scale = weight.double().view(70, 4, INT4_GROUP), small.scale.double().unsqueeze(-1)
     greatest = groups.abs().amax(-1, keepdim=True)
     error = small.widened(FLOAT64).view_as(groups) - groups
     assert (error.abs() <= torch.maximum(scale * 0.50001, groups.abs() - 7 * scale + 1e-6)).all()
@@ -100,8 +100,8 @@ def test_int4_is_off_by_half_a_step_but_where_a_group_is_cut_off(dtype: torch.dt
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_what_was_stored_once_comes_out_with_the_same_whole_numbers(kind: WeightsName) -> None:
-    weight = numbers(50, 2 * GROUP) * numbers(50, 1, seed=1)
-    weight[7], weight[9, :GROUP] = 0, 0
+    weight = numbers(50, 2 * INT4_GROUP) * numbers(50, 1, seed=1)
+    weight[7], weight[9, :INT4_GROUP] = 0, 0
     once = Matrix(weight).stored_as(kind)
     again = Matrix(once.widened(FLOAT32)).stored_as(kind)
     assert torch.equal(again.weight, once.weight)
@@ -110,9 +110,9 @@ def test_what_was_stored_once_comes_out_with_the_same_whole_numbers(kind: Weight
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_rows_are_rounded_alike_however_many_at_a_time(kind: WeightsName, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = numbers(50, 2 * GROUP)
+    weight = numbers(50, 2 * INT4_GROUP)
     whole = Matrix(weight).stored_as(kind)
-    monkeypatch.setattr(layouts, "AT_ONCE", 7 * 2 * GROUP)
+    monkeypatch.setattr(layouts, "NUMBERS_AT_ONCE", 7 * 2 * INT4_GROUP)
     parts = Matrix(weight).stored_as(kind)
     assert whole.scale is not None and parts.scale is not None
     assert torch.equal(parts.weight, whole.weight) and torch.equal(parts.scale, whole.scale)
@@ -120,14 +120,14 @@ def test_rows_are_rounded_alike_however_many_at_a_time(kind: WeightsName, monkey
 
 @pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "stored"])
 def test_some_rows_of_a_matrix_are_those_rows_stored(kind: WeightsName) -> None:
-    whole, ids = Matrix(numbers(50, 2 * GROUP), numbers(50, seed=1)), torch.tensor([3, 4, 40])
+    whole, ids = Matrix(numbers(50, 2 * INT4_GROUP), numbers(50, seed=1)), torch.tensor([3, 4, 40])
     some, expected = whole.stored_as(kind).rows(ids), whole.rows(ids).stored_as(kind)
     for part in ("weight", "bias", "scale"):
         torch.testing.assert_close(getattr(some, part), getattr(expected, part), rtol=0, atol=0)
 
 
 def test_a_kind_becomes_another_by_way_of_floats() -> None:
-    dense = Matrix(numbers(5, GROUP))
+    dense = Matrix(numbers(5, INT4_GROUP))
     small = dense.stored_as("int4")
     assert torch.equal(
         small.stored_as("int8").widened(FLOAT32), Matrix(small.widened(FLOAT32)).stored_as("int8").widened(FLOAT32)
@@ -151,9 +151,9 @@ def test_the_plain_product_is_that_of_the_matrix_written_out(
     kind: WeightsName, dtype: torch.dtype, biased: bool
 ) -> None:
     bias = numbers(30, seed=3).to(dtype) if biased else None
-    small = Matrix(numbers(30, 2 * GROUP), bias).stored_as(kind)
-    layer, x = StoredLinear(small), (numbers(4, 2 * GROUP, seed=2) * 30).to(dtype)
-    assert (layer.outs, layer.ins, layer.stored) == (30, 2 * GROUP, kind)
+    small = Matrix(numbers(30, 2 * INT4_GROUP), bias).stored_as(kind)
+    layer, x = StoredLinear(small), (numbers(4, 2 * INT4_GROUP, seed=2) * 30).to(dtype)
+    assert (layer.outs, layer.ins, layer.stored) == (30, 2 * INT4_GROUP, kind)
     found = layer(x)
     assert found.dtype is dtype and found.isfinite().all()
     exact = F.linear(x.double(), small.widened(FLOAT64), None if bias is None else bias.double())
@@ -171,7 +171,7 @@ def test_sums_of_whole_numbers_do_not_leave_the_range_of_float16() -> None:
 def test_a_matrix_gets_the_kernel_where_there_is_one_and_the_plain_product_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dense = Matrix(numbers(8, GROUP))
+    dense = Matrix(numbers(8, INT4_GROUP))
     kinds = {kind: type(_linear(dense.stored_as(kind), FLOAT32)) for kind in ("int8", "int4", "bfloat16")}
     assert kinds == {"int8": KernelLinear, "int4": StoredLinear, "bfloat16": KernelLinear}
     assert isinstance(_linear(dense.stored_as("int8"), FLOAT64), StoredLinear) and isinstance(

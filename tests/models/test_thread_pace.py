@@ -186,7 +186,7 @@ def test_threads_that_yield_at_every_meeting_change_no_bit(
     assert runner._fused is not None
     patient = answered(runner)
     monkeypatch.setattr(waiting_text, "PATIENCE", 0)
-    monkeypatch.setattr(waiting_text, "LOOKS", 1)
+    monkeypatch.setattr(waiting_text, "BARRIER_LOOKS", 1)
     shape = fused_step._shape(runner.decoder, runner.memory)
     impatient = row_kernels.load_row_kernels.__wrapped__(shape)
     runner._fused = fused_step.FusedStep(runner.decoder, impatient, runner.memory)

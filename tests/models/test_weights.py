@@ -21,7 +21,7 @@ from specbranch.errors import ModelError
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.gguf_file import GgufFile
 from specbranch.models.files.locate import Located, locate
-from specbranch.models.files.tensor_file import CALM, PIECE, StoredTensor, TensorFile, open_folder
+from specbranch.models.files.tensor_file import CALM, UNPACKED_NUMBERS, StoredTensor, TensorFile, open_folder
 from specbranch.models.files.weights import GGUF, HUGGING_FACE, read_weights
 from specbranch.models.runners.native import load_native, open_model
 from tiny_models import CONFIGS, GREEDY, saved, some_tokens, tiny
@@ -208,13 +208,13 @@ def test_a_device_is_sent_stored_bytes_in_pieces_of_bounded_size(
         sent.append(raw)
         return torch.empty(raw.numel() // 144 * 256, device=raw.device)
 
-    monkeypatch.setattr("specbranch.models.files.tensor_file.PIECE", 1024)
+    monkeypatch.setattr("specbranch.models.files.tensor_file.UNPACKED_NUMBERS", 1024)
     file = written(tmp_path / "weights", "Q4_K", random_blocks("Q4_K", 10), decode)
     file.read("w", torch.empty(2560, dtype=torch.bfloat16, device="meta"))
     assert [(raw.device.type, raw.dtype, raw.numel()) for raw in sent] == [
         ("meta", torch.uint8, 144 * n) for n in (4, 4, 2)
     ]
-    assert PIECE % 256 == 0 and PIECE * 8 < 100e6
+    assert UNPACKED_NUMBERS % 256 == 0 and UNPACKED_NUMBERS * 8 < 100e6
 
 
 def test_tied_head_shares_the_embedding_and_matrices_are_fused(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from specbranch.config import WeightsName
 from specbranch.core.pages import PAGE
 from specbranch.errors import ModelError
 from specbranch.models.cache.kv_memory import page_bytes
-from specbranch.models.cpu.kernels import BYTES, whole_numbers
+from specbranch.models.cpu.kernels import WEIGHT_BYTES, whole_numbers
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.matrix import GROUP, SCALE_BYTES, fits_int4
+from specbranch.models.files.matrix import INT4_GROUP, SCALE_BYTES, fits_int4
 
 MOST_SEQUENCES = {"cpu": 64, "cuda": 8}  # at their longest: no pool is larger unless that is asked for
-SHARE = 0.25  # of the memory that weights leave, for a pool that is larger than one sequence needs
+POOL_SHARE = 0.25  # of the memory that weights leave, for a pool that is larger than one sequence needs
 GIGABYTE = 1e9
 
 
@@ -59,9 +59,9 @@ def _matrix_bytes(outs: int, ins: int, kind: WeightsName | torch.dtype, on_cpu: 
     if isinstance(kind, torch.dtype):
         return outs * ins * kind.itemsize
     if kind == "int4" and fits_int4(ins):
-        return outs * ins // 2 + outs * (ins // GROUP) * SCALE_BYTES
+        return outs * ins // 2 + outs * (ins // INT4_GROUP) * SCALE_BYTES
     held = kind if kind in ("float32", "bfloat16") else whole_numbers() if on_cpu and kind == "int8" else "int8"
-    return outs * (ins * BYTES[held] + SCALE_BYTES)
+    return outs * (ins * WEIGHT_BYTES[held] + SCALE_BYTES)
 
 
 def pool_pages(
@@ -93,7 +93,7 @@ def pool_pages(
                 *(("--context-length", places - tail) if cache_tokens is None else ("--cache-tokens", places))
             )
         )
-    most = min(one * MOST_SEQUENCES[device.type], int((free - weights) * SHARE) // page)
+    most = min(one * MOST_SEQUENCES[device.type], int((free - weights) * POOL_SHARE) // page)
     return least if cache_tokens is not None else max(one, most)
 
 

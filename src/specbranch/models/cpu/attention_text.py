@@ -22,8 +22,8 @@ from specbranch.models.cpu.text_writer import Writer, number
 
 SPLIT = 128  # places: their keys and values of a head fit the first cache level, and a short context makes several cuts
 KEYS = 4  # that are taken at once
-AHEAD = 4  # turns before their keys are used, these are fetched
-LINE = 64  # bytes that are fetched at once
+FETCH_AHEAD = 4  # turns before their keys are used, these are fetched
+FETCH_BYTES = 64  # bytes that are fetched at once
 LOWEST = -1e30  # a score below all
 FOUR = "<4 x float>"
 
@@ -222,10 +222,10 @@ class _Attention:
         """Where keys some turns ahead lie, and the values that go with them: to be fetched, as a turn is too long for
         the processor to look beyond it."""
         last = w.op(f"sub i64 {turns}, 1")
-        ahead = w.op(f"call i64 @llvm.smin.i64(i64 {w.op(f'add i64 {turn}, {AHEAD}')}, i64 {last})")
+        ahead = w.op(f"call i64 @llvm.smin.i64(i64 {w.op(f'add i64 {turn}, {FETCH_AHEAD}')}, i64 {last})")
         keys = self._keys(w, places, ahead)
         both = [place for key in keys for place in (key, w.at(key, self.shape.values))]
-        return [w.at(place, line) for place in both for line in range(0, self.shape.numbers, LINE)]
+        return [w.at(place, line) for place in both for line in range(0, self.shape.numbers, FETCH_BYTES)]
 
     def _products(self, w: Writer, queries: range, keys: list[str], ahead: list[str]) -> list[str]:
         """Write the products of queries with four keys: for each query a vector of four. Meanwhile what lies `ahead` is

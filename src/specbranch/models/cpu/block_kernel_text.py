@@ -18,7 +18,7 @@ from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.text_writer import Writer, number
 from specbranch.models.files.blocks import BLOCK, SUPER, TILE, BlockForm
 
-SUMS = 8  # vectors of sums that fit in the registers, beside as many of whole numbers
+SUM_VECTORS = 8  # vectors of sums that fit in the registers, beside as many of whole numbers
 
 # the instruction that sums four products, or eight: smmla does so for two outputs and two rows
 Dot = Literal["smmla", "sdot", "vnni", "avx2", "plain"]
@@ -43,7 +43,7 @@ class Target:
     @property
     def rows(self) -> int:
         """How many are taken at once; more take the tile's weights again, from the first cache level."""
-        return SUMS // self.vectors
+        return SUM_VECTORS // self.vectors
 
 
 def source(form: BlockForm, target: Target) -> str:
@@ -391,7 +391,7 @@ end:
 
 
 # what the work is told: rounded rows, weights, biases, results, counts, scales of outputs, and bytes from row to row
-FIELDS = (
+WORK_FIELDS = (
     *(("ptr", name) for name in ("x", "w", "bias", "y")),
     *(("i64", name) for name in ("rows", "blocks", "outs", "part")),
     ("ptr", "scale"),
@@ -403,7 +403,7 @@ def _work(form: BlockForm) -> str:
     """Write what a thread does: take some tiles, go through them, until none is left."""
     return f"""define void @work(ptr %arguments) {{
 begin:
-{loaded(FIELDS)}
+{loaded(WORK_FIELDS)}
   %padded = add i64 %outs, {TILE - 1}
   %tiles = sdiv i64 %padded, {TILE}
   %numbers = mul i64 %blocks, {form.block}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbranch.models.cpu.block_kernel_text import Dot, Target, source
-from specbranch.models.cpu.kernels import PART, is_arm
+from specbranch.models.cpu.kernels import THREAD_BYTES, is_arm
 from specbranch.models.cpu.linear import forced_kind
 from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text, host_features, torch_team
 from specbranch.models.cpu.rounding_text import ROUNDED, rounding
@@ -31,7 +31,7 @@ ROWS_AT_ONCE = 1 << 19  # bytes of rounded rows that pass by the weights at once
 # Of what Linux says an ARM processor has: a number in the auxiliary vector, and a bit of what is found there.
 DOTPROD, I8MM = (16, 1 << 20), (26, 1 << 13)
 # what LLVM is to be told of, as it does not see it by itself
-FEATURES: dict[Dot, str] = {"smmla": "+dotprod,+i8mm", "sdot": "+dotprod"}
+DOT_FEATURES: dict[Dot, str] = {"smmla": "+dotprod,+i8mm", "sdot": "+dotprod"}
 
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Numbers = ctypes.c_int64 * 11
@@ -132,7 +132,7 @@ def block_linear(matrix: BlockMatrix) -> BlockLinear | BlockTwin:
 def tiles_at_a_time(part: BlockPart) -> int:
     """How many tiles a thread should take at once: several turns for every thread."""
     tiles, size = part.tiles.shape
-    return max(1, min(PART // size, tiles // (4 * torch.get_num_threads())))
+    return max(1, min(THREAD_BYTES // size, tiles // (4 * torch.get_num_threads())))
 
 
 def runs_blocks(device: torch.device, forms: Iterable[BlockForm]) -> bool:
@@ -180,7 +180,7 @@ def _code(form: BlockForm) -> BlockCode:
     errors = []
     for dot in _dots():
         try:
-            return _compiled(source(form, Target(dot)), "work", FEATURES.get(dot, ""))
+            return _compiled(source(form, Target(dot)), "work", DOT_FEATURES.get(dot, ""))
         except CannotCompile as error:  # an older LLVM has other names for some instructions
             errors.append(str(error))
     raise CannotCompile("; ".join(errors))

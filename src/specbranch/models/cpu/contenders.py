@@ -19,9 +19,9 @@ from specbranch.core.noise import exponential, mix
 from specbranch.models.cpu.machine_code import CannotCompile, compile_text
 from specbranch.models.cpu.text_writer import number
 
-BLOCK = 256  # tokens that are looked at together; only where one of them can win, each is looked at by itself
-FEW = 16  # contenders that plain Python compares faster than arrays do
-SLACK = 1e-3  # far above what float32 loses: noise is at most 23, and wrong by at most 1e-5
+CONTENDER_BLOCK = 256  # tokens that are looked at together; only where one of them can win, each is looked at by itself
+FEW_CONTENDERS = 16  # contenders that plain Python compares faster than arrays do
+NOISE_SLACK = 1e-3  # far above what float32 loses: noise is at most 23, and wrong by at most 1e-5
 RELATIVE_SLACK = 2.0**-20  # the same for scores so large that adding noise to them rounds it
 
 _Scan = ctypes.CFUNCTYPE(
@@ -49,7 +49,7 @@ def contenders(scores: Scores, top: int, key: tuple[int, int]) -> Ids | None:
     found = np.empty(len(scores), dtype=np.int64)
     least = _least(_noisy(scores, top, key))
     found = found[: scan(scores.ctypes.data, len(scores), *key, least, found.ctypes.data)]
-    return found if len(found) > FEW else _closest(scores, found, key)
+    return found if len(found) > FEW_CONTENDERS else _closest(scores, found, key)
 
 
 def _closest(scores: Scores, ids: Ids, key: tuple[int, int]) -> Ids:
@@ -64,7 +64,7 @@ def _noisy(scores: Scores, token: int, key: tuple[int, int]) -> float:
 
 def _least(best: float) -> float:
     """What a token must surely reach to win against `best`, which float32 may round either way."""
-    return best - SLACK - RELATIVE_SLACK * abs(best)
+    return best - NOISE_SLACK - RELATIVE_SLACK * abs(best)
 
 
 @cache
@@ -132,7 +132,7 @@ block:
   %more = icmp slt i64 %start, %many
   br i1 %more, label %look, label %end
 look:
-  %full = add i64 %start, {BLOCK}
+  %full = add i64 %start, {CONTENDER_BLOCK}
   %stop = call i64 @llvm.smin.i64(i64 %full, i64 %many)
   br label %each
 each:

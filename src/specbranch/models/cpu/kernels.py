@@ -24,9 +24,9 @@ from specbranch.models.cpu.machine_code import CannotCompile, Team, compile_text
 from specbranch.models.cpu.thread_pace import threads_now
 
 WeightBits = Literal["float32", "bfloat16", "int8"]
-BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
+WEIGHT_BYTES: dict[WeightBits, int] = {"float32": 4, "bfloat16": 2, "int8": 1}  # of a weight
 
-PART = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
+THREAD_BYTES = 1 << 18  # bytes of weights that a thread takes at a time: less wastes what was prefetched behind its end
 TILE_ROWS = 4  # more rows take the tile's weights again, from the first cache level
 
 _Arguments = ctypes.c_int64 * 10
@@ -69,7 +69,7 @@ class Kernel:
 def outputs_at_a_time(ins: int, outs: int, size: int = 4) -> int:
     """How many outputs a thread should take at once, a weight being of so many bytes: whole tiles, and several turns
     for every thread."""
-    return max(4, min(PART // (size * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
+    return max(4, min(THREAD_BYTES // (size * ins), outs // (4 * torch.get_num_threads())) // 4 * 4)
 
 
 @cache
@@ -251,7 +251,7 @@ rest:
         """Write the loading of each output's next weights as floats; `load` has fields for their kind and size as
         stored."""
         kind = f"<{self.lanes} x {_KINDS[self.stored]}>"
-        loaded = load.replace("{kind}", kind).replace("{bytes}", str(BYTES[self.stored]))
+        loaded = load.replace("{kind}", kind).replace("{bytes}", str(WEIGHT_BYTES[self.stored]))
         if self.stored == "float32":
             return self._each_out(f"  %{name}{{o}} = {loaded}")
         if self.stored == "bfloat16":  # the upper half of a float32

@@ -2,9 +2,9 @@
 measurement at load.
 
 Owns the choice and the callables; the machine code is in `kernels`. Invariant: one implementation serves the calls of a
-layer at every row count up to `MOST_ROWS`, so that with "llvm" (and no other kind) a row gets the same bits alone and
-among others. Calls with more rows (prefill) are torch's own; the compiled step calls no layer but the kernels of all of
-them, and so keeps that promise at any row count.
+layer at every row count up to `PRODUCT_ROWS`, so that with "llvm" (and no other kind) a row gets the same bits alone
+and among others. Calls with more rows (prefill) are torch's own; the compiled step calls no layer but the kernels of
+all of them, and so keeps that promise at any row count.
 
 `scripts/measure_linear.py` prints what each kind costs on this machine.
 """
@@ -27,14 +27,14 @@ from specbranch.models.cpu.kernels import Kernel, WeightBits, load_kernel, outpu
 LinearKind = Literal["torch", "onednn", "llvm"]
 Linear = Callable[[Tensor], Tensor]
 
-MOST_ROWS = 16
-VARIABLE = "SPECBRANCH_LINEAR"  # forces a kind
+PRODUCT_ROWS = 16
+LINEAR_VARIABLE = "SPECBRANCH_LINEAR"  # forces a kind
 TRIED_ROWS = (1, 4, 8)
-TOLERATED = 1.25  # times torch's cost: what numbers that do not depend on the row count are worth
+TOLERATED_COST = 1.25  # times torch's cost: what numbers that do not depend on the row count are worth
 SAMPLE = 1 << 22  # elements of a large weight that are enough to measure with
-TRIALS = 3  # that the kernel must lose before torch is preferred
+LOST_TRIALS = 3  # that the kernel must lose before torch is preferred
 STORED_AS: dict[WeightBits, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-SECONDS = 0.03  # to spend on one trial of one shape
+TRIAL_SECONDS = 0.03  # to spend on one trial of one shape
 
 
 def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -50,7 +50,7 @@ def choose_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if kind == "onednn" and onednn_works():
         return PackedLinear(weight, bias)
     kernel = load_kernel() if kind == "llvm" else None
-    return KernelLinear(kernel, weight, bias, MOST_ROWS) if kernel else PlainLinear(weight, bias)
+    return KernelLinear(kernel, weight, bias, PRODUCT_ROWS) if kernel else PlainLinear(weight, bias)
 
 
 def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLinear:
@@ -59,7 +59,7 @@ def small_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> KernelLi
     stored = "bfloat16" if weight.dtype is torch.bfloat16 else whole_numbers()
     kernel = load_kernel(stored)
     assert kernel is not None
-    return KernelLinear(kernel, weight.to(STORED_AS[stored]), bias, MOST_ROWS, scale)
+    return KernelLinear(kernel, weight.to(STORED_AS[stored]), bias, PRODUCT_ROWS, scale)
 
 
 def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -74,12 +74,12 @@ def takes(stored: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 def forced_kind() -> LinearKind | None:
     """Read the kind that the environment forces, if any."""
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(LINEAR_VARIABLE)
     if not name:
         return None
     kinds: tuple[LinearKind, ...] = get_args(LinearKind)
     if name not in kinds:
-        raise unknown(f"value of {VARIABLE}", name, kinds)
+        raise unknown(f"value of {LINEAR_VARIABLE}", name, kinds)
     return kinds[kinds.index(name)]
 
 
@@ -206,21 +206,21 @@ def _faster(weight: Tensor) -> LinearKind:
     if kernel is None:
         return "torch"
     part = weight[: max(1, SAMPLE // weight.shape[1])]
-    pair = PlainLinear(part, None), KernelLinear(kernel, part, None, MOST_ROWS)
+    pair = PlainLinear(part, None), KernelLinear(kernel, part, None, PRODUCT_ROWS)
     # The kernel must lose every time: a choice that wavers with the load would change the last bits from run to run.
-    return "llvm" if any(_kernel_holds(pair, weight.shape[1]) for _ in range(TRIALS)) else "torch"
+    return "llvm" if any(_kernel_holds(pair, weight.shape[1]) for _ in range(LOST_TRIALS)) else "torch"
 
 
 def _kernel_holds(pair: tuple[Linear, Linear], ins: int) -> bool:
     costs = [_paired_costs(pair, torch.ones(rows, ins)) for rows in TRIED_ROWS]
-    return sum(small for _, small in costs) <= TOLERATED * sum(plain for plain, _ in costs)
+    return sum(small for _, small in costs) <= TOLERATED_COST * sum(plain for plain, _ in costs)
 
 
 def _paired_costs(layers: tuple[Linear, ...], x: Tensor) -> list[float]:
     """Least seconds of each layer, taken in turns: under load the least is steadier than the median, and the choice
     should not waver."""
     turns: list[list[float]] = []
-    until = time.perf_counter() + SECONDS / len(TRIED_ROWS)
+    until = time.perf_counter() + TRIAL_SECONDS / len(TRIED_ROWS)
     while len(turns) < 4 or (len(turns) < 12 and time.perf_counter() < until):
         turns.append([_seconds(layer, x) for layer in layers])
     return [min(times) for times in zip(*turns, strict=True)]

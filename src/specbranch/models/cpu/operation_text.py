@@ -15,7 +15,7 @@ from specbranch.models.files.blocks import BLOCK
 from specbranch.models.files.matrix import SCALE_BYTES
 
 # numbers an operation takes: the address of its code, then its arguments, the first of them counting what was taken
-FIELDS = 16
+OPERATION_FIELDS = 16
 # A row's entry in the table: where the addresses of its sequence's pages are listed, how many places the rows of its
 # sequence all see, the address of its own place, how many tokens it sees, and where the addresses of those behind the
 # prefix are listed. An address is that of a place's key in the first head of the first layer.

@@ -12,7 +12,7 @@ from specbranch.models.cpu.text_writer import number
 from specbranch.models.files.blocks import BLOCK
 
 ROUNDED = 48  # bytes of a block of a rounded row
-AT_ONCE = 64  # blocks of a row that a thread rounds before it looks for more
+BLOCKS_AT_ONCE = 64  # blocks of a row that a thread rounds before it looks for more
 
 
 def whole_declarations(many: int) -> str:
@@ -96,8 +96,8 @@ def rounding() -> str:
 define void @round(ptr %arguments) {{
 begin:
 {loaded(fields)}
-  %more = add i64 %blocks, {AT_ONCE - 1}
-  %stretches = sdiv i64 %more, {AT_ONCE}
+  %more = add i64 %blocks, {BLOCKS_AT_ONCE - 1}
+  %stretches = sdiv i64 %more, {BLOCKS_AT_ONCE}
   %items = mul i64 %rows, %stretches
   br label %next
 next:
@@ -107,8 +107,8 @@ next:
 take:
   %row = sdiv i64 %item, %stretches
   %stretch = srem i64 %item, %stretches
-  %first = mul i64 %stretch, {AT_ONCE}
-  %full = add i64 %first, {AT_ONCE}
+  %first = mul i64 %stretch, {BLOCKS_AT_ONCE}
+  %full = add i64 %first, {BLOCKS_AT_ONCE}
   %last = call i64 @llvm.smin.i64(i64 %full, i64 %blocks)
   %before = mul i64 %row, %blocks
   %at = add i64 %before, %first

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-from specbranch.models.cpu.operation_text import FIELDS, KernelShape, entry, fraction, operation, rounded
+from specbranch.models.cpu.operation_text import OPERATION_FIELDS, KernelShape, entry, fraction, operation, rounded
 from specbranch.models.cpu.rounding_text import ROUND_STRETCH, whole, whole_declarations
 from specbranch.models.cpu.text_writer import number
-from specbranch.models.cpu.waiting_text import CLOCKS, waiting
+from specbranch.models.cpu.waiting_text import CLOCK_IDS, waiting
 from specbranch.models.files.blocks import BLOCK
 
 STRETCH = 512  # numbers of a row that a thread takes at once: whole blocks
@@ -308,7 +308,7 @@ def _run() -> str:
 
     At the end each thread adds the time it could have run but had no core to the header's last number.
     """
-    each = f"""  %at = mul i64 %o.i, {FIELDS}
+    each = f"""  %at = mul i64 %o.i, {OPERATION_FIELDS}
   %code.p = getelementptr i64, ptr %list, i64 %at
   %code = load ptr, ptr %code.p
   %numbers = getelementptr i64, ptr %code.p, i64 1
@@ -316,7 +316,7 @@ def _run() -> str:
   %ordinal = add i64 %o.i, 1
   %expected = mul i64 %ordinal, %threads
   call void @meet(ptr %header, i64 %expected)"""
-    wall, own = CLOCKS
+    wall, own = CLOCK_IDS
     return f"""{waiting()}
 define void @run(ptr %header) {{
 {_variables(o="i64")}

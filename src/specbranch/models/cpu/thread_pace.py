@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-LOST = 0.3  # of a core that threads waited for while they could have run: more, and fewer threads are tried
-STEPS = 4  # of a window, at least
-WINDOW = 0.02  # seconds of undisturbed work in a window, at least
+LOST_SHARE = 0.3  # of a core that threads waited for while they could have run: more, and fewer threads are tried
+WINDOW_STEPS = 4  # of a window, at least
+WINDOW_SECONDS = 0.02  # seconds of undisturbed work in a window, at least
 BETTER = 0.95  # of the cost before a trial: hysteresis
-WORSE = 1.5  # times the cost at which fewer threads did not help: then they are tried again at once
-PAUSE = 0.25  # seconds between trials, at least
+WORSE_FACTOR = 1.5  # times the cost at which fewer threads did not help: then they are tried again at once
+TRIAL_PAUSE = 0.25  # seconds between trials, at least
 PAUSE_SHARE = 8  # a pause is so many times as long as the trial before it: the price of trials is bounded
 LONGEST_PAUSE = 8.0  # seconds between trials that fail again and again, or that nothing speaks for
-LOOK = 0.1  # seconds between two looks whether a core is idle
+IDLE_LOOK = 0.1  # seconds between two looks whether a core is idle
 IDLE = 0.5  # cores that must be idle for more threads to be tried
 FORGET = 1.002  # by how much the least time of a step grows each time: texts grow, and so do their steps
 
@@ -90,7 +90,7 @@ class ThreadPace:
         """Learn from a step with that many threads."""
         window, trial = self._window, self._trial  # read once: engines in other threads may be at work here too
         window.append(step)
-        if len(window) < STEPS or sum(step.least for step in window) < WINDOW:
+        if len(window) < WINDOW_STEPS or sum(step.least for step in window) < WINDOW_SECONDS:
             return
         self._window, cost = [], _cost_of(window)
         if trial is not None:
@@ -101,14 +101,14 @@ class ThreadPace:
     def _reset(self, most: int) -> None:
         self._most = self._threads = most
         self._window, self._trial = [], None
-        self._next_fewer, self._pause, self._bearable = 0.0, PAUSE, 0.0
+        self._next_fewer, self._pause, self._bearable = 0.0, TRIAL_PAUSE, 0.0
         self._next_more = self._overdue = 0.0
         self._looked = 0.0, None
 
     def _consider(self, cost: Cost) -> None:
         """Try another number of threads if there is reason to, and it is time."""
         now = self._clock()
-        if cost.lost > LOST and self._threads > 1 and (now >= self._next_fewer or cost.slowdown > self._bearable):
+        if cost.lost > LOST_SHARE and self._threads > 1 and (now >= self._next_fewer or cost.slowdown > self._bearable):
             self._try(_fewer(self._threads), cost.slowdown, now)
         elif self._threads < self._most and now >= self._next_more and self._has_room(now):
             self._try(_more(self._threads, self._most), cost.slowdown, now)
@@ -116,7 +116,7 @@ class ThreadPace:
     def _has_room(self, now: float) -> bool:
         """Whether more threads may find cores: one was idle since the last look, or nobody knows, or it is time."""
         (before, idle_before), idle = self._looked, self._idle()
-        self._looked, self._next_more = (now, idle), now + LOOK
+        self._looked, self._next_more = (now, idle), now + IDLE_LOOK
         if idle is None or idle_before is None or now >= self._overdue:
             return idle is None or now >= self._overdue
         return idle - idle_before >= IDLE * (now - before)
@@ -128,15 +128,15 @@ class ThreadPace:
     def _judge(self, trial: ThreadTrial, slowdown: float) -> None:
         """Keep what is under trial if it is faster; go back otherwise, and wait for the next trial."""
         now, tried, self._trial = self._clock(), self._threads, None
-        self._next_more = now + max(PAUSE, PAUSE_SHARE * (now - trial.start))
+        self._next_more = now + max(TRIAL_PAUSE, PAUSE_SHARE * (now - trial.start))
         self._overdue, self._looked = now + LONGEST_PAUSE, (now, self._idle())
         if slowdown < BETTER * trial.slowdown:
-            self._next_fewer, self._pause = 0.0, PAUSE
+            self._next_fewer, self._pause = 0.0, TRIAL_PAUSE
             return
         self._threads = trial.before
         if tried < trial.before:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self._next_fewer, self._bearable = now + self._pause, WORSE * trial.slowdown
+            self._next_fewer, self._bearable = now + self._pause, WORSE_FACTOR * trial.slowdown
 
 
 def _cost_of(window: Sequence[StepTime]) -> Cost:

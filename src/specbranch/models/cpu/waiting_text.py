@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import platform
 
-LOOKS = 64  # at the barrier between two looks at the clock
+BARRIER_LOOKS = 64  # at the barrier between two looks at the clock
 PATIENCE = 200_000  # nanoseconds between two yields: threads that run are seldom further apart
 
 # of wall time, and of a thread's own time
-CLOCKS = (6, 16) if platform.system() == "Darwin" else (1, 3)
+CLOCK_IDS = (6, 16) if platform.system() == "Darwin" else (1, 3)
 
 
 def waiting() -> str:
@@ -47,10 +47,10 @@ wait:
 patience:
   call void @{pause}({argument and "i32 1"})
   %look.next = add i64 %look, 1
-  %often = icmp sge i64 %look.next, {LOOKS}
+  %often = icmp sge i64 %look.next, {BARRIER_LOOKS}
   br i1 %often, label %clock, label %wait
 clock:
-  %time = call i64 @now(i32 {CLOCKS[0]})
+  %time = call i64 @now(i32 {CLOCK_IDS[0]})
   %first = icmp eq i64 %since, 0
   %since.now = select i1 %first, i64 %time, i64 %since
   %waited = sub i64 %time, %since.now

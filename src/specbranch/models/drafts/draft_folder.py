@@ -33,7 +33,7 @@ from specbranch.models.files.weights import GGUF, HUGGING_FACE, LayerWeights
 
 Storage = Literal["bfloat16", "int8"]
 STORAGES: tuple[Storage, ...] = ("bfloat16", "int8")
-FORMAT = 1
+DRAFT_FORMAT = 1
 HEAD_IDS = "draft.head_ids"
 # Where a target lies that is known by another name here.
 ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
@@ -48,7 +48,7 @@ class DraftInfo:
     layers: tuple[int, ...]  # those of the target it started from
     head_tokens: int | None = None
     storage: Storage = "bfloat16"
-    format: int = FORMAT
+    format: int = DRAFT_FORMAT
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: Path) -> Self:
@@ -56,10 +56,10 @@ class DraftInfo:
         values = config.get(KEY)
         if not isinstance(values, dict):
             raise ModelError(f"{where} is no draft made by `specbranch distill`: its config.json has no {KEY!r}.")
-        if values.get("format") != FORMAT:
+        if values.get("format") != DRAFT_FORMAT:
             raise ModelError(
-                f"{where} is a draft of format {values.get('format')!r}; this version reads format {FORMAT}. Upgrade "
-                "specbranch."
+                f"{where} is a draft of format {values.get('format')!r}; this version reads format {DRAFT_FORMAT}. "
+                "Upgrade specbranch."
             )
         kept = FileValues(values, f"The configuration of the draft in {where}", f"{KEY}.")
         layers = kept.items("layers")

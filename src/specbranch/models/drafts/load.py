@@ -25,7 +25,7 @@ from specbranch.models.cpu.block_kernels import runs_blocks
 from specbranch.models.cpu.linear import takes
 from specbranch.models.drafts.draft_folder import DraftFile, fingerprint_of, read_draft
 from specbranch.models.files.architecture import Architecture
-from specbranch.models.files.blocks import ROWS, AnyMatrix
+from specbranch.models.files.blocks import ROW_FORM, AnyMatrix
 from specbranch.models.files.head_columns import Columns
 from specbranch.models.files.identity import checked_source
 from specbranch.models.files.locate import locate
@@ -175,7 +175,7 @@ def _own_storage(
     at every step. Integer products, where rows are rounded too, are for who asks for no precision."""
     if draft.info.storage != "int8":
         return None
-    if asked is None and runs_blocks(device, (ROWS,)):
+    if asked is None and runs_blocks(device, (ROW_FORM,)):
         return "stored"
     return "int8" if device.type != "cpu" or takes("int8", device, dtype) else None
 

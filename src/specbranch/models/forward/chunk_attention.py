@@ -22,7 +22,7 @@ AttendChunk = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # difference between the two ways: bfloat16 has 64ths between 2 and 4; what a wrong mask lets through is of the order of
 # 1
-TOLERATED = 0.1
+TOLERATED_ERROR = 0.1
 
 
 def choose_attend_piece(
@@ -76,7 +76,7 @@ def flash_works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: 
             "Prompts are read slowly: torch's flash attention does not run here (%s).", str(reason).partition("\n")[0]
         )
         return False
-    if error < TOLERATED:
+    if error < TOLERATED_ERROR:
         return True
     log.warning("Prompts are read slowly: torch's flash attention is off by %.2g.", error)
     return False

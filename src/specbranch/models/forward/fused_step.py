@@ -22,7 +22,7 @@ from specbranch.models.cache.kv_memory import Memory
 from specbranch.models.cpu.attention_text import SPLIT, part_floats
 from specbranch.models.cpu.block_kernels import BlockLinear
 from specbranch.models.cpu.linear import KernelLinear, Linear
-from specbranch.models.cpu.operation_text import ENTRY, FIELDS, KernelShape
+from specbranch.models.cpu.operation_text import ENTRY, OPERATION_FIELDS, KernelShape
 from specbranch.models.cpu.rounding_text import ROUNDED
 from specbranch.models.cpu.row_kernels import RowKernels, float_bits, load_row_kernels
 from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, threads_now
@@ -31,8 +31,8 @@ from specbranch.models.forward.decoder import Decoder, Layer
 from specbranch.models.forward.step_rows import Rows, positions_of, tokens_of
 
 STEP_ROWS = 64  # more are several steps: at so many, reading the weights again costs little, and the lists stay few
-CUTS = 9  # the column of an attention that tells into how many cuts what rows see falls, at most
-LOST = 4  # the number of a header that counts what threads lost, in nanoseconds
+CUTS_COLUMN = 9  # the column of an attention that tells into how many cuts what rows see falls, at most
+LOST_FIELD = 4  # the number of a header that counts what threads lost, in nanoseconds
 COUNTER = 1  # the column of an operation that counts what was taken; column 0 is its code
 
 
@@ -50,7 +50,7 @@ class Operations:
 
     def add(self, code: int, *arguments: int) -> None:
         """Append an operation."""
-        self.rows.append([code, 0, *arguments, *[0] * (FIELDS - 2 - len(arguments))])
+        self.rows.append([code, 0, *arguments, *[0] * (OPERATION_FIELDS - 2 - len(arguments))])
 
     def finish(self) -> Operations:
         """Turn what was appended into the table."""
@@ -122,7 +122,7 @@ class FusedStep:
         seconds = max(time.perf_counter() - before, 1e-9)
         least = self._times.least((operations.count, start, end), seconds)
         if least is not None:
-            PACE.note(StepTime(seconds, least, float(self._header[LOST]) / 1e9))
+            PACE.note(StepTime(seconds, least, float(self._header[LOST_FIELD]) / 1e9))
 
     def _prepare(self, work: Sequence[Rows]) -> Operations:
         """Fill the first buffers and the table of rows."""
@@ -141,7 +141,7 @@ class FusedStep:
             self._lists[rows] = self._listed(rows)
         operations = self._lists[rows]
         operations.table[:, COUNTER] = 0
-        operations.table[operations.attending, CUTS] = int(positions.max()) // SPLIT + 1
+        operations.table[operations.attending, CUTS_COLUMN] = int(positions.max()) // SPLIT + 1
         return operations
 
     def _look_up(self, tokens: Tensor, into: Tensor) -> None:

@@ -4,7 +4,7 @@ it sees.
 Owns what a row sees, on every device. Invariant: a row sees its ancestors in the order of their *positions*. Those
 before `shared_end` are read where they lie, as every row of the sequence has them in common; the others, the row's own
 line, are listed place by place. Where the one ends and the other begins depends on the row's position alone, as long as
-its tail is at most GROUP deep.
+its tail is at most GROUP_POSITIONS deep.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.cache.kv_memory import Table
 
-GROUP = 32  # positions: a row's own line is its last two groups
+GROUP_POSITIONS = 32  # positions: a row's own line is its last two groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def rows_of_piece(table: Table, tokens: Sequence[int], start: int) -> Rows:
 def shared_end(position: int, prefix: int) -> int:
     """How many positions a row reads in common with the others of its sequence; fewer only where its tail is deeper
     than a group."""
-    return min(max(position // GROUP - 1, 0) * GROUP, prefix)
+    return min(max(position // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS, prefix)
 
 
 def dealt(work: Sequence[Rows], most: int) -> Iterator[list[Rows]]:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNED = 16  # bytes: where an array may begin
+ALIGNED_BYTES = 16  # bytes: where an array may begin
 BUFFERS = 4  # that copies may be under way from at once
-MOST_WAYS = 1024  # that are remembered: to cut tensors takes longer than to copy them
+MOST_VIEWS = 1024  # that are remembered: to cut tensors takes longer than to copy them
 
 
 class Reading:
@@ -80,7 +80,7 @@ class Transfer:
         held, _ = self._buffer(array.nbytes)
         key = self._next, there.data_ptr(), len(array)
         if key not in self._ways:
-            if len(self._ways) >= MOST_WAYS:
+            if len(self._ways) >= MOST_VIEWS:
                 self._ways.clear()
             part = held[: array.nbytes].view(there.dtype)
             self._ways[key] = as_numpy(part), part, there[: len(array)]
@@ -166,7 +166,7 @@ def _laid_out(arrays: Mapping[str, np.ndarray]) -> tuple[list[int], int]:
     starts, end = [], 0
     for array in arrays.values():
         starts.append(end)
-        end = -(-(end + array.nbytes) // ALIGNED) * ALIGNED
+        end = -(-(end + array.nbytes) // ALIGNED_BYTES) * ALIGNED_BYTES
     return starts, end
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from specbranch.core.noise import keys
 from specbranch.core.request import Request, Spot
 from specbranch.core.runner import Ask, Feed, Proposal, Trial
-from specbranch.models.gpu.choice import COUNTS
+from specbranch.models.gpu.choice import ENTRY_COUNTS
 from specbranch.models.gpu.layout import BOUND, CONFIDENCE, NO_ROW, ONE, ROOT_ROW, Choosing
 from specbranch.models.sampling.sampler import proposed
 from specbranch.models.sampling.sheet import is_noisy, is_shaped, temperature_of
@@ -55,7 +55,7 @@ def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
     if not all(map(is_chosen_in_graph, spots)):
         return None
     least = max(ask.width if ask.measure == "top" else 2 for ask in asks)
-    return next((count for count in COUNTS if count >= least), None)
+    return next((count for count in ENTRY_COUNTS if count >= least), None)
 
 
 def answers(asks: Sequence[Ask], spots: Sequence[Spot], lines: np.ndarray) -> list[Proposal]:

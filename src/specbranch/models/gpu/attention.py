@@ -20,18 +20,18 @@ from torch import Tensor
 from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Table
 from specbranch.models.forward.step_rows import Rows
-from specbranch.models.gpu.layout import GROUP_ROWS, OWN, Views, pack, power_of_two, views
+from specbranch.models.gpu.layout import GROUP_ROWS, LONGEST_OWN, Views, pack, power_of_two, views
 
 log = logging.getLogger("specbranch")
 
 Attend = Callable[[Tensor, Tensor, Tensor, Views], Tensor]
 
-BLOCK, TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
+SHARED_BLOCK, QUERY_TILE = 128, 64  # shared positions of a program, and queries, rows and heads taken together
 # behind so many positions blocks are several times as long where few queries are taken together: results are read again
-NEAR = 2048
+NEAR_POSITIONS = 2048
 WIDE_BLOCK, WIDE_TILE = 32, 16  # in float32, which has no fast products and twice the size
-LINE = 32  # places of an own line at a time
-CHUNK = 16  # blocks that are joined at a time; where there are more, twice as many
+OWN_AT_ONCE = 32  # places of an own line at a time
+JOINED_BLOCKS = 16  # blocks that are joined at a time; where there are more, twice as many
 WARPS, JOIN_WARPS = 4, 2
 STAGES = 2
 EARLY_VARIABLE = "SPECBRANCH_EARLY"  # 0: a kernel is launched when the one before it has ended
@@ -66,7 +66,7 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     rows, heads, head_dim = queries.shape
     kv_heads, share = keys.shape[1], heads // keys.shape[1]
     padded = power_of_two(share)
-    block, tile = (WIDE_BLOCK, WIDE_TILE) if keys.element_size() > 2 else (BLOCK, TILE)
+    block, tile = (WIDE_BLOCK, WIDE_TILE) if keys.element_size() > 2 else (SHARED_BLOCK, QUERY_TILE)
     tile_rows = min(GROUP_ROWS, max(tile // padded, 1))
     groups, pages = step.tables.shape
     long = 2 if tile_rows * padded <= GROUP_ROWS else 1
@@ -77,9 +77,9 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
         "WIDTH": max(power_of_two(head_dim), 16),
         "BLOCK": block,
         "LONG": long,
-        "NEAR": NEAR,
+        "NEAR": NEAR_POSITIONS,
     }
-    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": LINE, "OWN": OWN}
+    tiling = {"SHARE": share, "PADDED": padded, "PAGE": PAGE, "LINE": OWN_AT_ONCE, "OWN": LONGEST_OWN}
     tiling |= {"TILE_ROWS": tile_rows, "TILES": GROUP_ROWS // tile_rows, "OWN_TILE": max(padded, 16)}
     # Within a capture these come from the graphs' own memory, and all layers and graphs take turns with it.
     sums = queries.new_empty(rows, heads, slots, head_dim)
@@ -102,7 +102,7 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
         out,
         slots,
         **shape,
-        CHUNK=CHUNK,
+        CHUNK=JOINED_BLOCKS,
         EARLY=early,
         num_warps=JOIN_WARPS,
         **launch(early),
@@ -110,9 +110,9 @@ def attend_by_kernels(queries: Tensor, keys: Tensor, values: Tensor, step: Views
     return out
 
 
-def blocks_of(pages: int, block: int = BLOCK, long: int = 1) -> int:
+def blocks_of(pages: int, block: int = SHARED_BLOCK, long: int = 1) -> int:
     """How many blocks so many pages are taken in, those far behind `long` times as long."""
-    near = min(pages * PAGE, NEAR)
+    near = min(pages * PAGE, NEAR_POSITIONS)
     return near // block + (pages * PAGE - near) // (long * block)
 
 

@@ -22,8 +22,8 @@ from specbranch.models.sampling.sample import entropy_bound
 
 log = logging.getLogger("specbranch")
 
-TILE = 2048  # columns that a program looks through
-COUNTS = (1, 8)  # best entries that a graph may be asked for
+CHOICE_TILE = 2048  # columns that a program looks through
+ENTRY_COUNTS = (1, 8)  # best entries that a graph may be asked for
 
 
 class Chooser:
@@ -68,14 +68,15 @@ class Chooser:
         """Do the same with Triton, in two launches."""
         from specbranch.models.gpu import choice_kernels as kernels
 
-        rows, tiles, early = logits.shape[0], -(-self.width // TILE), begins_early(self._device)
+        rows, tiles, early = logits.shape[0], -(-self.width // CHOICE_TILE), begins_early(self._device)
         tops = logits.new_empty(rows, tiles, count, dtype=torch.float32)
         places, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(4, rows, tiles)
         lines = self._kept(rows, count)
         shared = {"COUNT": count, "LISTED": self._listed, "EARLY": early, "num_warps": 4, **launch(early)}
         per = choosing.stride(0)
         kernels.scan[(rows, tiles)](
-            logits, self._ids, choosing, tops, places, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
+            logits, self._ids, choosing, tops, places, sums, self.width, logits.stride(0), per,
+            TILE=CHOICE_TILE, **shared,
         )  # fmt: skip
         kernels.settle[(rows,)](
             self._ids, choosing, counts, tops, places, sums, self.picks, lines, self._arrived, self.width, per, tiles,

@@ -24,8 +24,8 @@ from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket
 from specbranch.models.gpu.step import Graphs
 from specbranch.models.gpu.stream_clock import DeviceMoment
-from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES, MOVES, NODES
-from specbranch.models.gpu.trees import STEPS, DeviceTree, NoiseKeys, growing_bucket
+from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES, MOST_NODES, TREE_MOVES
+from specbranch.models.gpu.trees import GROWTH_STEPS, DeviceTree, NoiseKeys, growing_bucket
 from specbranch.models.sampling.sheet import is_noisy, temperature_of
 
 NO_MOVES = np.zeros((2, 0), dtype=np.int64)
@@ -63,7 +63,7 @@ class TreeGrower:
         fits = len(growth.step) <= LANES and growth.children <= ENTRIES and unread <= self._graphs.step.most_rows
         if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, unread)):
             return 0
-        parents = (NODES - len(growing.tree)) // growth.children - 1  # that may have children
+        parents = (MOST_NODES - len(growing.tree)) // growth.children - 1  # that may have children
         return max(min(slots.room - unread, growth.most, parents), 0)
 
     def bucket(self, places: int) -> Bucket:
@@ -72,7 +72,7 @@ class TreeGrower:
 
     def carries(self, moves: np.ndarray) -> bool:
         """Whether the first step of a tree can make these moves."""
-        return self._graphs.step.moves and moves.shape[1] <= MOVES
+        return self._graphs.step.moves and moves.shape[1] <= TREE_MOVES
 
     def plant(
         self,
@@ -108,7 +108,7 @@ class TreeGrower:
         end."""
         widths: list[int] = []
         count, width = self.tree.told(0)
-        while width and len(widths) < STEPS and not done():
+        while width and len(widths) < GROWTH_STEPS and not done():
             launch(bucket)
             widths.append(width)
             count, width = self.tree.told(len(widths))

@@ -21,15 +21,15 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.attention import begins_early, launch, triton_works
-from specbranch.models.gpu.layout import MOST_ROWS, Views, power_of_two
-from specbranch.models.gpu.small import PLAIN
+from specbranch.models.gpu.layout import MOST_STEP_ROWS, Views, power_of_two
+from specbranch.models.gpu.small import PLAIN_FUNCTIONS
 from specbranch.models.gpu.step import GpuStep
 
 ROW_TILE = 16
 # rows of a tile, by whether weights are the first operand: 64 as the first take other instructions
 MOST_TOGETHER = {True: 64, False: 32}
 FAST_MEMORY = 200 << 10  # bytes of a program
-NAMES = ("qkv", "out", "gate_up", "down")
+PRODUCT_NAMES = ("qkv", "out", "gate_up", "down")
 Stored = Literal["plain", "int8", "int4"]  # plain: in the precision that is computed in
 BITS: dict[Stored, int] = {"plain": 0, "int8": 8, "int4": 4}
 
@@ -72,7 +72,7 @@ WIDEST = {"qkv": 128, "out": 128, "down": 128}  # columns of a tile; of other pr
 
 # What won on one H200 (`scripts/find_cuts.py`). Other shapes, and all on another kind of GPU, take what `safe_cut`
 # says.
-CUTS: Cuts = {
+PRODUCT_CUTS: Cuts = {
     ("qkv", 960, 576): Cut(32, 64, 1, False, 4, 6),
     ("gate_up", 3072, 576): Cut(32, 64, 1, False, 4, 3),
     ("down", 576, 1536): Cut(32, 128, 4, False, 4, 4),
@@ -114,7 +114,7 @@ ROOMY: dict[tuple[str, Stored], dict[str, Any]] = {  # of other shapes, where th
     ("gate_up", "int8"): {"tile": 128, "step": 256, "stages": 3},
     ("down", "int8"): {"tile": 32, "step": 256},
 }
-PINNED: dict[Stored, Cuts] = {"plain": CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
+PINNED: dict[Stored, Cuts] = {"plain": PRODUCT_CUTS, "int8": INT8_CUTS, "int4": INT4_CUTS}
 
 
 def cut_of(purpose: str, outs: int, ins: int, stored: Stored = "plain", hopper: bool = True) -> Cut:
@@ -186,27 +186,27 @@ class KernelStep(GpuStep):
 
     def __init__(self, decoder: Decoder, memory: Memory) -> None:
         # those are not used here, and compiled ones take seconds to import
-        super().__init__(decoder, memory, small=PLAIN)
+        super().__init__(decoder, memory, small=PLAIN_FUNCTIONS)
         from specbranch.models.gpu import product_kernels
 
         self._kernels = product_kernels
         arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
         self._early = begins_early(device)
         self._products = [
-            {name: product_of(name, getattr(layer, name), arch) for name in NAMES} for layer in decoder.layers
+            {name: product_of(name, getattr(layer, name), arch) for name in PRODUCT_NAMES} for layer in decoder.layers
         ]
         self._head = product_of("head", decoder.head, arch)
         wide = arch.heads * arch.head_dim
-        self._stream, self._scaled = torch.zeros(2, MOST_ROWS, arch.hidden, device=device, dtype=dtype)
-        self._queries = torch.zeros(MOST_ROWS, wide, device=device, dtype=dtype)
-        self._gated = torch.zeros(MOST_ROWS, arch.intermediate, device=device, dtype=dtype)
+        self._stream, self._scaled = torch.zeros(2, MOST_STEP_ROWS, arch.hidden, device=device, dtype=dtype)
+        self._queries = torch.zeros(MOST_STEP_ROWS, wide, device=device, dtype=dtype)
+        self._gated = torch.zeros(MOST_STEP_ROWS, arch.intermediate, device=device, dtype=dtype)
         cuts = {name: self._products[0][name].cut for name in ("out", "down")}
         self._norms = {name: power_of_two(-(-arch.hidden // cut.tile)) for name, cut in cuts.items()}
-        self._squares = {name: torch.zeros(MOST_ROWS, count, device=device) for name, count in self._norms.items()}
+        self._squares = {name: torch.zeros(MOST_STEP_ROWS, count, device=device) for name, count in self._norms.items()}
         widest = -(-arch.hidden // WIDEST["out"]) * WIDEST["out"]
-        self._parts = torch.zeros(MOST_ROWS * widest * max(cut.parts for cut in cuts.values()), device=device)
+        self._parts = torch.zeros(MOST_STEP_ROWS * widest * max(cut.parts for cut in cuts.values()), device=device)
         self._arrived = torch.zeros(
-            MOST_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device
+            MOST_STEP_ROWS // ROW_TILE * max(-(-arch.hidden // cut.tile) for cut in cuts.values()), device=device
         ).int()
         self._scored: dict[int, Tensor] = {}  # by rows
 
@@ -311,7 +311,7 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
     """Whether the kernels are made for this model: half precision, known matrices, heads of a power of two, and
     Triton at work."""
     arch, device, dtype = decoder.arch, memory.data.device, memory.data.dtype
-    linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in NAMES)]
+    linears = [decoder.head, *(getattr(layer, name) for layer in decoder.layers for name in PRODUCT_NAMES)]
     suits = (
         dtype in (torch.bfloat16, torch.float16)
         and arch.head_dim in (64, 128)
@@ -319,7 +319,7 @@ def kernels_fit(decoder: Decoder, memory: Memory) -> bool:
     )
     known = all(isinstance(linear, (PlainLinear, StoredLinear)) and linear.weight.is_contiguous() for linear in linears)
     alike = (
-        all(len({getattr(layer, name).weight.dtype for layer in decoder.layers}) == 1 for name in NAMES)
+        all(len({getattr(layer, name).weight.dtype for layer in decoder.layers}) == 1 for name in PRODUCT_NAMES)
         if known
         else False
     )

@@ -20,14 +20,14 @@ import numpy as np
 from torch import Tensor
 
 from specbranch.core.pages import PAGE
-from specbranch.models.forward.step_rows import GROUP, Rows
+from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows
 
-OWN = 192  # the longest own line
-MOST_ROWS = 512  # in a step
+LONGEST_OWN = 192  # the longest own line
+MOST_STEP_ROWS = 512  # in a step
 GROUP_ROWS = 16  # rows of a sequence that read its shared positions together
 ALIGNED = 32  # numbers: sections begin at whole cache lines, whatever the bucket
 PER_ROW = 5  # sections of one number a row; they come first, so that they can be written as one table
-OWN_LINES, COUNTS, MOVES = 3, 4, 5  # sections, by number
+OWN_LINES, COUNTS_SECTION, MOVES_SECTION = 3, 4, 5  # sections, by number
 SHIFT = PAGE.bit_length() - 1
 ROOT_ROW, NO_ROW = -1, -2  # said: by nobody, or what cannot be taken
 ONE = int(np.float32(1.0).view(np.int32))
@@ -55,7 +55,7 @@ class Bucket(NamedTuple):
     pages: int  # in the longest table
 
 
-LEAST = Bucket(1, 1, 8)  # short texts share their graphs
+SMALLEST_BUCKET = Bucket(1, 1, 8)  # short texts share their graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ class Views:
     own_count: Tensor  # [rows] length of the own line, at least 1
     groups: Tensor  # [groups, 2] first row and how many, one after the other; 0 where a group is padding
     tables: Tensor  # [groups, pages]
-    own: Tensor  # [rows, OWN] flat places in the order of positions; beyond `own_count` they mean nothing
+    own: Tensor  # [rows, LONGEST_OWN] flat places in the order of positions; beyond `own_count` they mean nothing
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
     counts: Tensor | None = None  # how many moves there are, and how deep the longest way from a root is
     # [2, some] flat places: what lies at the first is copied to the second, one after the other
     moves: Tensor | None = None
 
 
-def bucket_of(work: Sequence[Rows], least: Bucket = LEAST) -> Bucket:
+def bucket_of(work: Sequence[Rows], least: Bucket = SMALLEST_BUCKET) -> Bucket:
     """Return the smallest bucket that holds these rows, and is nowhere smaller than `least`."""
     rows = sum([len(part.tokens) for part in work])
-    if not 0 < rows <= MOST_ROWS:
-        raise ValueError(f"a step takes 1 to {MOST_ROWS} rows, not {rows}; deal them out first")
+    if not 0 < rows <= MOST_STEP_ROWS:
+        raise ValueError(f"a step takes 1 to {MOST_STEP_ROWS} rows, not {rows}; deal them out first")
     groups = sum([-(-len(part.tokens) // GROUP_ROWS) for part in work])
     places = max([part.start + len(part.tokens) for part in work])
     found = power_of_four(rows), power_of_four(groups), power_of_two(-(-places // PAGE))
@@ -131,7 +131,7 @@ def pack(
     spare: int,
     choosing: Choosing | None = None,
     moves: np.ndarray | None = None,
-    least: Bucket = LEAST,
+    least: Bucket = SMALLEST_BUCKET,
 ) -> tuple[np.ndarray, Bucket]:
     """Write rows out for a device; padding is written to, and read from, the flat place `spare`."""
     work = [part for part in work if part.tokens]
@@ -146,10 +146,10 @@ def pack(
     if choosing is not None:
         for field, numbers in enumerate(choosing, PER_ROW):
             per_row[field, :rows] = numbers
-        packed[_offsets(bucket)[COUNTS] + 1] = deepest(choosing.parent)
+        packed[_offsets(bucket)[COUNTS_SECTION] + 1] = deepest(choosing.parent)
     if moves is not None:
-        packed[_offsets(bucket)[COUNTS]] = moves.shape[1]
-        _section(packed, bucket, MOVES)[:, : moves.shape[1]] = moves
+        packed[_offsets(bucket)[COUNTS_SECTION]] = moves.shape[1]
+        _section(packed, bucket, MOVES_SECTION)[:, : moves.shape[1]] = moves
     return packed, bucket
 
 
@@ -160,7 +160,7 @@ class Sheet:
         self.packed, self.bucket = packed, bucket
         per_row = _section(packed, bucket, 0)
         self._tokens, self._said = per_row[0], per_row[-1]
-        self._counts, self._moves = (_section(packed, bucket, number) for number in (COUNTS, MOVES))
+        self._counts, self._moves = (_section(packed, bucket, number) for number in (COUNTS_SECTION, MOVES_SECTION))
 
     def say(self, tokens: Sequence[int]) -> None:
         """Have its first rows be a chain of these tokens."""
@@ -202,7 +202,9 @@ def deepest(parents: np.ndarray | Tensor) -> int:
 def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
     """Write down the rows' positions, their places, how much they share, and their own lines, with their lengths."""
     positions, slots, shared, counts = per_row
-    firsts = [max(part.prefix // GROUP - 1, 0) * GROUP for part in work]  # no own line begins before
+    firsts = [
+        max(part.prefix // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS for part in work
+    ]  # no own line begins before
     window = _window(work, firsts)
     if len(work) == 1:
         placed = _placed_alone(tuple(work[0].seen), work[0].prefix - firsts[0])
@@ -229,13 +231,15 @@ class _Placed(NamedTuple):
 def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _Placed:
     """Place rows behind prefixes that end at these places of the window."""
     positions = tail.depth + prefix
-    shared = np.maximum((positions & -GROUP) - GROUP, 0)
-    if tail.deepest > GROUP:
+    shared = np.maximum((positions & -GROUP_POSITIONS) - GROUP_POSITIONS, 0)
+    if tail.deepest > GROUP_POSITIONS:
         np.minimum(shared, tail.run + prefix, out=shared)
     counts = positions - shared + 1
     longest = int(counts.max())
-    if longest > OWN:
-        raise ValueError(f"a row's own line has {longest} places, {OWN} fit; commit before the tail grows so deep")
+    if longest > LONGEST_OWN:
+        raise ValueError(
+            f"a row's own line has {longest} places, {LONGEST_OWN} fit; commit before the tail grows so deep"
+        )
     before = prefix - shared  # how much of a line is prefix
     lines = (end - before)[:, None] + _counting(longest)
     if tail.row.size:
@@ -318,7 +322,7 @@ def _write_groups(work: Sequence[Rows], groups: np.ndarray, tables: np.ndarray) 
 
 def _sections(packed: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """The numbers of rows as one table, and the sections that every step fills in behind it."""
-    return [_section(packed, bucket, number) for number in range(COUNTS)]
+    return [_section(packed, bucket, number) for number in range(COUNTS_SECTION)]
 
 
 def _section(packed: np.ndarray, bucket: Bucket, number: int) -> np.ndarray:
@@ -334,7 +338,7 @@ def _counting(count: int) -> np.ndarray:
 def _shapes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
     rows, groups, pages = bucket
     table = (PER_ROW + len(Choosing._fields), _aligned(rows))
-    return (table, (groups, 2), (groups, pages), (rows, OWN), (ALIGNED,), (2, most_moves(rows)))
+    return (table, (groups, 2), (groups, pages), (rows, LONGEST_OWN), (ALIGNED,), (2, most_moves(rows)))
 
 
 @cache

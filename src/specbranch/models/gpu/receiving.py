@@ -32,12 +32,12 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
-from specbranch.models.gpu.tree_layout import LANES, MOVES, SHEET
+from specbranch.models.gpu.tree_layout import LANES, SHEET, TREE_MOVES
 from specbranch.models.gpu.trees import DeviceTree
 from specbranch.models.sampling.sheet import is_noisy, temperature_of
 
 SCALARS = ("prefix", "token", "spare", "pages", "moves", "temperature", "noisy", "deepest", "most")
-PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * MOVES}
+PARTS = {"scalars": len(SCALARS), "prices": LANES, "moves": 2 * TREE_MOVES}
 AT = dict(zip((*PARTS, "pages"), np.cumsum([0, *PARTS.values()]).tolist(), strict=True))  # where each part begins
 
 
@@ -71,7 +71,7 @@ class DeviceReceiver:
         )  # fmt: skip
         array[AT["prices"] : AT["prices"] + len(text.sending.prices)] = text.sending.prices
         for side in range(2):
-            array[AT["moves"] + side * MOVES :][: moves.shape[1]] = moves[side]
+            array[AT["moves"] + side * TREE_MOVES :][: moves.shape[1]] = moves[side]
         array[AT["pages"] :] = table.pages
         return array
 

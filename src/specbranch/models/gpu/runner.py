@@ -35,15 +35,10 @@ from specbranch.models.gpu.choice import Chooser
 from specbranch.models.gpu.growing import NO_MOVES, TextRead, TreeGrower
 from specbranch.models.gpu.lanes import LaneSteps
 from specbranch.models.gpu.launching import StepLauncher, wide
-from specbranch.models.gpu.layout import (
-    CONFIDENCE,
-    GROUP_ROWS,
-    MOST_ROWS,
-    Bucket,
-)
+from specbranch.models.gpu.layout import CONFIDENCE, GROUP_ROWS, MOST_STEP_ROWS, Bucket
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected, Launch, TreeReceiver
 from specbranch.models.gpu.stream_clock import DeviceMoment
-from specbranch.models.gpu.tree_layout import ENTRIES, MOVES
+from specbranch.models.gpu.tree_layout import ENTRIES, TREE_MOVES
 from specbranch.models.gpu.trees import DeviceTree
 from specbranch.models.sampling import sample, verdict
 from specbranch.models.sampling.logit_rows import TensorRow
@@ -255,7 +250,7 @@ class GpuRunner(StepLauncher):
                 return None
             if self._moves:
                 moves = self._waiting_moves()
-                if not self._graphs.step.moves or moves.shape[1] > MOVES:
+                if not self._graphs.step.moves or moves.shape[1] > TREE_MOVES:
                     moves = NO_MOVES
                     self._up({})
         sheet = self._receiver.sheet(text, held.table, moves)
@@ -416,7 +411,7 @@ class GpuRunner(StepLauncher):
         if chooser is None or self.decoder.columns is not None:
             chooser = Chooser(self._graphs.step.picks, logits.shape[1])
         none = torch.zeros(2, dtype=torch.int32, device=self.device)
-        parts = zip(torch.split(logits, MOST_ROWS), torch.split(choice, MOST_ROWS, dim=1), strict=True)
+        parts = zip(torch.split(logits, MOST_STEP_ROWS), torch.split(choice, MOST_STEP_ROWS, dim=1), strict=True)
         return torch.cat([chooser(some, how, none, 1)[:, 0].long() for some, how in parts])
 
     def _probed(self, rows: Sequence[TensorRow], tokens: Tensor) -> Tensor | None:

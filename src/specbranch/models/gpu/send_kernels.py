@@ -38,7 +38,7 @@ from specbranch.models.gpu.tree_kernels import (
     TOKEN,
 )
 
-SHEET = tl.constexpr(tree_layout.AT["sheet"])
+SHEET = tl.constexpr(tree_layout.TREE_AT["sheet"])
 ALIGNED = tl.constexpr(_ALIGNED)
 PREFIX, LAST, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY, DEEPEST, MOST = (
     tl.constexpr(n) for n in range(len(receiving.SCALARS))

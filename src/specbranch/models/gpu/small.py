@@ -66,12 +66,12 @@ def gated(gate_up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-PLAIN = Small(turned, added, gated)
+PLAIN_FUNCTIONS = Small(turned, added, gated)
 
 
 def small_functions(device: torch.device) -> Small:
     """Return the functions for a device."""
-    return _compiled() if device.type == "cuda" else PLAIN
+    return _compiled() if device.type == "cuda" else PLAIN_FUNCTIONS
 
 
 @cache

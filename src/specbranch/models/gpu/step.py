@@ -24,13 +24,22 @@ from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.gpu.attention import Attend, attend_by_kernels, choose_attend
 from specbranch.models.gpu.choice import Chooser
-from specbranch.models.gpu.layout import LEAST, MOST_ROWS, Bucket, Views, packed_size, padding, power_of_two, views
+from specbranch.models.gpu.layout import (
+    MOST_STEP_ROWS,
+    SMALLEST_BUCKET,
+    Bucket,
+    Views,
+    packed_size,
+    padding,
+    power_of_two,
+    views,
+)
 from specbranch.models.gpu.small import Small, small_functions
 from specbranch.models.gpu.trees import DeviceTree, growing_bucket
 
 log = logging.getLogger("specbranch")
 
-VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
+GRAPHS_VARIABLE = "SPECBRANCH_GRAPHS"  # 0: run steps without graphs
 WARM_UPS = 2  # runs before a capture: they compile, and choose how to multiply
 MOST_GRAPHS = 64
 PINNED_ROWS = 16
@@ -43,8 +52,8 @@ class GpuStep:
 
     lasting = False  # whether logits lie where the next forward of as many rows leaves its own, and no other
     moves = False  # whether a forward makes the moves that come with its step
-    most_rows = MOST_ROWS
-    least = LEAST  # how large a step's bucket is at the least
+    most_rows = MOST_STEP_ROWS
+    least = SMALLEST_BUCKET  # how large a step's bucket is at the least
 
     def __init__(
         self, decoder: Decoder, memory: Memory, attend: Attend | None = None, small: Small | None = None
@@ -58,7 +67,7 @@ class GpuStep:
         norms = [layer.attention_norm for layer in decoder.layers]
         self._next_norms = (*norms[1:], decoder.norm)
         # what rows chose last; a token −1 − i stands for the i-th
-        self.picks = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+        self.picks = torch.zeros(MOST_STEP_ROWS, dtype=torch.int32, device=device)
 
     def pin(self, pages: int) -> None:
         """Have steps always as wide as this, up to so many pages.
@@ -69,7 +78,9 @@ class GpuStep:
         if self.memory.data.device.type == "cuda":
             self.most_rows = PINNED_ROWS
             self.least = Bucket(
-                PINNED_ROWS, 1, LEAST.pages if self.attend is attend_by_kernels else max(pages, LEAST.pages)
+                PINNED_ROWS,
+                1,
+                SMALLEST_BUCKET.pages if self.attend is attend_by_kernels else max(pages, SMALLEST_BUCKET.pages),
             )
 
     def forward(self, step: Views, tapped: int = 0) -> tuple[Tensor, Tensor | None]:
@@ -114,10 +125,10 @@ class Graphs:
     ) -> None:
         self._step = step
         self._device = step.memory.data.device
-        wanted = os.environ.get(VARIABLE) != "0" if capture is None else capture
+        wanted = os.environ.get(GRAPHS_VARIABLE) != "0" if capture is None else capture
         self.captures = wanted and self._device.type == "cuda"
         self._step.pin(power_of_two(most_pages))
-        largest = Bucket(MOST_ROWS, MOST_ROWS, max(power_of_two(most_pages), LEAST.pages))
+        largest = Bucket(MOST_STEP_ROWS, MOST_STEP_ROWS, max(power_of_two(most_pages), SMALLEST_BUCKET.pages))
         # where graphs read a packed step
         self.input = torch.zeros(packed_size(largest), dtype=torch.int32, device=self._device)
         self.chooser = chooser

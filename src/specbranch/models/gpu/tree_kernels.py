@@ -14,17 +14,17 @@ import triton.language as tl
 
 from specbranch.core.pages import PAGE as _PAGE
 from specbranch.core.trees import STANDINGS as _STANDINGS
-from specbranch.models.forward.step_rows import GROUP as _GROUP
+from specbranch.models.forward.step_rows import GROUP_POSITIONS as _GROUP
 from specbranch.models.gpu import tree_layout
 from specbranch.models.gpu.layout import BEFORE as _BEFORE
 from specbranch.models.gpu.layout import CONFIDENCE as _CONFIDENCE
+from specbranch.models.gpu.layout import LONGEST_OWN as _OWN
 from specbranch.models.gpu.layout import ONE as _ONE
-from specbranch.models.gpu.layout import OWN as _OWN
 
 NODES, LANES, ENTRIES, MOVES = (
-    tl.constexpr(n) for n in (tree_layout.NODES, tree_layout.LANES, tree_layout.ENTRIES, tree_layout.MOVES)
+    tl.constexpr(n) for n in (tree_layout.MOST_NODES, tree_layout.LANES, tree_layout.ENTRIES, tree_layout.TREE_MOVES)
 )
-FIELDS, EDGES = tl.constexpr(len(tree_layout.FIELDS)), tl.constexpr(tree_layout.PARTS["edges"])
+FIELDS, EDGES = tl.constexpr(len(tree_layout.NODE_FIELDS)), tl.constexpr(tree_layout.TREE_PARTS["edges"])
 BEFORE, CONFIDENCE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _CONFIDENCE, _ONE, _OWN, _PAGE, _GROUP))
 CHUNK = tl.constexpr(8)  # nodes looked through at a time
 SMALL = tl.constexpr(256)  # nodes of a tree as most are
@@ -32,7 +32,7 @@ BACK = tl.constexpr(2 * tree_layout.DEEPEST)  # positions of the text that a row
 ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
 
 COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
-    tl.constexpr(tree_layout.SCALARS.index(name))
+    tl.constexpr(tree_layout.TREE_SCALARS.index(name))
     for name in [
         "count",
         "fed",
@@ -50,7 +50,7 @@ COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, T
     ]
 )
 WORTH, LEAST, FREE_TIME, TARGET_DELAY, DRAFT_DELAY, ROW_PRICE, CHILDREN, ROWS, DEEPEST, MOST, PACES, ROOM, PLANTED = (
-    tl.constexpr(tree_layout.SCALARS.index(name))
+    tl.constexpr(tree_layout.TREE_SCALARS.index(name))
     for name in [
         "worth",
         "least",
@@ -68,11 +68,11 @@ WORTH, LEAST, FREE_TIME, TARGET_DELAY, DRAFT_DELAY, ROW_PRICE, CHILDREN, ROWS, D
     ]
 )
 NOW, PRICES, EDGE, FIRST, OTHER, LOOKED, ODDS, KEYS, MOVES_AT, PAGES_AT = (
-    tl.constexpr(tree_layout.AT[name])
+    tl.constexpr(tree_layout.TREE_AT[name])
     for name in ("now", "step", "edges", "first", "other", "looked", "odds", "keys", "moves", "pages")
 )
 TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN, ROW = (
-    tl.constexpr(tree_layout.FIELDS.index(name))
+    tl.constexpr(tree_layout.NODE_FIELDS.index(name))
     for name in [
         "token",
         "parent",

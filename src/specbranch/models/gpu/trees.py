@@ -36,12 +36,21 @@ from specbranch.models.gpu.layout import (
     power_of_two,
     views,
 )
-from specbranch.models.gpu.tree_layout import AT, ENTRIES, FIELDS, LANES, MOVES, NODES, SCALARS, SHEET
+from specbranch.models.gpu.tree_layout import (
+    ENTRIES,
+    LANES,
+    MOST_NODES,
+    NODE_FIELDS,
+    SHEET,
+    TREE_AT,
+    TREE_MOVES,
+    TREE_SCALARS,
+)
 
-STEPS = 64  # of one growth, at most
-LOST = 10.0  # seconds without a word from the device after which it is asked what happened
-PLACE = FIELDS.index("place")
-KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
+GROWTH_STEPS = 64  # of one growth, at most
+SILENT_SECONDS = 10.0  # seconds without a word from the device after which it is asked what happened
+PLACE = NODE_FIELDS.index("place")
+NODE_KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
 
 # the bits of a temperature, and two keys for each position from the end of the text on; none: no noise
 NoiseKeys = tuple[int, Sequence[int]]
@@ -52,11 +61,11 @@ class DeviceTree:
 
     def __init__(self, pages: int, device: torch.device, spare: int) -> None:
         """`pages`: at most in a sequence's table; `spare`: the flat place for padding."""
-        self._device, self._spare, self.first = device, spare, AT["pages"] + pages  # where nodes begin
-        self.state = torch.zeros(self.first + NODES * len(FIELDS), dtype=torch.float64, device=device)
-        self.sheet = self.state[AT["sheet"] : AT["sheet"] + SHEET]
+        self._device, self._spare, self.first = device, spare, TREE_AT["pages"] + pages  # where nodes begin
+        self.state = torch.zeros(self.first + MOST_NODES * len(NODE_FIELDS), dtype=torch.float64, device=device)
+        self.sheet = self.state[TREE_AT["sheet"] : TREE_AT["sheet"] + SHEET]
         # After each step: how many nodes there are, times 32, and how many are read next.
-        self._told = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._told = torch.full((GROWTH_STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._growth: Growth | None = None
 
     def planted(
@@ -74,14 +83,14 @@ class DeviceTree:
         `asked`: the row that says what follows the text; negative: that is known."""
         growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
         spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
-        array = np.zeros(self.first + len(nodes) * len(FIELDS))
-        array[: len(SCALARS)] = (
+        array = np.zeros(self.first + len(nodes) * len(NODE_FIELDS))
+        array[: len(TREE_SCALARS)] = (
             len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
             len(pages), moves.shape[1], noise[0], bool(noise[1]), growth.worth, growth.least, growth.free_time,
             growth.target_delay, growth.draft_delay, growth.row_price, growth.children, growth.rows, growth.deepest,
             growth.most, len(growth.step), room, len(nodes),
         )  # fmt: skip
-        array[AT["now"]] = ROOT
+        array[TREE_AT["now"]] = ROOT
         chances = growth.chances
         tables = (*EDGES, *chances.first, *chances.other, *chances.looked, *map(exp, chances.shifts))
         for name, part in (
@@ -91,8 +100,8 @@ class DeviceTree:
             ("moves", moves[0]),
             ("pages", pages),
         ):
-            array[AT[name] : AT[name] + len(part)] = part
-        array[AT["moves"] + MOVES : AT["moves"] + MOVES + moves.shape[1]] = moves[1]
+            array[TREE_AT[name] : TREE_AT[name] + len(part)] = part
+        array[TREE_AT["moves"] + TREE_MOVES : TREE_AT["moves"] + TREE_MOVES + moves.shape[1]] = moves[1]
         if nodes:
             array[self.first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
@@ -122,7 +131,7 @@ class DeviceTree:
 
     def held(self, count: int) -> Tensor:
         """What has to be read back of a tree with so many nodes."""
-        return self.state[: self.first + count * len(FIELDS)]
+        return self.state[: self.first + count * len(NODE_FIELDS)]
 
     def nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
         """The nodes of what was read back, and their places in the tail."""
@@ -132,11 +141,11 @@ class DeviceTree:
     def nodes_now(self) -> list[Node]:
         """The nodes as they are, where that is the host's own memory."""
         state = self.state.numpy()
-        return self._nodes(state[: self.first + int(state[SCALARS.index("count")]) * len(FIELDS)])[0]
+        return self._nodes(state[: self.first + int(state[TREE_SCALARS.index("count")]) * len(NODE_FIELDS)])[0]
 
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
-        columns = read[self.first :].reshape(-1, len(FIELDS)).T
-        numbers = [columns[at].astype(kind).tolist() for at, kind in enumerate(KINDS)]
+        columns = read[self.first :].reshape(-1, len(NODE_FIELDS)).T
+        numbers = [columns[at].astype(kind).tolist() for at, kind in enumerate(NODE_KINDS)]
         places: list[int] = columns[PLACE].astype(np.int64).tolist()
         return list(map(Node._make, zip(*numbers, strict=True))), places
 
@@ -156,11 +165,11 @@ class DeviceTree:
         """Do the same by the tree's own code, on the host."""
         state, growth = self.state.numpy(), self._growth
         assert growth is not None
-        now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
+        now = dict(zip(TREE_SCALARS, state[: len(TREE_SCALARS)].tolist(), strict=True))
         count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
-        nodes, places = self._nodes(state[: self.first + count * len(FIELDS)])
+        nodes, places = self._nodes(state[: self.first + count * len(NODE_FIELDS)])
         growing = _growing_tree(nodes)
-        read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
+        read = state[TREE_AT["now"] : TREE_AT["now"] + width].astype(int).tolist()
         if read and read != [ROOT]:
             growing.feed(read)
         for row, n in enumerate(read):
@@ -184,8 +193,8 @@ class DeviceTree:
         }
         now |= {"step": step + 1, "room": room - chosen}
         now["spent"] += growth.seconds(now["spent"], chosen) if chosen else 0.0
-        state[: len(SCALARS)] = [now[name] for name in SCALARS]
-        state[AT["now"] : AT["now"] + chosen] = nexts
+        state[: len(TREE_SCALARS)] = [now[name] for name in TREE_SCALARS]
+        state[TREE_AT["now"] : TREE_AT["now"] + chosen] = nexts
         table = _numbers(growing.nodes, dict(enumerate(places)))
         state[self.first : self.first + len(table)] = table
         self._told[step] = 32 * len(growing.nodes) + chosen
@@ -196,7 +205,7 @@ class DeviceTree:
     ) -> None:  # fmt: skip
         """Write out the step that reads some nodes."""
         state, prefix, count = self.state.numpy(), int(now["prefix"]), len(nexts)
-        table = Table(Pool(0), state[AT["pages"] : AT["pages"] + int(now["pages"])].astype(int).tolist())
+        table = Table(Pool(0), state[TREE_AT["pages"] : TREE_AT["pages"] + int(now["pages"])].astype(int).tolist())
         rows = Rows(
             table,
             [nodes[n].token for n in nexts],
@@ -204,12 +213,18 @@ class DeviceTree:
             prefix,
             [_seen(nodes, places, n) for n in nexts],
         )
-        keys = state[AT["keys"] : AT["moves"]].astype(np.int64).astype(np.uint32).view(np.int32).reshape(-1, 2)
+        keys = (
+            state[TREE_AT["keys"] : TREE_AT["moves"]].astype(np.int64).astype(np.uint32).view(np.int32).reshape(-1, 2)
+        )
         noise = keys[[nodes[n].depth for n in nexts]].T if now["noisy"] else np.zeros((2, count), dtype=np.int32)
         same = [np.full(count, int(now[name]), dtype=np.int32) for name in ("temperature", "noisy")]
         own, top = np.arange(count, dtype=np.int32), np.full(count, ROOT_ROW, dtype=np.int32)
         choosing = Choosing(same[0], noise[0], noise[1], same[1], own, top)
-        moves = state[AT["moves"] : AT["moves"] + 2 * MOVES].reshape(2, MOVES)[:, : int(now["moves"])].astype(np.int32)
+        moves = (
+            state[TREE_AT["moves"] : TREE_AT["moves"] + 2 * TREE_MOVES]
+            .reshape(2, TREE_MOVES)[:, : int(now["moves"])]
+            .astype(np.int32)
+        )
         array, _ = pack([rows], self._spare, choosing, moves if with_moves and moves.size else None, bucket)
         packed[: packed_size(bucket)] = torch.from_numpy(array)
 
@@ -219,7 +234,7 @@ def wait_for(numbers: np.ndarray, at: int, device: torch.device) -> int:
     begun = None
     while (said := int(numbers[at])) < 0:
         begun = begun or time.monotonic()
-        if time.monotonic() - begun > LOST:
+        if time.monotonic() - begun > SILENT_SECONDS:
             torch.cuda.synchronize(device)  # says what went wrong, or was only slow
             if int(numbers[at]) < 0:
                 raise RuntimeError("the device did not say what it reads next")
@@ -260,7 +275,7 @@ def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
     for node in nodes:
         if node.parent != ROOT:
             known[node.parent] += node.chance
-    table = np.empty((count, len(FIELDS)))
+    table = np.empty((count, len(NODE_FIELDS)))
     table[:, :fields] = np.fromiter(chain.from_iterable(nodes), np.float64, count * fields).reshape(count, fields)
     table[:, fields] = [places.get(n, -1) for n in range(count)]
     table[:, fields + 1], table[:, fields + 2] = known, 0

@@ -17,7 +17,7 @@ from specbranch.models.cpu.linear import takes
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.blocks import FORMS
 from specbranch.models.files.gguf_file import GgufFile
-from specbranch.models.files.matrix import GROUP
+from specbranch.models.files.matrix import INT4_GROUP
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights
 
@@ -106,7 +106,9 @@ def tell(weights: Weights, asked: WeightsName | None, device: torch.device) -> N
         return
     kinds = [matrix.stored for matrix in weights.matrices]
     if others := kinds.count("int8"):
-        log.warning("%d of %d matrices are in int8: int4 needs a multiple of %d inputs.", others, len(kinds), GROUP)
+        log.warning(
+            "%d of %d matrices are in int8: int4 needs a multiple of %d inputs.", others, len(kinds), INT4_GROUP
+        )
     if "int4" in kinds and device.type == "cpu":
         log.warning(
             "int4 has no kernel on CPUs: every step writes its matrices out, which is slow. Use --weights int8 "

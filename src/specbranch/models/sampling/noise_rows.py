@@ -24,8 +24,8 @@ from specbranch.models.files.head_columns import Columns
 
 Place = tuple[int, int, int]  # seed, sample, position
 NoiseKey = tuple[Place, Columns | None]
-ROWS = 256  # twice the tail of a cache
-BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
+NOISE_ROWS = 256  # twice the tail of a cache
+NOISE_BYTES = 16 * 2**20  # 85 rows of 49,152 tokens: more positions than a round touches
 
 
 class Noise:
@@ -35,7 +35,7 @@ class Noise:
     asked for so far, and handed out cut to size.
     """
 
-    def __init__(self, rows: int = ROWS, most_bytes: int = BYTES) -> None:
+    def __init__(self, rows: int = NOISE_ROWS, most_bytes: int = NOISE_BYTES) -> None:
         self._rows = rows
         self._bytes = most_bytes
         self._width = 0  # of whole rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 UNIT = 2.0**40  # the weight of the most likely token: a million others still sum without overflow
-FEW = 16  # up to here, on a CPU, taking the maximum again and again beats one partial sort
+FEW_MAXIMA = 16  # up to here, on a CPU, taking the maximum again and again beats one partial sort
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def leading(x: Tensor, count: int) -> Tensor:
     count = min(count, x.shape[-1])
     if x.device.type != "cpu":
         return torch.cat([argmax(x).unsqueeze(-1), x.topk(count, dim=-1).indices], dim=-1)
-    if count > FEW:
+    if count > FEW_MAXIMA:
         return torch.cat([argmax(x).unsqueeze(-1), torch.from_numpy(_most(x.numpy(), count))], dim=-1)
     return _peel(x, count)
 

@@ -30,7 +30,7 @@ from specbranch.models.sampling.reductions import argmax
 from specbranch.models.sampling.sample import Asked
 from specbranch.models.sampling.sheet import Arrays, is_noisy, places_of, sheet_of
 
-LEAST = 1e-300  # a weight that is still above 0 once normalised
+TINIEST_PROBABILITY = 1e-300  # a weight that is still above 0 once normalised
 ScoredToken = tuple[int, float]  # token id, its score
 
 
@@ -243,7 +243,9 @@ def _ranked(entries: list[ScoredToken]) -> list[ScoredToken]:
 
 def _sparse(ranked: list[ScoredToken]) -> Sparse:
     """Return the law of some logits, without the entries that round to 0."""
-    weights = [(token, weight) for token, logit in ranked if (weight := math.exp(logit - ranked[0][1])) > LEAST]
+    weights = [
+        (token, weight) for token, logit in ranked if (weight := math.exp(logit - ranked[0][1])) > TINIEST_PROBABILITY
+    ]
     total = math.fsum(weight for _, weight in weights)
     return Sparse(tuple(token for token, _ in weights), tuple(weight / total for _, weight in weights))
 

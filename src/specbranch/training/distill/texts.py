@@ -14,8 +14,8 @@ from specbranch.core.pages import PAGE, Pool
 from specbranch.models.cache.kv_memory import Memory, Table
 from specbranch.models.forward.decoder import Decoder
 from specbranch.models.forward.fused_step import STEP_ROWS, fuse
-from specbranch.models.forward.step_rows import GROUP, Rows, dealt
-from specbranch.models.gpu.layout import OWN, Views
+from specbranch.models.forward.step_rows import GROUP_POSITIONS, Rows, dealt
+from specbranch.models.gpu.layout import LONGEST_OWN, Views
 from specbranch.models.gpu.step import GpuStep
 
 
@@ -49,9 +49,9 @@ class Texts:
         """Describe the step on the device itself: a row's text lies in one piece."""
         at, rows = positions.int(), self._rows
         begin = rows * (self._pages * PAGE)
-        shared = (at // GROUP - 1).clamp_(min=0) * GROUP
+        shared = (at // GROUP_POSITIONS - 1).clamp_(min=0) * GROUP_POSITIONS
         # Asking for the longest line would make a GPU wait; a CPU gains by it.
-        longest = int((at - shared).max()) + 1 if rows.device.type == "cpu" else OWN
+        longest = int((at - shared).max()) + 1 if rows.device.type == "cpu" else LONGEST_OWN
         own = begin[:, None] + shared[:, None] + torch.arange(longest, dtype=torch.int32, device=rows.device)
         own.clamp_(max=self.memory.data.shape[0] * PAGE - 1)  # what lies beyond a row's count is not read
         tables = rows[:, None] * self._pages + torch.arange(self._pages, dtype=torch.int32, device=rows.device)
