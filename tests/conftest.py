@@ -28,7 +28,7 @@ def nothing_kept() -> Iterator[None]:
 def short_rehearsals() -> Iterator[None]:
     """Loading a pair times its steps once, not three times: hundreds of tests load one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specbranch.core.rehearsal.TURNS", 1)
+        patch.setattr("specbranch.core.rehearsal.REHEARSAL_TURNS", 1)
         yield
 
 

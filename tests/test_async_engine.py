@@ -496,7 +496,7 @@ def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest
 
 
 def test_configurations_without_end_are_not_kept(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiences, "MOST_WAYS", 16)
+    monkeypatch.setattr(experiences, "MOST_CONFIGURATIONS", 16)
     one = SamplingParams(max_tokens=1)
 
     def llms() -> int:

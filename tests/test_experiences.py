@@ -160,8 +160,8 @@ def finishes(what: Callable[[], object]) -> bool:
 def test_nobody_waits_for_a_lock_while_decoding_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbranch.experiences.WAIT", 60.0)
-    monkeypatch.setattr("specbranch.experiences.PAUSE", 0.0)
+    monkeypatch.setattr("specbranch.experiences.WRITE_WAIT", 60.0)
+    monkeypatch.setattr("specbranch.experiences.WRITE_PAUSE", 0.0)
     file = ExperienceFile(tmp_path, HERE)
     made = learned(file)
     with FileLock(file.path.with_suffix(".lock")):
@@ -177,7 +177,7 @@ def test_what_was_learned_is_in_the_file_before_anything_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a process that is killed loses its last seconds only."""
-    monkeypatch.setattr("specbranch.experiences.PAUSE", 0.0)
+    monkeypatch.setattr("specbranch.experiences.WRITE_PAUSE", 0.0)
     file = ExperienceFile(tmp_path, HERE)
     made = learned(file)
     made.write()
@@ -188,7 +188,7 @@ def test_what_was_learned_is_in_the_file_before_anything_is_closed(
 
 
 def test_closing_waits_for_a_lock_for_a_while_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbranch.experiences.WAIT", 0.05)
+    monkeypatch.setattr("specbranch.experiences.WRITE_WAIT", 0.05)
     file = ExperienceFile(tmp_path, HERE)
     made = learned(file)
     with FileLock(file.path.with_suffix(".lock")):
@@ -201,8 +201,8 @@ def test_closing_waits_for_a_lock_for_a_while_only(tmp_path: Path, monkeypatch: 
 def test_an_llm_answers_while_the_lock_is_held(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbranch.experiences.WAIT", 60.0)
-    monkeypatch.setattr("specbranch.experiences.PAUSE", 0.0)
+    monkeypatch.setattr("specbranch.experiences.WRITE_WAIT", 60.0)
+    monkeypatch.setattr("specbranch.experiences.WRITE_PAUSE", 0.0)
     with LLM(*pair, method="specbranch", device="cpu") as llm:
         writer = llm._experiences._writer
         assert writer is not None

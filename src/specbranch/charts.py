@@ -15,11 +15,11 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
-WIDTH, HEIGHT = 680, 320  # of the area inside the axes and what stands around it; the legend comes on top
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 60, 46
+CHART_WIDTH, CHART_HEIGHT = 680, 320  # of the area inside the axes and what stands around it; the legend comes on top
+CHART_LEFT, CHART_RIGHT, CHART_TOP, CHART_BOTTOM = 56, 16, 60, 46
 LETTER = 7.0  # pixels of an average letter at the size of the text
 LEGEND_ROW = 20
-LIGHT = ("#1f6fb4", "#d1620f", "#2c8a3f", "#b5302f", "#7a55b8", "#8a6a00", "#0b8a8f", "#c0408a")
+LIGHT_COLOURS = ("#1f6fb4", "#d1620f", "#2c8a3f", "#b5302f", "#7a55b8", "#8a6a00", "#0b8a8f", "#c0408a")
 DARK = ("#6cb2f0", "#f5a05a", "#74cf86", "#f08580", "#b9a0ee", "#dcbc4a", "#5cd0d4", "#f094c8")
 ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)  # steps between ticks, times a power of ten
 
@@ -79,14 +79,14 @@ def line_chart(
         return _empty(title)
     hues = [number if a_line.colour is None else a_line.colour for number, a_line in enumerate(lines)]
     keys = [_key(a_line, hue) for a_line, hue in zip(lines, hues, strict=True)]
-    top = TOP + _legend_height(keys)
+    top = CHART_TOP + _legend_height(keys)
     x_values = [x for x, _ in points]
     x_ticks = round_ticks(*_ends(x_values), whole=all(x == math.floor(x) for x in x_values))
     y_ticks = round_ticks(*_ends((y for _, y in points), y_from_zero))
-    across, up = Scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT), _upwards(y_ticks, top)
+    across, up = Scale(x_ticks[0], x_ticks[-1], CHART_LEFT, CHART_WIDTH - CHART_RIGHT), _upwards(y_ticks, top)
     body = _grid(y_ticks, up) + _x_ticks(x_ticks, across, top)
     drawn = "".join(_line(a_line, hue, across, up) for a_line, hue in zip(lines, hues, strict=True))
-    return _framed(title, keys, body + _labels(x_label, y_label, top) + drawn, top + HEIGHT)
+    return _framed(title, keys, body + _labels(x_label, y_label, top) + drawn, top + CHART_HEIGHT)
 
 
 def bar_chart(
@@ -102,14 +102,14 @@ def bar_chart(
     if not groups or not any(_is_finite(value) for a_bar in bars for value in a_bar.values):
         return _empty(title)
     keys = [LegendKey(a_bar.name, number) for number, a_bar in enumerate(bars)]
-    top = TOP + _legend_height(keys)
+    top = CHART_TOP + _legend_height(keys)
     ticks = round_ticks(*_ends(_heights(bars, len(groups), stacked), from_zero=True))
-    up, slot = _upwards(ticks, top), (WIDTH - LEFT - RIGHT) / len(groups)
-    names, more = _group_names(groups, slot, top + HEIGHT - BOTTOM)
+    up, slot = _upwards(ticks, top), (CHART_WIDTH - CHART_LEFT - CHART_RIGHT) / len(groups)
+    names, more = _group_names(groups, slot, top + CHART_HEIGHT - CHART_BOTTOM)
     draw = _stack if stacked else _side_by_side
-    drawn = "".join(draw(bars, number, LEFT + slot * number, slot, up) for number in range(len(groups)))
+    drawn = "".join(draw(bars, number, CHART_LEFT + slot * number, slot, up) for number in range(len(groups)))
     body = _grid(ticks, up) + names + _labels(x_label, y_label, top, more)
-    return _framed(title, keys, body + drawn, top + HEIGHT + more)
+    return _framed(title, keys, body + drawn, top + CHART_HEIGHT + more)
 
 
 def round_ticks(low: float, high: float, about: int = 6, *, whole: bool = False) -> list[float]:
@@ -133,7 +133,7 @@ def number_text(value: float) -> str:
 def svg(width: float, height: float, body: str, title: str) -> str:
     """Return a whole drawing with our style; `title` is read out by screen readers."""
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
-    head = f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    head = f"<title>{escape(title)}</title><style>{CHART_STYLE}</style>"
     ground = '<rect class="sheet" width="100%" height="100%"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="sb" {size} role="img">{head}{ground}{body}</svg>\n'
 
@@ -150,7 +150,7 @@ def text(x: float, y: float, words: str, *, anchor: Anchor = "start", kind: str 
 def rect(x: float, y: float, width: float, height: float, colour: int, *, tip: str = "", faint: bool = False) -> str:
     """Return a filled rectangle in a hue of the palette; `tip` is shown under the pointer."""
     told = f"<title>{escape(tip)}</title>" if tip else ""
-    shade = f"f{colour % len(LIGHT)}{' faint' if faint else ''}"
+    shade = f"f{colour % len(LIGHT_COLOURS)}{' faint' if faint else ''}"
     size = f'width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"'
     return f'<rect x="{x:.1f}" y="{y:.1f}" {size} class="{shade}">{told}</rect>'
 
@@ -163,10 +163,10 @@ def line(x0: float, y0: float, x1: float, y1: float, kind: str = "rule") -> str:
 def polyline(points: Iterable[tuple[float, float]], colour: int, *, dashed: bool = False) -> str:
     """Return a line through points, in a hue of the palette."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" class="s{colour % len(LIGHT)}{" dashed" if dashed else ""}"/>'
+    return f'<polyline points="{path}" class="s{colour % len(LIGHT_COLOURS)}{" dashed" if dashed else ""}"/>'
 
 
-def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = WIDTH) -> str:
+def legend(keys: Sequence[LegendKey], x: float, y: float, width: float = CHART_WIDTH) -> str:
     """Return names beside their colours, in as many rows as they need; names that are empty are left out."""
     named = [key for key in keys if key.name]
     places = zip(named, _places(named, width), strict=True)
@@ -187,7 +187,7 @@ def _places(keys: Sequence[LegendKey], width: float) -> list[tuple[int, float]]:
     row, offset, places = 0, 0.0, []
     for key in keys:
         wide = 36 + LETTER * len(key.name)
-        if offset and offset + wide > width - LEFT:
+        if offset and offset + wide > width - CHART_LEFT:
             row, offset = row + 1, 0.0
         places.append((row, offset))
         offset += wide
@@ -196,7 +196,7 @@ def _places(keys: Sequence[LegendKey], width: float) -> list[tuple[int, float]]:
 
 def _legend_height(keys: Sequence[LegendKey]) -> float:
     named = [key for key in keys if key.name]
-    return LEGEND_ROW * (_places(named, WIDTH)[-1][0] + 1) if named else 0.0
+    return LEGEND_ROW * (_places(named, CHART_WIDTH)[-1][0] + 1) if named else 0.0
 
 
 def _key(a_line: ChartLine, hue: int) -> LegendKey:
@@ -219,16 +219,24 @@ def _ends(values: Iterable[float], from_zero: bool = False) -> tuple[float, floa
 
 
 def _upwards(ticks: Sequence[float], top: float) -> Scale:
-    return Scale(ticks[0], ticks[-1], top + HEIGHT - BOTTOM, top)
+    return Scale(ticks[0], ticks[-1], top + CHART_HEIGHT - CHART_BOTTOM, top)
 
 
 def _framed(title: str, keys: Sequence[LegendKey], body: str, height: float) -> str:
     """A whole chart: its title and legend, then what is drawn."""
-    return svg(WIDTH, height, text(12, 20, title, kind="bold") + legend(keys, LEFT, TOP - 22) + body, title)
+    return svg(
+        CHART_WIDTH, height, text(12, 20, title, kind="bold") + legend(keys, CHART_LEFT, CHART_TOP - 22) + body, title
+    )
 
 
 def _labels(x_label: str, y_label: str, top: float, more: float = 0.0) -> str:
-    below = text((LEFT + WIDTH - RIGHT) / 2, top + HEIGHT + more - 8, x_label, anchor="middle", kind="small")
+    below = text(
+        (CHART_LEFT + CHART_WIDTH - CHART_RIGHT) / 2,
+        top + CHART_HEIGHT + more - 8,
+        x_label,
+        anchor="middle",
+        kind="small",
+    )
     return below + text(12, top - 10, y_label, kind="small")
 
 
@@ -236,13 +244,13 @@ def _grid(ticks: Sequence[float], up: Scale) -> str:
     grid = ""
     for tick in ticks:
         y = up.at(tick)
-        grid += line(LEFT, y, WIDTH - RIGHT, y, "axis" if tick == ticks[0] else "rule")
-        grid += text(LEFT - 7, y + 4, number_text(tick), anchor="end", kind="small")
+        grid += line(CHART_LEFT, y, CHART_WIDTH - CHART_RIGHT, y, "axis" if tick == ticks[0] else "rule")
+        grid += text(CHART_LEFT - 7, y + 4, number_text(tick), anchor="end", kind="small")
     return grid
 
 
 def _x_ticks(ticks: Sequence[float], across: Scale, top: float) -> str:
-    foot, drawn = top + HEIGHT - BOTTOM, ""
+    foot, drawn = top + CHART_HEIGHT - CHART_BOTTOM, ""
     for tick in ticks:
         x = across.at(tick)
         drawn += line(x, foot, x, foot + 4, "axis")
@@ -265,7 +273,7 @@ def _line(a_line: ChartLine, hue: int, across: Scale, up: Scale) -> str:
 
 def _mark(x: float, y: float, hue: int, tip: str) -> str:
     told = f"<title>{escape(tip)}</title>"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{hue % len(LIGHT)} mark">{told}</circle>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="f{hue % len(LIGHT_COLOURS)} mark">{told}</circle>'
 
 
 def _heights(bars: Sequence[BarSeries], groups: int, stacked: bool) -> list[float]:
@@ -313,7 +321,7 @@ def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, 
     slanting = longest > slot
     names = []
     for number, name in enumerate(groups):
-        x = LEFT + slot * (number + 0.5)
+        x = CHART_LEFT + slot * (number + 0.5)
         if slanting:
             names.append(text(x + 4, foot + 16, name, anchor="end", kind="small", turn=-35))
         else:
@@ -322,7 +330,12 @@ def _group_names(groups: Sequence[str], slot: float, foot: float) -> tuple[str, 
 
 
 def _empty(title: str) -> str:
-    return _framed(title, (), text(WIDTH / 2, TOP + 20, "nothing to show", anchor="middle", kind="small"), TOP + 50)
+    return _framed(
+        title,
+        (),
+        text(CHART_WIDTH / 2, CHART_TOP + 20, "nothing to show", anchor="middle", kind="small"),
+        CHART_TOP + 50,
+    )
 
 
 def _style() -> str:
@@ -334,7 +347,7 @@ def _style() -> str:
         ".sb .small,.sb .light{font-size:11px}.sb .faint{opacity:.4}.sb .dashed{stroke-dasharray:6 4}.sb "
         ".mark{stroke-width:1}"
         ".sb polyline{fill:none;stroke-width:2}"
-        + _colours(LIGHT, sheet="#ffffff", ink="#1c2128", soft="#59636e", rule="#d8dee4")
+        + _colours(LIGHT_COLOURS, sheet="#ffffff", ink="#1c2128", soft="#59636e", rule="#d8dee4")
         + f"@media(prefers-color-scheme:dark){{{dark}}}"
     )
 
@@ -347,4 +360,4 @@ def _colours(palette: Sequence[str], *, sheet: str, ink: str, soft: str, rule: s
     )
 
 
-STYLE = _style()
+CHART_STYLE = _style()

@@ -22,23 +22,23 @@ from typing import Any, TypeGuard
 from filelock import FileLock, Timeout
 
 from specbranch.config import SpeculativeConfig
-from specbranch.core.costs import KEPT, Costs, LearnedCosts, Timed
-from specbranch.core.experience import MOST_SHIFT, MOST_TOKENS, Experience, Insight, News, Tally
+from specbranch.core.costs import TIMES_KEPT, Costs, LearnedCosts, Timed
+from specbranch.core.experience import EXPERIENCE_TOKENS, MOST_SHIFT, Experience, Insight, News, Tally
 from specbranch.core.stance import MOST_SPAN, Findings
 from specbranch.files import replacing
 
 log = logging.getLogger("specbranch")
 
-VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
-FORMAT = 4
-PAUSE = 5.0  # seconds between two writes, unless it is the last
-WAIT = 2.0  # seconds for another process to finish its write
-MOST_WAYS = 64  # configurations whose experience is at hand; a request may bring any
+EXPERIENCE_VARIABLE = "SPECBRANCH_EXPERIENCE"  # the folder to keep it in; "off": nowhere
+EXPERIENCE_FORMAT = 4
+WRITE_PAUSE = 5.0  # seconds between two writes, unless it is the last
+WRITE_WAIT = 2.0  # seconds for another process to finish its write
+MOST_CONFIGURATIONS = 64  # configurations whose experience is at hand; a request may bring any
 AT_CLOSE = 5.0  # seconds that closing waits for a write under way
 MOST_NEWS = 20_000  # of one kind that wait for a lock; the file forgets older ones anyway
 MOST_BYTES = 16 << 20  # of a file
 TALLIES = ("first", "other", "cover", "looked")
-MOST_ROWS = 1 << 20
+MOST_KNOWN_ROWS = 1 << 20
 MOST_LOAD = 32  # as a power of two of sessions
 HOUR = 3600.0
 # seconds that one of these can take
@@ -73,7 +73,7 @@ class Experiences:
         if name in self._made:
             self._made[name] = self._made.pop(name)  # the last used comes last
         else:
-            for old in list(self._made)[: max(len(self._made) + 1 - MOST_WAYS, 0)]:
+            for old in list(self._made)[: max(len(self._made) + 1 - MOST_CONFIGURATIONS, 0)]:
                 del self._made[old]  # what it has shown since the last write is lost
             made = self._made[name] = Experience(self._costs, self._has_draft)
             if self._writer:
@@ -86,7 +86,11 @@ class Experiences:
     def write(self, last: bool = False) -> None:
         """Have what is new added to the file, without waiting; not at every call. The last time, wait a little until
         it is there."""
-        if self._writer is None or self.learned is None or (time.monotonic() < self._written + PAUSE and not last):
+        if (
+            self._writer is None
+            or self.learned is None
+            or (time.monotonic() < self._written + WRITE_PAUSE and not last)
+        ):
             return
         self._written = time.monotonic()
         news = self._news(None if self._writer.failed else [])
@@ -212,8 +216,8 @@ class Kept:
         known = cls(insights=insights, stances=stances)
         for kind in known.costs.times:
             for rows, times in values["costs"][kind].items():
-                count = _count(rows, 0, MOST_ROWS)
-                for seconds in times[-KEPT:]:
+                count = _count(rows, 0, MOST_KNOWN_ROWS)
+                for seconds in times[-TIMES_KEPT:]:
                     known.costs.take(kind, count, _number(seconds, *RANGES[kind]))
         return known
 
@@ -221,12 +225,12 @@ class Kept:
         """Take in news. What cannot be, as the time of a round in which the machine slept, is left out: it would make
         the file unreadable."""
         for kind, rows, seconds in news.costs:
-            if _is_in(seconds, *RANGES[kind]) and 0 <= rows <= MOST_ROWS:
+            if _is_in(seconds, *RANGES[kind]) and 0 <= rows <= MOST_KNOWN_ROWS:
                 self.costs.take(kind, rows, seconds)
         for name, learned in news.insights.items():
             insight = self.insights.setdefault(name, Insight())
             for of, at, value in learned:
-                if of != "pace" or (_is_in(value, 0.0, HOUR) and 0 <= at <= MOST_TOKENS // 2):
+                if of != "pace" or (_is_in(value, 0.0, HOUR) and 0 <= at <= EXPERIENCE_TOKENS // 2):
                     insight.take(of, at, value)
         for name, found in news.stances.items():
             self.stances[name] = {**self.stances.get(name, {}), **found}
@@ -247,7 +251,7 @@ class ExperienceFile:
             if (size := self.path.stat().st_size) > MOST_BYTES:
                 raise ValueError(f"it has {size} bytes")
             values = json.loads(self.path.read_text(encoding="utf-8"))
-            if values["format"] != FORMAT or values["circumstances"] != self.circumstances:
+            if values["format"] != EXPERIENCE_FORMAT or values["circumstances"] != self.circumstances:
                 raise ValueError("it is of another version or another pair")
             return Kept.from_dict(values)
         except FileNotFoundError:
@@ -260,10 +264,10 @@ class ExperienceFile:
     def add(self, news: LearnedNews) -> None:
         """Add news to what the file holds, or raise."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_suffix(".lock"), timeout=WAIT):
+        with FileLock(self.path.with_suffix(".lock"), timeout=WRITE_WAIT):
             kept = self.read(aloud=False)  # it was said when it was first read
             kept.add(news)
-            values = {"format": FORMAT, "circumstances": self.circumstances, **kept.to_dict()}
+            values = {"format": EXPERIENCE_FORMAT, "circumstances": self.circumstances, **kept.to_dict()}
             with replacing(self.path) as part:
                 part.write_text(json.dumps(values), encoding="utf-8")
 
@@ -272,7 +276,7 @@ def experience_folder() -> Path | None:
     """Where experience is kept: $SPECBRANCH_EXPERIENCE, else in the cache; nowhere if that says "off"."""
     from specbranch.models.files.store import cache_folder
 
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get(EXPERIENCE_VARIABLE)
     if given == "off":
         return None
     return Path(given).expanduser() if given else cache_folder() / "experience"
@@ -299,7 +303,8 @@ def _findings(told: Mapping[str, Any]) -> Findings:
 
 
 def _insight(told: Mapping[str, Any]) -> Insight:
-    tokens, seconds = _number(told["tokens"], 0.0, MOST_TOKENS), _number(told["seconds"], 0.0, MOST_TOKENS * HOUR)
+    tokens = _number(told["tokens"], 0.0, EXPERIENCE_TOKENS)
+    seconds = _number(told["seconds"], 0.0, EXPERIENCE_TOKENS * HOUR)
     insight = Insight(tokens=tokens, seconds=seconds)
     for name in TALLIES:
         tally: Tally = getattr(insight, name)

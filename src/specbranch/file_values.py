@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from specbranch.errors import ModelError
 
-MOST_TOKENS = 1 << 31  # of a context; token ids are below, too
+MOST_CONTEXT_TOKENS = 1 << 31  # of a context; token ids are below, too
 TOO_LARGE = 1 << 53  # a whole number that no size reaches
 
 
@@ -70,7 +70,7 @@ class FileValues:
         """Token ids, as one number or as a list of them, each once; none if it is not there."""
         value = self._or(key, [])
         several = value if isinstance(value, (list, tuple)) else [value]
-        if not all(_is_whole(one) and 0 <= one < MOST_TOKENS for one in several):
+        if not all(_is_whole(one) and 0 <= one < MOST_CONTEXT_TOKENS for one in several):
             self.refuse(key, "a token id, or a list of them")
         return tuple(dict.fromkeys(several))
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 CORES = 0.25  # of other programs' work, on average: more than a desktop at rest has
-SHARE = 0.02  # of all cores, where that is more
+BUSY_SHARE = 0.02  # of all cores, where that is more
 SPREAD = 0.3  # between a method's quickest and slowest turn, in medians
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)  # idle and waiting for a disk, among a core's counters
@@ -43,7 +43,7 @@ def usable_cores() -> int:
 
 def is_busy(other_cores: float) -> bool:
     """Whether other programs do so much that timings suffer."""
-    return other_cores > max(CORES, SHARE * usable_cores())
+    return other_cores > max(CORES, BUSY_SHARE * usable_cores())
 
 
 def roughness(other_cores: float, turns: Iterable[Sequence[float]]) -> str:

@@ -14,7 +14,7 @@ from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Grow, Orders, Reports, Span, Verify
-from specbranch.core.rehearsal import ROWS, WIDTHS, rehearse
+from specbranch.core.rehearsal import REHEARSED_ROWS, REHEARSED_WIDTHS, rehearse
 from specbranch.core.trees import NO_TREE, Growth, Tree
 from specbranch.exec.serial import Serial
 from toybench import Case, Ending, make_drafter, make_verifier, next_number, run_out, serial, virtual_clock
@@ -66,15 +66,15 @@ def test_reading_a_prompt_is_no_round() -> None:
 
 @pytest.mark.parametrize("setup", [0.0, 7.0])
 def test_a_rehearsal_finds_what_a_profile_charges(setup: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "TURNS", 3)
+    monkeypatch.setattr(rehearsal, "REHEARSAL_TURNS", 3)
     costs, profile = LearnedCosts(), replace(STEEP, draft_setup=setup)
     rehearse(virtual_clock(0.2, vocabulary=12, profile=profile), costs, 12, has_draft=True, seconds=1e9)
-    assert set(costs.times["target"]) == set(ROWS)
-    assert min(costs.times["step"]) == min(WIDTHS) and max(costs.times["step"]) >= max(WIDTHS) - 1
+    assert set(costs.times["target"]) == set(REHEARSED_ROWS)
+    assert min(costs.times["step"]) == min(REHEARSED_WIDTHS) and max(costs.times["step"]) >= max(REHEARSED_WIDTHS) - 1
     assert costs.draft_setup == pytest.approx(setup, abs=2.0)
-    for rows in ROWS:
+    for rows in REHEARSED_ROWS:
         assert costs.target_seconds(rows) == pytest.approx(STEEP.target_seconds(rows))
-    for width in WIDTHS:
+    for width in REHEARSED_WIDTHS:
         assert costs.draft_seconds(width) == pytest.approx(STEEP.draft_seconds(width), rel=0.35)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from specbranch.core.lookup import FAR, Ngrams
+from specbranch.core.lookup import LONGEST_MATCH, Ngrams
 
 
 def searched(tokens: list[int], longest: int, shortest: int, length: int) -> tuple[int, ...]:
@@ -80,6 +80,6 @@ def test_a_match_is_counted_as_far_as_it_goes() -> None:
             if ends and len(tokens) > 4:  # of the last four the latest place counts, however far the match goes
                 end = ends[-1]
                 far = next((n for n in range(end) if tokens[end - n - 1] != tokens[-n - 1]), end)
-                assert words == min(far, FAR) and found[: len(tokens) - end] == tuple(tokens[end : end + 3])
+                assert words == min(far, LONGEST_MATCH) and found[: len(tokens) - end] == tuple(tokens[end : end + 3])
             else:
                 assert words < 4

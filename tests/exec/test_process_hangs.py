@@ -71,7 +71,7 @@ WAITING = 0.02  # seconds of a target forward while the child is away, so that i
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new child is started at once."""
-    monkeypatch.setattr(process, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(process, "LONGEST_RESTART_WAIT", 0.0)
 
 
 def write(data: bytes) -> None:

@@ -29,7 +29,7 @@ from specbranch.exec import process
 from specbranch.exec.child_speed import ChildLimits
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.messages import Recipe, TargetDone, Work
-from specbranch.exec.process import LONGEST_WAIT, Process
+from specbranch.exec.process import LONGEST_RESTART_WAIT, Process
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.wire import BadMessage
 from specbranch.lab.toys.toys import Logits
@@ -61,14 +61,14 @@ METHODS_WITH_DRAFT = ("speculative", "adaptive", "pearl", "confidence", "wanderi
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new child is started at once, except on a clock of the test's own."""
-    monkeypatch.setattr(process, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(process, "LONGEST_RESTART_WAIT", 0.0)
 
 
 class HandClock:
     """A clock that a test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(process, "LONGEST_WAIT", LONGEST_WAIT)
+        monkeypatch.setattr(process, "LONGEST_RESTART_WAIT", LONGEST_RESTART_WAIT)
         self.time = 0.0
 
     def __call__(self) -> float:
@@ -451,7 +451,7 @@ def test_waits_double_up_to_a_minute_and_a_drafted_round_makes_them_short_again(
         assert [line.rpartition(" again in ")[2] for line in said] == [
             f"{n} s." for n in (1, 2, 4, 8, 16, 32, 60, 60, 60)
         ]
-        clock.time += LONGEST_WAIT
+        clock.time += LONGEST_RESTART_WAIT
         ask_until(executor, lambda: ask(executor))
         lose(executor)
         assert caplog.records[-1].getMessage().endswith("tried again in 1 s.")

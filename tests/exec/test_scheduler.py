@@ -442,7 +442,7 @@ def test_a_draft_that_raises_takes_no_other_with_it(method: str, error: Exceptio
 def test_a_draft_process_that_is_killed_again_and_again_costs_no_request_anything(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(process, "LONGEST_RESTART_WAIT", 0.0)
     executor = Process(Verifier(toy(places=400)), drafter_recipe(DRIFT))
     desk, killed = Desk(Scheduler(Loop(executor, limits=LIMITS), most=8), random.Random(3)), 0
     requests = iter(mixed(100_000, rules=("match",)))

@@ -9,10 +9,11 @@ import pytest
 from running import PROMPT, Running, Visitor, events, load_tiny, running, until
 
 from specbranch import LLM, SamplingParams, machine_load
+from specbranch.clock.shipped import WALL
 from specbranch.machine_load import LoadMeter
 from specbranch.serve.keys import new_key
-from specbranch.serve.live import CLOCKS, WALL
-from specbranch.serve.race import RACERS, TURNS
+from specbranch.serve.live import CLOCKS
+from specbranch.serve.race import RACE_TURNS, RACERS
 from tiers import each_value, tiered
 
 CHAT, RACE = "/v1/live/chat", "/v1/live/race"
@@ -89,7 +90,7 @@ def test_a_word_that_was_drafted_has_its_node_in_the_round_it_came_in(served: Ru
 def test_a_race_ends_with_the_same_text_in_every_lane(served: Running, reference: LLM, clock: str) -> None:
     told = events(served.post(RACE, {**RACED, "clock": clock}))
     expected = reference.chat([{"role": "user", "content": PROMPT}], SamplingParams(max_tokens=24))
-    turns = range(1, (TURNS if clock == WALL else 1) + 1)
+    turns = range(1, (RACE_TURNS if clock == WALL else 1) + 1)
     lanes = {
         (name, turn): [one for one in told if (one.get("lane"), one.get("turn")) == (name, turn)]
         for name in RACERS
@@ -112,7 +113,7 @@ def test_methods_race_by_turns_after_a_warm_up_and_a_busy_machine_is_told(
     monkeypatch.setattr(machine_load, "SPREAD", 1e9)
     told = events(served.post(RACE, {**RACED, "max_tokens": 4}))
     starts = [(one["turn"], one["lane"]) for one in told if "lane" in one and "steps" not in one]
-    assert starts == [(turn, name) for turn in range(TURNS + 1) for name in RACERS]
+    assert starts == [(turn, name) for turn in range(RACE_TURNS + 1) for name in RACERS]
     assert not [one for one in told if one.get("turn") == 0 and "steps" in one]
     assert told[-1]["rough"].startswith(said) and bool(told[-1]["rough"]) == bool(said)
 

@@ -12,7 +12,7 @@ from running import PROMPT, WAIT, Running, Visitor, load_tiny, running, until
 
 from specbranch import LLM
 from specbranch.serve import protocol
-from specbranch.serve.text_work import LONG
+from specbranch.serve.text_work import LONG_BODY
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Hi"}
@@ -118,21 +118,21 @@ def test_long_bodies_wait_for_one_another_and_short_ones_for_none(
 
     def slow(text: str, special: bool = True) -> list[int]:
         started.append(len(text))
-        if len(text) > LONG:
+        if len(text) > LONG_BODY:
             assert gate.wait(WAIT)
             return [1]
         return encode(text, special)
 
     monkeypatch.setattr(busy.engine.tokenizer, "encode", slow)
     monkeypatch.setattr(busy.engine.tokenizer, "least_tokens", lambda text: 0)
-    long = {"prompt": "x" * (LONG + 1), "max_tokens": 1}
+    long = {"prompt": "x" * (LONG_BODY + 1), "max_tokens": 1}
     first = Visitor(busy.url, COMPLETE, long)
     until(lambda: len(started) == 1)
     second = Visitor(busy.url, COMPLETE, {**long, "deadline": 0.2})
     second.hear(b"HTTP/1.1 408")
     assert busy.post("/tokenize", {"prompt": "x"}).json()["count"] == 1
     first.leave()  # its thread works on, and is counted as long as it does
-    assert started == [LONG + 1, 1] and busy.server._limits.requests == 1
+    assert started == [LONG_BODY + 1, 1] and busy.server._limits.requests == 1
     gate.set()
     until(busy.is_idle)
     second.leave()

@@ -22,8 +22,8 @@ from specbranch.errors import BadParameter, unknown
 Points = tuple[tuple[float, float], ...]  # (rows, seconds), by rows
 CURVES = ("target", "draft")
 SLOPES = ("target_per_context", "draft_per_context")
-SECONDS = ("slow_down", "draft_slow_down", "draft_setup", "host", "asking", "hearing")
-TEXTS = ("pair", "hardware", "note", "target_identity", "draft_identity")
+SECONDS_KEYS = ("slow_down", "draft_slow_down", "draft_setup", "host", "asking", "hearing")
+TEXT_KEYS = ("pair", "hardware", "note", "target_identity", "draft_identity")
 
 ABOUT = {"pair", "hardware", "note", "provenance"}  # words that change no charge
 
@@ -63,8 +63,8 @@ class CostProfile:
     def __post_init__(self) -> None:
         for name in (*CURVES, *SLOPES):
             object.__setattr__(self, name, _points(name, getattr(self, name), name in SLOPES))
-        self._require(SECONDS, _is_seconds, "seconds ≥ 0")
-        self._require(TEXTS, lambda value: isinstance(value, str), "a text")
+        self._require(SECONDS_KEYS, _is_seconds, "seconds ≥ 0")
+        self._require(TEXT_KEYS, lambda value: isinstance(value, str), "a text")
         self._require(("overlap",), lambda value: isinstance(value, bool), "true or false")
         self._require(
             ("context",), lambda value: isinstance(value, int) and _is_seconds(value), "a number of tokens ≥ 0"

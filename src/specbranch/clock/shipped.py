@@ -1,4 +1,4 @@
-"""Cost profiles by name: those that ship in `sim/profiles`, one JSON file each.
+"""Cost profiles by name: those that ship in `clock/profiles`, one JSON file each.
 
 Owns the way from a name to a profile, not what a profile says. A new file in that folder is a new name.
 """
@@ -10,18 +10,19 @@ from pathlib import Path
 from specbranch.clock.profile import CostProfile
 from specbranch.errors import unknown
 
-FOLDER = Path(__file__).parent / "profiles"
+WALL = "wall"  # beside the names of profiles: time as it passes
+PROFILES_FOLDER = Path(__file__).parent / "profiles"
 
 
 def shipped_profiles() -> tuple[str, ...]:
     """The names that `load_profile` knows."""
-    return tuple(sorted(file.name.removesuffix(".json") for file in FOLDER.glob("*.json")))
+    return tuple(sorted(file.name.removesuffix(".json") for file in PROFILES_FOLDER.glob("*.json")))
 
 
 def load_profile(name: str | Path) -> CostProfile:
     """Return a shipped profile by its name, or read one from a file, whose name ends in .json."""
     if str(name) in shipped_profiles():
-        return CostProfile.load(FOLDER / f"{name}.json")
+        return CostProfile.load(PROFILES_FOLDER / f"{name}.json")
     if Path(name).suffix != ".json":
         raise unknown("cost profile", str(name), (*shipped_profiles(), "FILE.json"))
     return CostProfile.load(Path(name))

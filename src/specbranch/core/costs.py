@@ -16,7 +16,7 @@ from typing import Literal, Protocol, get_args
 
 from specbranch.core.orders import DraftOrder, Orders, Read, Reports, Span, Verify
 
-KEPT = 15  # of the latest times at a number of rows; their median is the estimate
+TIMES_KEPT = 15  # of the latest times at a number of rows; their median is the estimate
 SLOPE = 0.05  # until more is known: each further row of the target costs this share of one
 LANE = 0.05  # likewise, each further lane of a draft step
 APART = 3  # steps by which two rounds differ that tell a draft's setup from its steps
@@ -174,7 +174,7 @@ class LearnedCosts:
     def take(self, kind: Timed, rows: int, seconds: float) -> None:
         """Take in a time, and nothing else."""
         rows = self._size(kind, rows)
-        times = self.times[kind].setdefault(rows, deque(maxlen=KEPT))
+        times = self.times[kind].setdefault(rows, deque(maxlen=TIMES_KEPT))
         times.append(seconds)
         self._medians[kind][rows] = median(times)
         self._sorted.pop(kind, None)

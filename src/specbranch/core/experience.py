@@ -51,10 +51,10 @@ USUAL_LOOK = (
 )
 # For the middle two: how much the draft's log-odds rise if the text says the same.
 USUAL_SHIFT = ((0.2, 1.0), (0.6, 1.5), (0.8, 1.8), (1.2, 2.0), (1.5, 2.4), (1.7, 2.8), (1.8, 2.9))
-PACE = 0.06  # how fast those shifts are learned
+LEARNING_PACE = 0.06  # how fast those shifts are learned
 MOST_SHIFT = 30.0  # log-odds: beyond it nothing becomes more certain, and an exponential may overflow
 LATELY = 400.0  # tokens over which the rate is measured
-MOST_TOKENS = 1 << 16  # that count for it, with the round that goes beyond
+EXPERIENCE_TOKENS = 1 << 16  # that count for it, with the round that goes beyond
 PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
 IN_COMPANY = 0.5  # of that: less can be gained there
 
@@ -133,7 +133,7 @@ class Insight:
         expected. "pace": the seconds of a round that gave `at` tokens."""
         match of:
             case "shift":
-                self.shifts[at] = min(max(self.shifts[at] + PACE * value, -MOST_SHIFT), MOST_SHIFT)
+                self.shifts[at] = min(max(self.shifts[at] + LEARNING_PACE * value, -MOST_SHIFT), MOST_SHIFT)
             case "pace":
                 self._passed(at, value)
             case _:

@@ -11,7 +11,7 @@ from itertools import cycle, islice
 
 from specbranch.core.trees import MATCHES
 
-FAR = MATCHES[-1]  # tokens of a match that are counted: more say nothing new
+LONGEST_MATCH = MATCHES[-1]  # tokens of a match that are counted: more say nothing new
 
 
 class Ngrams:
@@ -48,7 +48,8 @@ class Ngrams:
     def _matched(self, start: int, size: int, behind: tuple[int, ...]) -> int:
         """How many tokens before `start` are those at the end; `size` of them are known to be."""
         end = len(self._tokens) + len(behind)
-        while size < min(FAR, start) and self._token(start - size - 1, behind) == self._token(end - size - 1, behind):
+        longest = min(LONGEST_MATCH, start)
+        while size < longest and self._token(start - size - 1, behind) == self._token(end - size - 1, behind):
             size += 1
         return size
 

@@ -263,7 +263,7 @@ class PromptRead:
         return PromptRead(self.read + other.read, self.cached + other.cached)
 
 
-UNREAD = PromptRead()
+UNREAD_PROMPT = PromptRead()
 
 
 @dataclass(frozen=True, slots=True)

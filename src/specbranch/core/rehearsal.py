@@ -21,12 +21,12 @@ from specbranch.core.trees import NO_TREE, Growth
 from specbranch.errors import SpecBranchError
 
 NUMBER = -1  # no request has it
-PROMPT = tuple(range(1, 18))  # its tokens are verified, too, so it is as long as the most rows
-ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
-WIDTHS = (1, 8, 4, 2)
-LENGTHS = (2, 6)  # steps of a draft: two numbers, to tell them from what comes once for all
-TURNS = 3  # their median counts
-WARM_UP = 60.0  # seconds that a draft in another process has for a first round, beside what the round waits
+REHEARSAL_PROMPT = tuple(range(1, 18))  # its tokens are verified, too, so it is as long as the most rows
+REHEARSED_ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
+REHEARSED_WIDTHS = (1, 8, 4, 2)
+REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two numbers, to tell them from what comes once for all
+REHEARSAL_TURNS = 3  # their median counts
+REHEARSAL_SECONDS = 60.0  # seconds that a draft in another process has for a first round, beside what the round waits
 LOOK_EVERY = 0.05  # seconds
 
 
@@ -45,7 +45,7 @@ def rehearse(
     `set_up`: a first round of each size has something to set up, as where graphs are captured; they are made before,
     and not timed.
     """
-    on = Context(0, tuple(token % vocabulary for token in PROMPT))
+    on = Context(0, tuple(token % vocabulary for token in REHEARSAL_PROMPT))
     try:
         executor.open(NUMBER, Request(SamplingParams(), 0, len(on)))
         reading = Orders(Draft(on, Plan(0)) if has_draft else None, Verify(on))
@@ -53,7 +53,7 @@ def rehearse(
         for orders in (*_received(on, has_draft), *_trials(on, has_draft)) if set_up else ():
             _warm_up(executor, orders, on)
         over, longest = executor.now() + seconds, 0.0
-        for orders in _trials(on, has_draft) * TURNS:
+        for orders in _trials(on, has_draft) * REHEARSAL_TURNS:
             start = executor.now()
             if start + longest > over:
                 break
@@ -70,7 +70,7 @@ def _warm_up(executor: Executor, orders: Orders, on: Context) -> None:
     """Run a round that is not timed. A first round may take long, as kernels are compiled: a draft in another process
     is waited for until it has answered."""
     executor.run({NUMBER: orders})
-    over = executor.now() + WARM_UP
+    over = executor.now() + REHEARSAL_SECONDS
     while executor.draft_state == "busy" and executor.now() < over:
         time.sleep(LOOK_EVERY)  # the target would take the draft's cores
         executor.run({NUMBER: Orders(verify=Verify(on))})
@@ -78,16 +78,18 @@ def _warm_up(executor: Executor, orders: Orders, on: Context) -> None:
 
 def _trials(on: Context, has_draft: bool) -> list[Orders]:
     """The rounds of a turn. Their texts differ in the last token alone, so that just this one is read again."""
-    others = [Context(0, (*on.tail[:-1], on.tail[at])) for at in range(len(ROWS))]
-    verifies = [Orders(verify=Verify(other, on.tail[: rows - 1])) for other, rows in zip(others, ROWS, strict=True)]
-    sizes = product(WIDTHS, LENGTHS) if has_draft else ()
+    others = [Context(0, (*on.tail[:-1], on.tail[at])) for at in range(len(REHEARSED_ROWS))]
+    verifies = [
+        Orders(verify=Verify(other, on.tail[: rows - 1])) for other, rows in zip(others, REHEARSED_ROWS, strict=True)
+    ]
+    sizes = product(REHEARSED_WIDTHS, REHEARSED_LENGTHS) if has_draft else ()
     drafts = [Orders(_grow(others[at % 2], *size)) for at, size in enumerate(sizes)]
     return [trial for both in zip_longest(verifies, drafts) for trial in both if trial is not None]
 
 
 def _received(on: Context, has_draft: bool) -> list[Orders]:
     """A tree behind a token that the target has just said, which it may begin to verify where that has grown."""
-    sending = Sending((0.0,) * (max(ROWS) - 1), max(ROWS) - 1)
+    sending = Sending((0.0,) * (max(REHEARSED_ROWS) - 1), max(REHEARSED_ROWS) - 1)
     said = Context(0, (*on.tail, on.tail[0]))
     return [Orders(replace(_grow(said, 1, 2), sending=lambda: sending))] if has_draft else []
 

@@ -25,7 +25,7 @@ from specbranch.core.methods import MethodRounds
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull, DeadlinePassed
 
-AHEAD = 64  # places beyond its text that a request is to have when it is admitted, and that live ones are to keep
+SLOTS_AHEAD = 64  # places beyond its text that a request is to have when it is admitted, and that live ones are to keep
 
 TicketState = Literal["waiting", "live", "over"]
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     loop: Loop
     most: int | None = None
-    ahead: int = AHEAD
+    ahead: int = SLOTS_AHEAD
     first: Scheduler | None = None  # nothing: this one is
     served: bool = False  # a thread makes its rounds: whoever waits for its memory will have it
     blocking: bool = False  # its caller makes no rounds but its own, so that waiting for others would never end

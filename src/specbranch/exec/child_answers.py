@@ -16,7 +16,7 @@ from specbranch.core.runner import MOST_ENTRIES
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import LOOKS, Node, Tree
 
-SLACK = 1e-3  # by which a probability may miss its range: softmax rounds
+PROBABILITY_SLACK = 1e-3  # by which a probability may miss its range: softmax rounds
 
 
 class BadAnswer(Exception):
@@ -92,7 +92,7 @@ class Asked:
         _expect(len(set(law.ids)) == len(law.ids), "a law that names a token twice")
         self._check_tokens(law.ids)
         _check_probabilities(law.probs)
-        _expect(abs(sum(law.probs) - 1.0) <= SLACK, f"a law that sums to {sum(law.probs)}")
+        _expect(abs(sum(law.probs) - 1.0) <= PROBABILITY_SLACK, f"a law that sums to {sum(law.probs)}")
         _expect(law.prob(token) > 0.0, f"token {token}, which its own law rules out")
 
     def _check_tokens(self, tokens: Collection[int]) -> None:
@@ -140,7 +140,7 @@ def _check_span(span: Span) -> None:
 
 def _check_probabilities(values: Iterable[float]) -> None:
     for value in values:
-        if not -SLACK <= value <= 1.0 + SLACK:  # as NaN is not
+        if not -PROBABILITY_SLACK <= value <= 1.0 + PROBABILITY_SLACK:  # as NaN is not
             raise BadAnswer(f"it answered {value} for a probability")
 
 

@@ -13,7 +13,7 @@ import socket
 from struct import Struct
 
 HEADER = Struct(">Q")
-CHUNK = 1 << 18  # bytes moved at once
+LINK_BYTES = 1 << 18  # bytes moved at once
 
 
 class LinkLost(Exception):
@@ -106,7 +106,7 @@ class Link:
         if not self._outgoing:
             return
         try:
-            del self._outgoing[: self._stream.send(self._outgoing[:CHUNK])]
+            del self._outgoing[: self._stream.send(self._outgoing[:LINK_BYTES])]
         except BlockingIOError:
             pass
         except OSError:
@@ -114,7 +114,7 @@ class Link:
 
     def _read(self) -> None:
         try:
-            came = self._stream.recv(CHUNK)
+            came = self._stream.recv(LINK_BYTES)
         except BlockingIOError:
             return
         except OSError as error:

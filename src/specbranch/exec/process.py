@@ -46,7 +46,7 @@ from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
 log = logging.getLogger("specbranch")
 
-LONGEST_WAIT = 60.0  # seconds before a lost child is started again, however often it was lost
+LONGEST_RESTART_WAIT = 60.0  # seconds before a lost child is started again, however often it was lost
 MOST_ANSWER = 1 << 26  # bytes of a message from the child; the laws of many lanes come to a tenth of that
 HANDING_OVER = 0.05  # seconds in which a child that reads takes an order that is larger than the socket's buffer
 DYING = 0.2  # seconds that a killed process is waited for
@@ -378,7 +378,8 @@ class Process:
 
     def _lose(self, loss: Lost) -> None:
         self._failures += 1
-        wait = min(2.0 ** min(self._failures - 1, 10), LONGEST_WAIT)  # the inner bound: a float ends at 2 ** 1024
+        # the inner bound: a float ends at 2 ** 1024
+        wait = min(2.0 ** min(self._failures - 1, 10), LONGEST_RESTART_WAIT)
         self._again_at = self.now() + wait
         log.warning("Draft worker lost (%s); decoding goes on without it, and it is tried again in %.0f s.", loss, wait)
         self._stop_child(0.0)

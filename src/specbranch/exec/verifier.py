@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
-from specbranch.core.orders import UNREAD, Aside, Branch, Context, Read, Receiver, Verdict, Verify
+from specbranch.core.orders import UNREAD_PROMPT, Aside, Branch, Context, Read, Receiver, Verdict, Verify
 from specbranch.core.runner import NO_TOKEN, Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
@@ -56,7 +56,8 @@ class Verifier(Worker):
     @property
     def begun(self) -> Callable[[], float] | None:
         """When the last verification began, which may be before it was asked for; nothing: when it was."""
-        read = any(held.prompt is not UNREAD for held in self._held.values())  # before that step, in the same order
+        # before that step, in the same order
+        read = any(held.prompt is not UNREAD_PROMPT for held in self._held.values())
         return self._receives.begun if self._receives and not read else None
 
     def receiver(self, session: int, on: Context, sending: SendingLater) -> Receiver | None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import lcm
 
-from specbranch.core.orders import UNREAD, Context, PromptRead, Read
+from specbranch.core.orders import UNREAD_PROMPT, Context, PromptRead, Read
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Done, Feed, GrowsTrees, Proposal, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
 from specbranch.core.trees import Tree
 from specbranch.errors import CacheFull, PoolFull
 
-AT_ONCE = 16  # unread tokens an order's own forward reads besides what it asks for; more are read before it
+READ_AT_ONCE = 16  # unread tokens an order's own forward reads besides what it asks for; more are read before it
 STRIDE = 32  # tokens of a text that are read again in one step: as deep as a tail is exact on every device
 
 
@@ -35,7 +35,7 @@ class Holding:
 
     request: Request
     out_of_reach: bool = False  # the text holds what this model cannot read
-    prompt: PromptRead = UNREAD  # since it was last told
+    prompt: PromptRead = UNREAD_PROMPT  # since it was last told
 
 
 class Worker:
@@ -63,9 +63,9 @@ class Worker:
 
     def prompts_read(self) -> dict[int, PromptRead]:
         """Return what was read of the sessions' prompts since this was last asked."""
-        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not UNREAD}
+        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not UNREAD_PROMPT}
         for session in found:
-            self._held[session].prompt = UNREAD
+            self._held[session].prompt = UNREAD_PROMPT
         return found
 
     def stale(self, session: int, on: Context) -> bool:
@@ -182,7 +182,7 @@ class Worker:
         """Note that nodes are about to be fed, in one forward."""
         self.rows_fed += sum(len(item.tokens) for item in work)
 
-    def _catch_up(self, session: int, rest: list[int], committed: int, at_once: int = AT_ONCE) -> list[int]:
+    def _catch_up(self, session: int, rest: list[int], committed: int, at_once: int = READ_AT_ONCE) -> list[int]:
         """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those
         left to feed."""
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-CLASSES = 3
-WIDE, NARROW = 256, 64
+OUTCOMES = 3
+WIDE_LAYER, NARROW_LAYER = 256, 64
 DROPOUT = 0.2
 FARTHEST = 10.0  # standard deviations: a few places of a residual stream are far out, and would drown the rest
 
@@ -37,7 +37,11 @@ class Network(nn.Module):
             ("shift", torch.zeros(longest)),
         ):
             self.register_buffer(name, tensor)
-        self.first, self.second, self.last = nn.Linear(width, WIDE), nn.Linear(WIDE, NARROW), nn.Linear(NARROW, longest)
+        self.first, self.second, self.last = (
+            nn.Linear(width, WIDE_LAYER),
+            nn.Linear(WIDE_LAYER, NARROW_LAYER),
+            nn.Linear(NARROW_LAYER, longest),
+        )
         self.dropout, self.forgetting = nn.Dropout(DROPOUT), nn.Dropout(forgets)
 
     def fit_scale(self, features: Tensor) -> None:

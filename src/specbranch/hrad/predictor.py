@@ -23,9 +23,9 @@ from specbranch.files import spoken
 from specbranch.hrad.network import Network
 from specbranch.models.files.disk import RESUME, write_durably
 
-FORMAT = "specbranch-predictor"
-VERSION = 1
-WEIGHTS, CARD = "predictor.safetensors", "predictor.json"
+PREDICTOR_FORMAT = "specbranch-predictor"
+PREDICTOR_VERSION = 1
+PREDICTOR_WEIGHTS, CARD = "predictor.safetensors", "predictor.json"
 MOST_LAYERS, MOST_LENGTH, MOST_HIDDEN = 64, 64, 1 << 16
 
 
@@ -67,10 +67,15 @@ class Predictor:
         for name in ("mean", "scale", "sharpness", "shift"):  # a few numbers, of any size
             tensors[name] = self.network.state_dict()[name].detach().cpu().float()
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        card = {"format": FORMAT, "version": VERSION, "weights_sha256": sha256(data).hexdigest(), **asdict(self.about)}
+        card = {
+            "format": PREDICTOR_FORMAT,
+            "version": PREDICTOR_VERSION,
+            "weights_sha256": sha256(data).hexdigest(),
+            **asdict(self.about),
+        }
         with spoken(folder, RESUME):
             (folder / CARD).unlink(missing_ok=True)
-        write_durably(folder / WEIGHTS, data)
+        write_durably(folder / PREDICTOR_WEIGHTS, data)
         write_durably(folder / CARD, (json.dumps(card, indent=1) + "\n").encode())
 
     @classmethod
@@ -79,14 +84,15 @@ class Predictor:
         card = _card(folder)
         about, expected = _about(folder, card), card.get("weights_sha256")
         try:
-            data = (folder / WEIGHTS).read_bytes()
+            data = (folder / PREDICTOR_WEIGHTS).read_bytes()
         except OSError as error:
             raise PredictorError(
-                f"The predictor in {folder} cannot be read ({error.strerror}: {WEIGHTS}). Train it again."
+                f"The predictor in {folder} cannot be read ({error.strerror}: {PREDICTOR_WEIGHTS}). Train it again."
             ) from None
         if sha256(data).hexdigest() != expected:
             raise PredictorError(
-                f"{folder / WEIGHTS} is not what {CARD} says it is: it was changed or damaged. Fetch or train it again."
+                f"{folder / PREDICTOR_WEIGHTS} is not what {CARD} says it is: it was changed or damaged. "
+                "Fetch or train it again."
             )
         try:
             held = load(data)
@@ -97,10 +103,11 @@ class Predictor:
         except (SafetensorError, RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise PredictorError(
-                f"{folder / WEIGHTS} does not hold the network that {CARD} tells of: {reason}. Train it again."
+                f"{folder / PREDICTOR_WEIGHTS} does not hold the network that {CARD} tells of: {reason}. "
+                "Train it again."
             ) from None
         if not all(bool(torch.isfinite(tensor).all()) for tensor in network.state_dict().values()):
-            raise PredictorError(f"{folder / WEIGHTS} holds numbers that are not finite. Train it again.")
+            raise PredictorError(f"{folder / PREDICTOR_WEIGHTS} holds numbers that are not finite. Train it again.")
         return cls(about, network.eval(), str(expected)[:16])
 
     def check_pair(self, target_identity: str, draft_identity: str | None) -> None:
@@ -126,14 +133,14 @@ def _card(folder: Path) -> dict[str, Any]:
             f"There is no predictor to be read in {folder} ({error}). Expected a folder that `specbranch "
             "train-predictor` wrote."
         ) from None
-    if not isinstance(card, dict) or card.get("format") != FORMAT:
+    if not isinstance(card, dict) or card.get("format") != PREDICTOR_FORMAT:
         raise PredictorError(
             f"{path} does not tell of a predictor. Expected a folder that `specbranch train-predictor` wrote."
         )
-    if card.get("version") != VERSION:
+    if card.get("version") != PREDICTOR_VERSION:
         raise PredictorError(
-            f"{path} is of version {card.get('version')}, this program reads version {VERSION}. Train the predictor "
-            "again."
+            f"{path} is of version {card.get('version')}, this program reads version {PREDICTOR_VERSION}. "
+            "Train the predictor again."
         )
     return card
 

@@ -34,7 +34,7 @@ from specbranch.serve.serving import Serving, serving_of
 from specbranch.serve.usage import answer_metrics, usage, usage_so_far
 
 log = logging.getLogger("specbranch.serve")
-LEAST = 1e-3  # seconds that a request has left at least: the engine says that it is late
+LEAST_SECONDS = 1e-3  # seconds that a request has left at least: the engine says that it is late
 PromptScores = list[tuple[TokenLogprobs, ...]]  # of each prompt
 
 
@@ -106,7 +106,7 @@ async def _started(serving: Serving, note: RequestNote, admitted: Admitted, with
     except TimeoutError:
         raise DeadlinePassed(f"The request was not finished within {within:g} s: it waited for others.") from None
     left = within - (time.monotonic() - admitted.since)
-    answering = Answering(serving, prepared, form, note, admitted, max(left, LEAST))
+    answering = Answering(serving, prepared, form, note, admitted, max(left, LEAST_SECONDS))
     serving.metrics.asked(prepared.params.n)
     try:
         answering.submit()

@@ -21,7 +21,7 @@ from specbranch.serve.events import GONE
 from specbranch.serve.notes import note_of
 from specbranch.serve.serving import serving_of
 
-SHORT = 2**14  # bytes that are parsed at once, without a thread
+SHORT_BODY = 2**14  # bytes that are parsed at once, without a thread
 MOST_NAMES = 2048  # of one object
 MOST_OBJECTS = 2**16  # objects and lists of a body
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -44,7 +44,7 @@ class CheckedRoute(APIRoute):
                 return Response(status_code=GONE)
             note_of(request.scope).body_bytes = len(raw)
             work = partial(_checked, field, raw)
-            checked.made = work() if len(raw) <= SHORT else await serving_of(request).parsing.do(len(raw), work)
+            checked.made = work() if len(raw) <= SHORT_BODY else await serving_of(request).parsing.do(len(raw), work)
             return await inner(checked)
 
         return handler

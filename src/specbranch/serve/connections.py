@@ -26,7 +26,7 @@ BACKLOG = 128  # connections that the system holds for us, and that are accepted
 RESERVE = 3 * BACKLOG  # files besides connections: those accepted and not counted yet, those of models and of the log
 SLOWEST = 2**14  # bytes a second of a body; slower ones are cut off
 Cut = Literal["late", "unread", "crowded", "full"]  # why a connection is refused or cut off
-CUTS: tuple[Cut, ...] = get_args(Cut)
+CUT_REASONS: tuple[Cut, ...] = get_args(Cut)
 Phase = Literal["header", "body"]
 
 

@@ -25,7 +25,7 @@ from specbranch.errors import (
     unknown,
 )
 from specbranch.serve.parameters import REFUSED
-from specbranch.serve.protocol import BODIES, NAMES, PARTS
+from specbranch.serve.protocol import BODIES, BODY_PARTS, PARAMETER_NAMES
 from specbranch.serve.settings import LONGEST_STOP, MOST_BIASES, MOST_STOP_IDS, MOST_STOPS
 
 INVALID, SERVER = "invalid_request_error", "server_error"
@@ -35,7 +35,7 @@ RESPONSES = (
     "use_responses_api=False."
 )
 
-EXPECTED = {  # of parameters that have several forms, and of what is in a message
+EXPECTED_FORMS = {  # of parameters that have several forms, and of what is in a message
     "prompt": "a text, token ids, or a list of either, none of them empty",
     "messages": 'a list of messages such as {"role": "user", "content": "Hello"}, whose content is text',
     "stop": f"a text or up to {MOST_STOPS} texts, of up to {LONGEST_STOP} characters",
@@ -47,7 +47,7 @@ EXPECTED = {  # of parameters that have several forms, and of what is in a messa
     "content": 'a text, or a list of parts such as {"type": "text", "text": "Hello"}',
 }
 
-FORMS = ("prompt", "stop", "logit_bias", "content")  # may be of several types: no single part of them is wrong
+SEVERAL_FORMS = ("prompt", "stop", "logit_bias", "content")  # may be of several types: no single part of them is wrong
 
 
 class ApiError(Exception):
@@ -103,7 +103,7 @@ def of_engine(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code=None if isinstance(error, PoolFull) else TOO_LONG)
     if isinstance(error, BadParameter):
         first = str(error).partition(" ")[0]
-        return ApiError(400, str(error), param=first if first in NAMES else None)
+        return ApiError(400, str(error), param=first if first in PARAMETER_NAMES else None)
     if isinstance(error, DeadlinePassed):
         return ApiError(408, str(error), "timeout_error", "deadline_passed")
     if isinstance(error, RequestCancelled):
@@ -157,7 +157,7 @@ def _invalid(path: str, error: RequestValidationError) -> ApiError:
 
 def _where(place: list[str | int], body: Any) -> str:
     """Name a parameter: messages[2].content (user)."""
-    if place[0] in FORMS:
+    if place[0] in SEVERAL_FORMS:
         return str(place[0])
     steps = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if _is_name(part)]
     whose = f" ({role})" if (role := _role(place, body)) and place[-1] != "role" else ""
@@ -165,7 +165,7 @@ def _where(place: list[str | int], body: Any) -> str:
 
 
 def _is_name(part: str | int) -> bool:
-    return isinstance(part, int) or part in NAMES  # else it names one of several types
+    return isinstance(part, int) or part in PARAMETER_NAMES  # else it names one of several types
 
 
 def _role(place: list[str | int], body: Any) -> str | None:
@@ -179,10 +179,10 @@ def _role(place: list[str | int], body: Any) -> str | None:
 
 def _wrong(place: list[str | int], found: Mapping[str, Any]) -> str:
     """Say what was expected, and what was got."""
-    name = next(part for part in reversed(place) if part in NAMES)
+    name = next(part for part in reversed(place) if part in PARAMETER_NAMES)
     got = found.get("input")
-    shown = f", got {got!r:.60}" if isinstance(got, (str, int, float)) and name not in FORMS else ""
-    return (f"expected {EXPECTED[name]}" if name in EXPECTED else _plain(found["msg"])) + shown
+    shown = f", got {got!r:.60}" if isinstance(got, (str, int, float)) and name not in SEVERAL_FORMS else ""
+    return (f"expected {EXPECTED_FORMS[name]}" if name in EXPECTED_FORMS else _plain(found["msg"])) + shown
 
 
 def _plain(message: str) -> str:
@@ -191,11 +191,11 @@ def _plain(message: str) -> str:
 
 def _no_such(path: str, place: list[str | int]) -> str:
     """Say that a name is not known here, and where it is."""
-    name, holder = str(place[-1]), next((part for part in reversed(place[:-1]) if part in PARTS), None)
+    name, holder = str(place[-1]), next((part for part in reversed(place[:-1]) if part in BODY_PARTS), None)
     if name in REFUSED:
         return f"{name!r} is not supported: {REFUSED[name]}. Leave it out."
     if holder is not None:
-        return str(unknown(f"parameter of {holder}", name, PARTS[str(holder)].model_fields))
+        return str(unknown(f"parameter of {holder}", name, BODY_PARTS[str(holder)].model_fields))
     elsewhere = [other for other, body in BODIES.items() if name in body.model_fields]
     if path in BODIES and elsewhere:
         return f"{name!r} is a parameter of {' and '.join(elsewhere)}, not of {path}. Leave it out, or ask there."

@@ -17,7 +17,7 @@ from specbranch.core.trees import Tree
 
 FrameLine = tuple[int, ...]  # tokens behind the committed text
 SpellOne = Callable[[int], str]  # a token as text
-LOOKED_UP = 0.5  # what a token is taken to promise of which no draft said anything
+LOOKED_UP_CHANCE = 0.5  # what a token is taken to promise of which no draft said anything
 
 
 class DrawnNode(NamedTuple):
@@ -63,7 +63,7 @@ class Frame:
         places = {self.nodes[node].parent for node in taken} | {self.path[-1] if self.path else ROOT}
         reach: list[float] = []
         for node in self.nodes:
-            reach.append((node.said or LOOKED_UP) * (1.0 if node.parent == ROOT else reach[node.parent]))
+            reach.append((node.said or LOOKED_UP_CHANCE) * (1.0 if node.parent == ROOT else reach[node.parent]))
         rivals = [at for at, node in enumerate(self.nodes) if node.parent in places]
         rivals.sort(key=lambda at: reach[at], reverse=True)
         kept = taken.copy()

@@ -25,8 +25,8 @@ from specbranch.serve.notes import note_of
 from specbranch.serve.settings import ServerSettings, is_loopback
 
 log = logging.getLogger("specbranch.serve")
-OPEN = ("/health", "/ready", "/version", "/metrics", "/openapi.json")  # and the page
-PREFIX = "sb-"
+OPEN_PATHS = ("/health", "/ready", "/version", "/metrics", "/openapi.json")  # and the page
+KEY_PREFIX = "sb-"
 _NAME = re.compile(r"[\w.@-]{1,64}")
 _LINE = re.compile(r"([\w.@-]{1,64}) sha256:([0-9a-f]{64})")
 
@@ -70,7 +70,7 @@ def new_key(path: Path, name: str) -> str:
     """Make a key, add its hash to the file, which only its owner may read, and return it."""
     if not _NAME.fullmatch(name):
         raise BadParameter(f"The key is to be called {name!r}; expected letters, digits, and any of . _ @ -, up to 64.")
-    key = PREFIX + secrets.token_urlsafe(32)
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if any(name == known for known, _ in _parsed(text, path)):
@@ -103,7 +103,7 @@ class Gate:
             # else a page elsewhere could have its own name lead here, and read what we answer
             said = "This server is not asked for under that name. Whoever runs it can allow it: --allow-host NAME."
             return ApiError(421, said, code="wrong_host")
-        if self._keys is None or path in OPEN or is_page(path):
+        if self._keys is None or path in OPEN_PATHS or is_page(path):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         owner = self._keys.owner(key.strip()) if scheme.lower() == "bearer" else None

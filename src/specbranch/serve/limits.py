@@ -14,12 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specbranch.serve.errors import ApiError, shutting_down, too_many
-from specbranch.serve.keys import OPEN
+from specbranch.serve.keys import OPEN_PATHS
 from specbranch.serve.settings import ServerSettings
 
 WEIGHT = 0.1  # of a new request in the mean of how long they take
 REFUSALS = ("closing", "size", "queue", "key")  # why a request was not let in
-LONGEST_WAIT = 60  # seconds that a client is told to wait at most
+LONGEST_RETRY_AFTER = 60  # seconds that a client is told to wait at most
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Limits:
         return self._refusal("closing", shutting_down())
 
     def _wait(self) -> int:
-        return max(1, min(round(self._mean), LONGEST_WAIT))
+        return max(1, min(round(self._mean), LONGEST_RETRY_AFTER))
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self.refused[reason] += 1
@@ -102,7 +102,7 @@ class Closing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] == "http" and self._limits.closing and scope["path"] not in OPEN:
+        if scope["type"] == "http" and self._limits.closing and scope["path"] not in OPEN_PATHS:
             await self._limits.is_closing().response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)

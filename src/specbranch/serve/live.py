@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from specbranch.answer import Chunk
+from specbranch.clock.shipped import WALL
 from specbranch.config import SamplingParams
 from specbranch.errors import BadParameter, SpecBranchError
 from specbranch.serve.bodies import CheckedRoute
@@ -38,15 +39,14 @@ if TYPE_CHECKING:
     from specbranch.async_engine import Submission
     from specbranch.engine import LLM
 
-WALL = "wall"
 CLOCKS = {  # profiles that the page offers beside the machine's own clock
     "c10": "two devices, target = 10 draft steps",
     "h200-68m-7b": "one H200, costs of 68M and 7B",
 }
-MOST_TOKENS = 512  # of an answer on the page
+MOST_PAGE_TOKENS = 512  # of an answer on the page
 MOST_RACED = 128
 MOST_TEXT = 16_000  # characters of a message
-NODES = 48  # of a tree: more are not seen
+SHOWN_NODES = 48  # of a tree: more are not seen
 TURN = 2  # messages: a question and its answer
 Role = Literal["system", "user", "assistant"]
 
@@ -64,7 +64,7 @@ class LiveChat(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     messages: list[LiveMessage] = Field(min_length=1, max_length=200, fail_fast=True)
-    max_tokens: int = Field(256, ge=1, le=MOST_TOKENS)
+    max_tokens: int = Field(256, ge=1, le=MOST_PAGE_TOKENS)
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     seed: int | None = Field(None, ge=0, lt=2**63)
     method: str | None = Field(None, max_length=40)  # nothing: the server's own
@@ -198,7 +198,7 @@ class Live:
     def _chunk(self, chunk: Chunk, frames: list[Frame]) -> LiveEvent:
         return {
             "pieces": pieces(chunk),
-            "frames": [frame.trimmed(NODES).to_dict(self._serving.spelling.text) for frame in frames],
+            "frames": [frame.trimmed(SHOWN_NODES).to_dict(self._serving.spelling.text) for frame in frames],
             "done": finished(chunk.output),
         }
 

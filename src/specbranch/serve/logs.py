@@ -21,8 +21,8 @@ from specbranch.serve.errors import of_engine
 from specbranch.serve.notes import note_of
 
 log = logging.getLogger("specbranch.serve")
-WINDOW = 60.0  # seconds in which equal lines are counted
-SHOWN = 3  # of them are written one by one; then the 10th, the 100th, …
+REPEAT_SECONDS = 60.0  # seconds in which equal lines are counted
+SHOWN_REPEATS = 3  # of them are written one by one; then the 10th, the 100th, …
 MOST_KINDS = 1000  # of lines that are counted
 QUIET = ("/health", "/ready", "/metrics")  # asked for every few seconds: logged only if they fail
 
@@ -42,7 +42,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "facts", {}),
         }
-        if (repeated := getattr(record, "repeated", 0)) > SHOWN:
+        if (repeated := getattr(record, "repeated", 0)) > SHOWN_REPEATS:
             told["repeated"] = repeated
         if record.exc_info and record.exc_info[0] is not None:
             kind, error, where = record.exc_info
@@ -66,11 +66,11 @@ class Repeats(logging.Filter):
             self._counts.clear()
         key = record.name, record.levelno, str(record.msg)
         since, count = self._counts.get(key, (record.created, 0))
-        if record.created - since > WINDOW:
+        if record.created - since > REPEAT_SECONDS:
             since, count = record.created, 0
         self._counts[key] = since, count + 1
         record.repeated = count + 1
-        return count < SHOWN or str(count + 1).strip("0") == "1"
+        return count < SHOWN_REPEATS or str(count + 1).strip("0") == "1"
 
 
 def write_json(with_text: bool, level: int = logging.INFO) -> None:

@@ -13,27 +13,30 @@ from typing import Any, get_args
 from specbranch.answer import Output
 from specbranch.core.loop import DraftState, Places
 from specbranch.core.scheduler import Snapshot
-from specbranch.serve.connections import CUTS, Connections
+from specbranch.serve.connections import CUT_REASONS, Connections
 from specbranch.serve.exposition import Histogram, Series, exposed
 from specbranch.serve.limits import REFUSALS, Limits
 
-PREFIX = "specbranch:"
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-TOKENS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2, 5))
+METRIC_PREFIX = "specbranch:"
+SECONDS_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)  # fmt: skip
+SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2, 5))
 SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def _counter(name: str, about: str) -> Series:
-    return Series("counter", f"{PREFIX}{name}_total", about)
+    return Series("counter", f"{METRIC_PREFIX}{name}_total", about)
 
 
 def _gauge(name: str, about: str) -> Series:
-    return Series("gauge", PREFIX + name, about)
+    return Series("gauge", METRIC_PREFIX + name, about)
 
 
 def _histogram(name: str, about: str, bounds: tuple[float, ...]) -> Histogram:
-    return Histogram(PREFIX + name, about, bounds)
+    return Histogram(METRIC_PREFIX + name, about, bounds)
 
 
 class ServerMetrics:
@@ -57,15 +60,17 @@ class ServerMetrics:
         self._by_position = _counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the main line."
         )
-        self._first = _histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self._between = _histogram("inter_token_latency_seconds", "Between two events of a stream.", SHORT)
-        self._each = _histogram("request_time_per_output_token_seconds", "Mean time of a token of an answer.", SHORT)
-        self._whole = _histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
-        self._queued = _histogram("request_queue_time_seconds", "Waiting to be admitted.", SECONDS)
-        self._prefill = _histogram("request_prefill_time_seconds", "Reading the prompt.", SECONDS)
-        self._decode = _histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS)
-        self._prompt_size = _histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._answer_size = _histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._first = _histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS_BUCKETS)
+        self._between = _histogram("inter_token_latency_seconds", "Between two events of a stream.", SHORT_BUCKETS)
+        self._each = _histogram(
+            "request_time_per_output_token_seconds", "Mean time of a token of an answer.", SHORT_BUCKETS
+        )
+        self._whole = _histogram("e2e_request_latency_seconds", "From arrival to the last token.", SECONDS_BUCKETS)
+        self._queued = _histogram("request_queue_time_seconds", "Waiting to be admitted.", SECONDS_BUCKETS)
+        self._prefill = _histogram("request_prefill_time_seconds", "Reading the prompt.", SECONDS_BUCKETS)
+        self._decode = _histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS_BUCKETS)
+        self._prompt_size = _histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
+        self._answer_size = _histogram("request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self._samples = _histogram("request_params_n", "Samples of a request.", SAMPLES)
         # ours
         self._rollback = _counter("rollback_tokens", "Drafted tokens that were thrown away.")
@@ -87,7 +92,7 @@ class ServerMetrics:
         self._by_position.add(0, position="0")
         for reason in REFUSALS:
             self._refused.add(0, reason=reason)
-        for reason in CUTS:
+        for reason in CUT_REASONS:
             self._cut.add(0, reason=reason)
         self._memory = Series("gauge", "process_resident_memory_bytes", "Memory of this process.")
 

@@ -21,9 +21,9 @@ from specbranch.serve.settings import (
     MOST_STOPS,
 )
 
-LARGEST = 2**63 - 1
+LARGEST_INTEGER = 2**63 - 1
 # Lists end at their first mistake: to name two million of them takes a minute.
-BiasedId = Annotated[int, Field(ge=0, le=LARGEST)]  # a name in JSON, so a text
+BiasedId = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]  # a name in JSON, so a text
 TokenId = Annotated[BiasedId, Field(strict=True)]  # no boolean
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=LONGEST_STOP)]
@@ -71,15 +71,15 @@ class GenerationRequest(Body):
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=LARGEST)
+    top_k: int | None = Field(None, ge=-1, le=LARGEST_INTEGER)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[dict[BiasedId, Bias] | None, BeforeValidator(few_biases)] = None
-    seed: int | None = Field(None, ge=-LARGEST - 1, le=LARGEST)
+    seed: int | None = Field(None, ge=-LARGEST_INTEGER - 1, le=LARGEST_INTEGER)
     n: int = Field(1, ge=1, le=MOST_SAMPLES)
-    min_tokens: int = Field(0, ge=0, le=LARGEST)
+    min_tokens: int = Field(0, ge=0, le=LARGEST_INTEGER)
     stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool = False
@@ -127,8 +127,8 @@ class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
-    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_INTEGER)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
@@ -143,7 +143,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(min_length=1, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
-    max_tokens: int = Field(16, ge=0, le=LARGEST)
+    max_tokens: int = Field(16, ge=0, le=LARGEST_INTEGER)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = False
     add_special_tokens: bool = True
@@ -339,10 +339,10 @@ BODIES: dict[str, type[Body]] = {  # by endpoint
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
+BODY_PARTS: dict[str, type[Body]] = {  # by the parameter that holds them
     "messages": ChatMessage,
     "content": ContentPart,
     "stream_options": StreamOptions,
     "speculative": SpeculativeChoice,
 }
-NAMES = frozenset(name for body in (*BODIES.values(), *PARTS.values()) for name in body.model_fields)
+PARAMETER_NAMES = frozenset(name for body in (*BODIES.values(), *BODY_PARTS.values()) for name in body.model_fields)

@@ -17,8 +17,8 @@ from specbranch.machine_load import LoadMeter, roughness
 from specbranch.serve.witness import LiveEvent, Witness, finished, pieces
 
 RACERS = (PLAIN, "speculative", "pearl", "specbranch")
-TURNS = 3  # that count; the median is shown
-ENOUGH = 60.0  # seconds after which no further turn starts: three are too many for a slow model
+RACE_TURNS = 3  # that count; the median is shown
+RACE_SECONDS = 60.0  # seconds after which no further turn starts: three are too many for a slow model
 RACE_SECONDS = 20  # that a race takes, about
 Chunks = AsyncGenerator[Chunk, None]
 Decode = Callable[[str, Witness], tuple[Chunks, Callable[[], None]]]  # by method: its chunks, and a way to cancel
@@ -50,8 +50,8 @@ def _turns(measured: bool) -> Iterator[int]:
     if not measured:
         yield 1
         return
-    end = time.monotonic() + ENOUGH
-    for turn in range(TURNS + 1):
+    end = time.monotonic() + RACE_SECONDS
+    for turn in range(RACE_TURNS + 1):
         if turn < 2 or time.monotonic() < end:
             yield turn
 

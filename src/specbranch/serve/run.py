@@ -29,7 +29,7 @@ from specbranch.serve.settings import ServerSettings
 
 log = logging.getLogger("specbranch.serve")
 KEPT_ALIVE = 30  # seconds that a connection stays open without a request
-LOOK = 0.05  # seconds between two looks whether all is answered
+DRAIN_LOOK = 0.05  # seconds between two looks whether all is answered
 
 
 class GracefulServer(uvicorn.Server):
@@ -70,7 +70,7 @@ class GracefulServer(uvicorn.Server):
         """Finish what was admitted, while new requests get a 503; then close."""
         end = time.monotonic() + self._grace
         while self._limits.requests and not self.force_exit and time.monotonic() < end:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(DRAIN_LOOK)
         self.config.timeout_graceful_shutdown = max(round(end - time.monotonic()), 1)
         await super().shutdown(sockets)
 

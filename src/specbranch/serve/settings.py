@@ -16,7 +16,7 @@ MOST_LOGPROBS = 20  # of the likeliest tokens told at a place
 MOST_STOPS, LONGEST_STOP = 128, 256  # texts, and characters: each is looked for at every token, while others wait
 MOST_BIASES = 1024  # tokens: each is written into every row
 MOST_STOP_IDS = 1024  # tokens that end an answer
-LONGEST_WAIT = 365 * 86400.0  # seconds: what is longer is a slip, and beyond what clocks of threads can wait
+LONGEST_SETTING = 365 * 86400.0  # seconds: what is longer is a slip, and beyond what clocks of threads can wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class ServerSettings:
             if getattr(self, name) < 1:
                 raise BadParameter(f"{name} is {getattr(self, name)!r}; expected a whole number ≥ 1.")
         for name in ("read_timeout", "timeout", "grace"):
-            if not 0 < getattr(self, name) <= LONGEST_WAIT:
+            if not 0 < getattr(self, name) <= LONGEST_SETTING:
                 said = f"{name} is {getattr(self, name)!r}; expected seconds above 0 and at most"
-                raise BadParameter(f"{said} {LONGEST_WAIT:.0f} (a year).")
+                raise BadParameter(f"{said} {LONGEST_SETTING:.0f} (a year).")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise BadParameter(f"max_tokens is {self.max_tokens!r}; expected a whole number ≥ 1, or nothing.")
         if not 0 <= self.port <= 65535:

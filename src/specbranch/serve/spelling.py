@@ -16,7 +16,7 @@ from specbranch.text.detokenizer import UNFINISHED
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # stands for minus infinity, which JSON does not know
+MINUS_INFINITY = -9999.0  # stands for minus infinity, which JSON does not know
 
 
 class Spelling:
@@ -77,4 +77,4 @@ class Spelling:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, MINUS_INFINITY)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LONG = 2**16  # bytes of a body
+LONG_BODY = 2**16  # bytes of a body
 
 
 class TextWork:
@@ -22,7 +22,7 @@ class TextWork:
 
     async def do(self, size: int, work: Callable[[], T]) -> T:
         """Do work for a request whose body has so many bytes, in a thread."""
-        if size <= LONG:
+        if size <= LONG_BODY:
             return await asyncio.to_thread(work)
         async with self._long:
             return await _to_its_end(asyncio.to_thread(work))

@@ -13,7 +13,7 @@ from typing import Any
 from specbranch.errors import BadParameter
 from specbranch.text.tokenizer import check_text
 
-EXPECTED = 'expected JSON lines: on each line a text, {"prompt": …} or {"turns": [ … ]}.'
+EXPECTED_LINES = 'expected JSON lines: on each line a text, {"prompt": …} or {"turns": [ … ]}.'
 
 
 def numbered_lines(text: str, name: str) -> Iterator[tuple[str, str]]:
@@ -56,11 +56,11 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _prompt(line: str, where: str) -> str:
-    found = json_value(line, where, EXPECTED)
+    found = json_value(line, where, EXPECTED_LINES)
     if isinstance(found, dict):
         turns = found.get("turns")
         first = turns[0] if isinstance(turns, list) and turns else None
         found = found.get("prompt", first)
     if not isinstance(found, str):
-        raise BadParameter(f"{where} has no prompt; {EXPECTED}")
+        raise BadParameter(f"{where} has no prompt; {EXPECTED_LINES}")
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from specbranch.errors import VocabularyMismatch
 from specbranch.text.tokenizer import Tokenizer
 
-SHOWN = 5
+SHOWN_TOKENS = 5
 
 
 def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> int:
@@ -25,8 +25,10 @@ def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> int:
 
 
 def _sentence(different: list[int], ours: dict[int, str], theirs: dict[int, str], common: int) -> str:
-    shown = "; ".join(f"{i} is {ours[i]!r} to the target and {theirs[i]!r} to the draft" for i in different[:SHOWN])
-    more = f"; and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+    shown = "; ".join(
+        f"{i} is {ours[i]!r} to the target and {theirs[i]!r} to the draft" for i in different[:SHOWN_TOKENS]
+    )
+    more = f"; and {len(different) - SHOWN_TOKENS} more" if len(different) > SHOWN_TOKENS else ""
     return (
         f"Draft and target have different vocabularies: {len(different)} of {common} shared token ids differ "
         f"({shown}{more}). "

@@ -15,10 +15,9 @@ from typing import Any
 
 from specbranch.assembly import ModelChoice, cost_profile, identity, kept_by_draft
 from specbranch.clock.profile import CostProfile
-from specbranch.clock.shipped import load_profile
+from specbranch.clock.shipped import WALL, load_profile
 from specbranch.errors import BadParameter
 from specbranch.files import write_whole
-from specbranch.lab.bench.results import WALL
 from specbranch.lab.bench.subjects import Running, Subject
 from specbranch.lab.measure.loaded_pair import load_pair
 from specbranch.lab.measure.probes import QUICK

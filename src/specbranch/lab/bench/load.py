@@ -16,11 +16,12 @@ from typing import Any
 
 from specbranch.answer import Output
 from specbranch.charts import ChartLine, line_chart
+from specbranch.clock.shipped import WALL
 from specbranch.core.experience import Experience
 from specbranch.lab.bench.clocks import Clock
 from specbranch.lab.bench.lab import Lab, Workload
 from specbranch.lab.bench.methods import default_setting
-from specbranch.lab.bench.results import BASELINE, WALL
+from specbranch.lab.bench.results import BASELINE
 from specbranch.lab.replay.bound import bound, named_tokens
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.several import Load, SeveralRecords

@@ -16,8 +16,9 @@ from typing import IO, Any, Self, TypeVar
 
 from filelock import FileLock, Timeout
 
+from specbranch.clock.shipped import WALL
 from specbranch.errors import BadParameter
-from specbranch.lab.bench.results import BASELINE, FORMER, WALL, setting_text
+from specbranch.lab.bench.results import BASELINE, FORMER, setting_text
 
 FORMAT, VERSION = "specbranch-bench-runs", 1
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from specbranch.clock.shipped import WALL
 from specbranch.core.fates import FATE_NAMES, THROWN_AWAY
 from specbranch.core.methods import PLAIN
 from specbranch.errors import BadParameter, unknown
@@ -24,7 +25,6 @@ from specbranch.provenance import Provenance
 
 FORMAT, VERSION = "specbranch-bench", 1
 BASELINE = PLAIN
-WALL = "wall"
 LISTS = ("accepted_lengths", "acceptance_by_position", "tested_by_position")
 FORMER = ("peak_memory",)  # keys of rows and runs that earlier versions wrote, always empty
 

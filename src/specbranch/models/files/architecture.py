@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from specbranch.errors import ModelError, UnsupportedArchitecture
-from specbranch.file_values import MOST_TOKENS, FileValues
+from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
 from specbranch.gguf_header import GgufArray
 from specbranch.models.files.rollback import active_window, refuse_if_cannot_roll_back
 
@@ -104,7 +104,7 @@ class Architecture:
         _refuse_variants(values, name)
         heads, hidden = _count(values, "num_attention_heads"), _count(values, "hidden_size")
         attention_bias = family != "mistral" and values.flag("attention_bias", False)
-        context = values.count("max_position_embeddings", most=MOST_TOKENS)
+        context = values.count("max_position_embeddings", most=MOST_CONTEXT_TOKENS)
         return cls(
             name=name,
             family=family,
@@ -156,8 +156,8 @@ class Architecture:
             mlp_bias="blk.0.ffn_gate.bias" in file,
             qk_norm="blk.0.attn_q_norm.weight" in file,
             tied="output.weight" not in file,
-            context_length=values.count("context_length", most=MOST_TOKENS),
-            window=values.count("attention.sliding_window", 0, least=0, most=MOST_TOKENS) or None,
+            context_length=values.count("context_length", most=MOST_CONTEXT_TOKENS),
+            window=values.count("attention.sliding_window", 0, least=0, most=MOST_CONTEXT_TOKENS) or None,
             eos_ids=tuple(dict.fromkeys((*tokenizer.ids("eos_token_id"), *tokenizer.ids("eot_token_id")))),
             bos_id=next(iter(tokenizer.ids("bos_token_id")), None),
         )
@@ -219,7 +219,7 @@ def _rope_from_config(values: FileValues, context: int, name: str) -> Rope:
 
 
 def _scaled(kind: str, theta: float, scaling: FileValues, context: int, name: str) -> Rope:
-    original = scaling.count("original_max_position_embeddings", context, most=MOST_TOKENS)
+    original = scaling.count("original_max_position_embeddings", context, most=MOST_CONTEXT_TOKENS)
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
@@ -304,5 +304,5 @@ def _rope_from_gguf(file: GgufFile, values: FileValues, head_dim: int) -> Rope:
         "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
     }
     scaling = FileValues(as_config, values.name, f"{values.prefix}rope.scaling.")
-    context = values.count("context_length", most=MOST_TOKENS)
+    context = values.count("context_length", most=MOST_CONTEXT_TOKENS)
     return _scaled("default" if kind == "none" else kind, theta, scaling, context, file.name)

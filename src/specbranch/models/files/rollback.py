@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbranch.errors import ModelError
-from specbranch.file_values import MOST_TOKENS, FileValues
+from specbranch.file_values import MOST_CONTEXT_TOKENS, FileValues
 
 RECURRENT_FAMILIES = frozenset(
     (
@@ -80,7 +80,7 @@ def active_window(config: Mapping[str, Any], name: str = "the model") -> int | N
         keys = [key for kind, key in WINDOWED_LAYERS.items() if kind in kinds]
     else:
         keys = ["sliding_window"] if _slides(values) else []
-    windows = [values.count(key, 0, least=0, most=MOST_TOKENS) for key in keys]
+    windows = [values.count(key, 0, least=0, most=MOST_CONTEXT_TOKENS) for key in keys]
     return min((window for window in windows if window), default=None)
 
 
@@ -88,7 +88,7 @@ def _slides(values: FileValues) -> bool:
     """Whether a configuration without `layer_types` uses its `sliding_window`; Qwen switches it on by a flag, from a
     certain layer."""
     qwen = str(values.get("model_type")).startswith("qwen")
-    layers = values.count("num_hidden_layers", MOST_TOKENS)
+    layers = values.count("num_hidden_layers", MOST_CONTEXT_TOKENS)
     first = values.count("max_window_layers", 0, least=0)
     return values.flag("use_sliding_window", not qwen) and first < layers
 

@@ -202,9 +202,8 @@ def deepest(parents: np.ndarray | Tensor) -> int:
 def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
     """Write down the rows' positions, their places, how much they share, and their own lines, with their lengths."""
     positions, slots, shared, counts = per_row
-    firsts = [
-        max(part.prefix // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS for part in work
-    ]  # no own line begins before
+    # no own line begins before
+    firsts = [max(part.prefix // GROUP_POSITIONS - 1, 0) * GROUP_POSITIONS for part in work]
     window = _window(work, firsts)
     if len(work) == 1:
         placed = _placed_alone(tuple(work[0].seen), work[0].prefix - firsts[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specbranch.hrad.network import CLASSES, Network
+from specbranch.hrad.network import OUTCOMES, Network
 from specbranch.training.hrad.rivals import compare, laws, losses, predicted
 from specbranch.training.hrad.rounds import UNKNOWN, LabelledRounds
 from specbranch.training.hrad.train import DealtRounds, FitSettings, fit
@@ -27,7 +27,7 @@ def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, 
     known = labels != UNKNOWN
     chances, labels = network.chances(rounds.features[known])[:, length - 1], labels[known]
     told = chances.argmax(-1)
-    confusion = torch.bincount(labels * CLASSES + told, minlength=CLASSES**2).view(CLASSES, CLASSES)
+    confusion = torch.bincount(labels * OUTCOMES + told, minlength=OUTCOMES**2).view(OUTCOMES, OUTCOMES)
     per_class = confusion.diagonal() / confusion.sum(1).clamp_min(1)
     hard = told != 1
     return {
@@ -41,7 +41,7 @@ def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, 
         "hard_share": float(hard.float().mean()),  # rounds settled by none or all
         "hard_accuracy": float((told == labels)[hard].float().mean()) if bool(hard.any()) else None,
         "calibration": {name: calibration(chances[:, at], labels == at) for at, name in enumerate(NAMES)},
-        "calibration_error": sum(_error(chances[:, at], labels == at) for at in range(CLASSES)) / CLASSES,
+        "calibration_error": sum(_error(chances[:, at], labels == at) for at in range(OUTCOMES)) / OUTCOMES,
     }
 
 
