@@ -18,7 +18,7 @@ from in_process import Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specbranch.cli.main import run
-from specbranch.lab.recheck.compare import NEAR
+from specbranch.lab.recheck.compare import NEAR_LOGITS
 
 PROMPT = "A branch is a guess"
 AT = 2  # where the tie stands in the answer
@@ -91,7 +91,7 @@ def test_one_near_tie_passes_and_the_text_behind_it_is_that_of_the_saved_token(
 ) -> None:
     code, (first, second) = verified(command, plain, turned)
     assert code == 0 and first["verdict"] == "identical" and first["departures"] == []
-    assert second["verdict"] == "near-tie" and second["position"] == AT and abs(second["margin"]) < NEAR
+    assert second["verdict"] == "near-tie" and second["position"] == AT and abs(second["margin"]) < NEAR_LOGITS
     assert len(second["departures"]) == 1 and second["mismatches"] == []
 
 
@@ -126,7 +126,7 @@ def test_a_second_near_tie_is_a_difference(command: Command, tied: Tied) -> None
     code, (one, two) = verified(command, *turned)
     assert code == 1 and one["verdict"] == "near-tie" and two["verdict"] == "different"
     assert [departure["position"] for departure in two["departures"]] == [3, 7]
-    assert all(departure["margin"] < NEAR for departure in two["departures"])
+    assert all(departure["margin"] < NEAR_LOGITS for departure in two["departures"])
 
 
 FORGERIES: dict[str, dict[str, Any]] = {

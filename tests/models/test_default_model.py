@@ -2,7 +2,7 @@
 every method says the same with other weights.
 
 Float32 sums in another order move logits by about 1e-5: a first divergence from transformers is allowed at a closer tie
-than `NEAR`, at most once in 10,000 tokens, and is printed. Our own methods agree exactly.
+than `NEAR_LOGITS`, at most once in 10,000 tokens, and is printed. Our own methods agree exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specbranch import LLM, SamplingParams
 from specbranch.config import WeightsName
 from specbranch.core.methods import METHODS
 from specbranch.core.request import Request
-from specbranch.lab.recheck.compare import NEAR
+from specbranch.lab.recheck.compare import NEAR_LOGITS
 
 pytestmark = [pytest.mark.default_model, pytest.mark.slow]
 
@@ -91,7 +91,7 @@ def near_tie(llm: LLM, prompt: list[int], ours: list[int], theirs: list[int]) ->
     request = Request(SamplingParams(), 0, len(prompt))
     margin = llm.margin([*prompt, *ours[:at]], request, ours[at], theirs[at])
     print(f"first divergence at token {at}: {ours[at]} or {theirs[at]}, {margin:.1e} logits apart")
-    return abs(margin) < NEAR
+    return abs(margin) < NEAR_LOGITS
 
 
 def test_greedy_answers_equal_those_of_transformers(plain: LLM, reference: Any) -> None:

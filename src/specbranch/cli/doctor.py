@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specbranch.lab.doctor.finding import Finding
     from specbranch.lab.doctor.gains import Prediction
 
-COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
+FINDING_COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
 @click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
@@ -60,7 +60,7 @@ def doctor(executor: ExecutorName, colour: bool | None, as_json: bool, **given: 
 
 
 def _echo(finding: Finding, shown: bool) -> None:
-    level = click.style(f"{finding.level:8}", fg=COLOURS[finding.level]) if shown else f"{finding.level:8}"
+    level = click.style(f"{finding.level:8}", fg=FINDING_COLOURS[finding.level]) if shown else f"{finding.level:8}"
     words = " ".join(part for part in (f"{finding.about}: {finding.said}", finding.advice) if part)
     wide = max(shutil.get_terminal_size().columns, 40) - 8
     lines = textwrap.wrap(words, wide, break_long_words=False, break_on_hyphens=False)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specbranch.lab.inflation.making import MadeInflation
 
 SIZES = tuple(Shape.__dataclass_fields__)
-TABLE = [
+SHAPE_TABLE = [
     (
         name,
         f"{s.hidden} hidden, {s.layers} layers, {s.heads} heads ({s.kv_heads} of keys) of {s.head_dim}, "
@@ -27,7 +27,7 @@ TABLE = [
 _shape, _check = options_of("Shape"), options_of("Check")
 
 
-@click.command(cls=SectionedCommand, tables={"Shapes": TABLE})
+@click.command(cls=SectionedCommand, tables={"Shapes": SHAPE_TABLE})
 @click.argument("model")
 @click.option("--out", type=PATH, required=True, metavar="DIR", help="Folder of the recipe.")
 @click.option(

@@ -14,7 +14,7 @@ import click
 
 from specbranch.answer import Chunk, Output, Piece
 
-COLOURS = {"target": None, "draft": "green", "branch": "magenta"}
+TOKEN_COLOURS = {"target": None, "draft": "green", "branch": "magenta"}
 LEGEND = (
     "the target's own · " + click.style("accepted draft", fg="green") + " · " + click.style("branch hit", fg="magenta")
 )
@@ -66,7 +66,7 @@ def summary(output: Output) -> str:
 
 
 def _painted(piece: Piece, colour: bool) -> str:
-    shade = COLOURS[piece.origin]
+    shade = TOKEN_COLOURS[piece.origin]
     return click.style(piece.text, fg=shade) if colour and shade else piece.text
 
 

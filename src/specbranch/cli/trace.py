@@ -20,14 +20,14 @@ from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.core.trace import Trace
 from specbranch.errors import BadParameter
 from specbranch.lab.traces.rounds import TracedRound, read_rounds, times
-from specbranch.lab.traces.spans import LOOKS, SpanKind
-from specbranch.lab.traces.timeline import NARROWEST, Style, draw_text, plain
+from specbranch.lab.traces.spans import SPAN_LOOKS, SpanKind
+from specbranch.lab.traces.timeline import NARROWEST_TIMELINE, Style, draw_text, plain
 from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
 
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
-TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
+TRACED_TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
 NAME = "timeline"  # of the files
 
 _option = options_of("Prompt and output")
@@ -66,7 +66,7 @@ def trace(
     from specbranch.cli.generate import read_prompts
 
     (asked,) = read_prompts(prompt, None)
-    params = sampling_params({**given, "max_tokens": given["max_tokens"] or TOKENS})
+    params = sampling_params({**given, "max_tokens": given["max_tokens"] or TRACED_TOKENS})
     if out is not None:
         _make_folder(out)
     with load_llm(given) as llm:
@@ -132,7 +132,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _style(llm: LLM, colour: bool | None, width: int | None) -> Style:
-    columns = width or max(shutil.get_terminal_size().columns, NARROWEST)
+    columns = width or max(shutil.get_terminal_size().columns, NARROWEST_TIMELINE)
     return Style(columns, _takes_unicode(), _painted if wants_colour(colour) else plain, llm.tokenizer.decode)
 
 
@@ -146,5 +146,5 @@ def _takes_unicode() -> bool:
 
 
 def _painted(words: str, kind: SpanKind) -> str:
-    colour = LOOKS[kind].colour
+    colour = SPAN_LOOKS[kind].colour
     return click.style(words, fg=colour) if colour else words

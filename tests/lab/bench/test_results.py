@@ -542,7 +542,7 @@ class TestCompare:
 
         assert alarms(1.0, 200) <= 18  # 5 % expected
         assert alarms(1.25, 40) >= 38
-        monkeypatch.setattr("specbranch.lab.bench.compare.FACTORS", {2: 1.0})  # the bare spread would cry wolf
+        monkeypatch.setattr("specbranch.lab.bench.compare.NOISE_FACTORS", {2: 1.0})  # the bare spread would cry wolf
         assert alarms(1.0, 200) > 40
 
     def test_it_is_plain_json(self) -> None:

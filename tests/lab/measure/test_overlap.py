@@ -21,7 +21,7 @@ from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.lab.measure.check_profile import CHECKED, check
 from specbranch.lab.measure.loaded_pair import load_pair
-from specbranch.lab.measure.overlap import ROWS, SHARES, TrialRounds, measure_slowing
+from specbranch.lab.measure.overlap import OVERLAP_ROWS, OVERLAP_SHARES, TrialRounds, measure_slowing
 from specbranch.lab.measure.profile_pair import measure
 from specbranch.lab.toys.toys import Logits, ToyRunner
 from specbranch.models.gpu.runner import GpuRunner
@@ -63,7 +63,7 @@ def test_what_each_costs_the_other_is_told_by_the_step_and_never_below_nothing(t
 
 def test_on_streams_several_numbers_of_steps_are_tried_by_turns() -> None:
     models: Any = Hindered(0.004, 0.001)
-    found = measure_slowing(models, 8, lambda: None, SHARES["streams"])
+    found = measure_slowing(models, 8, lambda: None, OVERLAP_SHARES["streams"])
     assert models.tried == [2, 4, 6, 8, 2, 4, 6, 8, 2] and found.steps == 8
     assert (found.target, found.draft) == (pytest.approx(0.004), pytest.approx(0.001))
 
@@ -78,8 +78,8 @@ def test_a_round_can_be_tried_again_and_costs_the_same_rows_each_time(kind: type
             before = executor.target.rows_fed
             assert rounds.draft(steps).tokens == steps and executor.target.rows_fed == before
             rounds.forward()
-            assert executor.target.rows_fed == before + ROWS
-            assert rounds.both(steps)[1].tokens == steps and executor.target.rows_fed == before + 2 * ROWS
+            assert executor.target.rows_fed == before + OVERLAP_ROWS
+            assert rounds.both(steps)[1].tokens == steps and executor.target.rows_fed == before + 2 * OVERLAP_ROWS
 
 
 # --- a device that works by itself, and a draft beside it, on one clock ---
@@ -143,7 +143,7 @@ def test_streams_tell_what_a_step_adds_to_the_target_and_to_itself(target: float
     machine = Machine(target, draft)
     executor = Streams(Verifier(OnStream(machine)), Drafter(BesideIt(machine)), lambda: machine.now)
     with TrialRounds(executor, TEXT) as rounds:
-        found = measure_slowing(rounds, 8, lambda: None, SHARES["streams"])
+        found = measure_slowing(rounds, 8, lambda: None, OVERLAP_SHARES["streams"])
     assert (found.target, found.draft) == (pytest.approx(target), pytest.approx(draft)) and found.steps == 8
     serial = Serial(Verifier(OnStream(machine)), Drafter(BesideIt(machine)), lambda: machine.now)
     with TrialRounds(serial, TEXT) as rounds:

@@ -22,7 +22,7 @@ from specbranch.exec.drafter import Drafter
 from specbranch.lab.measure.check_profile import CHECKED, Compared, check
 from specbranch.lab.measure.host_time import ModelTimer
 from specbranch.lab.measure.loaded_pair import load_pair, pair_name
-from specbranch.lab.measure.probes import WARM_UP, Effort, MedianTiming, Probe, take_turns
+from specbranch.lab.measure.probes import WARM_UP_RUNS, Effort, MedianTiming, Probe, take_turns
 from specbranch.lab.measure.profile_pair import measure
 
 
@@ -102,7 +102,7 @@ def test_probes_are_repeated_no_more_once_time_is_up_but_often_enough() -> None:
     calls: list[int] = []
     probe = Probe("a", 1, lambda: float(len(calls)) if calls.append(1) is None else 0.0)
     take_turns([probe], Effort(repeats=50, least=3, seconds=0.0), lambda what: None)
-    assert len(calls) == WARM_UP + 3
+    assert len(calls) == WARM_UP_RUNS + 3
 
 
 def test_the_check_gives_both_times_of_the_same_requests(measured: CostProfile) -> None:

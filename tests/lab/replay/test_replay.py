@@ -20,9 +20,9 @@ from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
 from specbranch.files import write_whole
 from specbranch.lab.replay.decode import Diverged, RecordDecoder, ReplayedModel
-from specbranch.lab.replay.reader import ROWS, Reader
-from specbranch.lab.replay.record import FORMAT, Record, Records, Task
-from specbranch.lab.replay.runners import NONE, WIDTH, KnownProposal, ProposalStore, RecordedRunner
+from specbranch.lab.replay.reader import READER_ROWS, Reader
+from specbranch.lab.replay.record import RECORD_FORMAT, Record, Records, Task
+from specbranch.lab.replay.runners import CANDIDATES_KEPT, NO_RECORD, KnownProposal, ProposalStore, RecordedRunner
 from specbranch.lab.replay.signals import RecordedForecaster
 from specbranch.lab.toys.toys import Logits, ToyRunner, ToySampler
 from tiers import tiered
@@ -178,7 +178,7 @@ def test_a_node_off_the_record_says_nothing_even_where_it_meets_the_record_again
     runner.extend(0, (1, 2))
     work = [Feed(0, (3, 9, 5, 4, 5, 6), (ROOT, 0, 1, 0, 3, 4))]
     found = runner.verify(work, [Trial(0, Verify(Context(0, ())), node, ()) for node in range(6)])()
-    assert [one.token for one in found] == [4, NONE, NONE, 5, NONE, NONE]
+    assert [one.token for one in found] == [4, NO_RECORD, NO_RECORD, 5, NO_RECORD, NO_RECORD]
     whole = Verify(Context(3, ()), (9, 5, 4, 5, 6), (ROOT, 0, ROOT, 2, 3))
     assert runner.verify([], [Trial(0, whole, 0, (1, 2, 3, 4, 5))])()[0].path == (2, 3)
 
@@ -243,7 +243,8 @@ def test_reading_ahead_back_and_beside_gives_the_proposals_of_a_fresh_draft(case
 def fresh(tokens: list[int], case: Case) -> KnownProposal:
     row, spot = law(DRIFT).logits_of(tokens), Spot(case.session().request, len(tokens), lambda: tokens)
     top, bound = (
-        ToySampler().propose([row], [spot], [Ask(0, 0, WIDTH, measure=kind)])[0] for kind in ("top", "entropy")
+        ToySampler().propose([row], [spot], [Ask(0, 0, CANDIDATES_KEPT, measure=kind)])[0]
+        for kind in ("top", "entropy")
     )  # type: ignore[arg-type]
     return KnownProposal(top.tokens, top.confidence, bound.confidence, top.odds)
 
@@ -265,7 +266,7 @@ def test_what_was_read_ahead_is_not_read_when_it_is_asked_for_and_is_the_same(dr
         assert runner.fed <= fed + 6  # but for what lies beyond the end of the record
         decoder.close()
     assert strayed > 200
-    assert runner.forwards < runner.fed / 3 and runner.widest <= ROWS
+    assert runner.forwards < runner.fed / 3 and runner.widest <= READER_ROWS
 
 
 def test_a_record_is_read_ahead_once(draft: ReplayedModel) -> None:
@@ -314,7 +315,7 @@ def test_an_oracle_sends_nothing_that_is_wrong_and_is_quicker(draft: ReplayedMod
 def test_another_targets_texts_count_as_ones_own(how: str, tmp_path: Path) -> None:
     task = Task((1, 2), CASES[0].params, 0, ())
     theirs = Records(tmp_path / "theirs", f"0123456789abcdef{how}")
-    write_whole(theirs._path(task), json.dumps({"format": FORMAT, "tokens": [3, 1], "rows": []}))
+    write_whole(theirs._path(task), json.dumps({"format": RECORD_FORMAT, "tokens": [3, 1], "rows": []}))
     ours = Records(tmp_path / "ours", "fedcba9876543210-stored", tmp_path / "theirs")
     assert ours.find(task) == theirs.find(task) == Record(task, (3, 1), ())
     assert Records(tmp_path / "ours", "fedcba9876543210").find(task) is None

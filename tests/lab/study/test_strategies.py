@@ -13,10 +13,10 @@ from specbranch.clock.virtual_clock import Charge
 from specbranch.errors import BadParameter
 from specbranch.lab.study import formulas
 from specbranch.lab.study.strategies import (
-    MOST_LANES,
-    MOST_TOKENS,
-    PAIRS,
     STRATEGIES,
+    STUDY_LANES,
+    STUDY_PAIRS,
+    STUDY_TOKENS,
     MapTree,
     PaddedCosts,
     Rates,
@@ -31,7 +31,7 @@ from specbranch.lab.study.strategies import (
 )
 from specbranch.lab.study.toy_runs import plain_ratio
 
-WEAK, STRONG = PAIRS["weak"], PAIRS["strong"]
+WEAK, STRONG = STUDY_PAIRS["weak"], STUDY_PAIRS["strong"]
 # One H200, measured: seconds in ms.
 SMALL_DRAFT = CostProfile(
     target=((1, 4.5), (8, 5.09), (16, 5.14)), draft=((1, 0.12), (4, 0.137), (16, 0.205)), slow_down=0.0256
@@ -47,10 +47,10 @@ def chain(length: int) -> TreeShape:
 
 
 @pytest.mark.parametrize("c", [5, 10, 20])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", STUDY_PAIRS)
 @pytest.mark.parametrize("length", [1, 3, 8])
 def test_chains_are_what_the_formulas_say(c: int, pair: str, length: int) -> None:
-    rates, costs = PAIRS[pair], PaddedCosts(plain_ratio(c))
+    rates, costs = STUDY_PAIRS[pair], PaddedCosts(plain_ratio(c))
     alpha, hit = rates[0], sum(rates[:3])
     serial = evaluate(costs, rates, Strategy(chain(length)))
     assert serial.speedup == pytest.approx(c / formulas.serial_latency(alpha, c, length))
@@ -187,9 +187,9 @@ def test_a_strategy_that_contains_another_is_no_worse(costs: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_tuned_strategy_keeps_to_its_limits(strategy: StrategyName) -> None:
     setting = best(PaddedCosts(LARGE_DRAFT), WEAK, strategy).setting
-    assert setting.heads * setting.ahead.lanes <= MOST_LANES and setting.stage.lanes <= MOST_LANES
+    assert setting.heads * setting.ahead.lanes <= STUDY_LANES and setting.stage.lanes <= STUDY_LANES
     for shape in (setting.stage, setting.ahead):
-        assert len(likeliest_tree(WEAK, shape)) <= MOST_TOKENS + 1
+        assert len(likeliest_tree(WEAK, shape)) <= STUDY_TOKENS + 1
 
 
 def test_the_likeliest_tree_of_two_levels_takes_the_likeliest_tokens() -> None:

@@ -15,9 +15,9 @@ from specbranch.core.session import Session
 from specbranch.core.trace import Event, Trace
 from specbranch.lab.bench.methods import default_setting
 from specbranch.lab.traces.rounds import TracedRound, read_rounds, times, usual_seconds
-from specbranch.lab.traces.spans import LOOKS
+from specbranch.lab.traces.spans import SPAN_LOOKS
 from specbranch.lab.traces.timeline import Style, draw_text
-from specbranch.lab.traces.timeline_svg import WIDTH, draw_comparison, draw_svg
+from specbranch.lab.traces.timeline_svg import PICTURE_WIDTH, draw_comparison, draw_svg
 from tiers import each_value, tiered
 from toybench import Case, Ending, decode, serial, virtual_clock
 
@@ -165,7 +165,7 @@ def test_the_picture_is_whole_and_stays_within_its_frame_however_long_the_reques
     drawn = draw_svg(made.rounds, "a <title> & more", "below")
     frame = [float(number) for number in ElementTree.fromstring(drawn).attrib["viewBox"].split()]
     bars = [bar for bar in rects(drawn) if bar.get("class") != "sheet"]
-    assert len(bars) >= len(made.rounds) and frame[2] == WIDTH
+    assert len(bars) >= len(made.rounds) and frame[2] == PICTURE_WIDTH
     for bar in bars:
         assert float(bar.attrib["x"]) >= 0 and float(bar.attrib["x"]) + float(bar.attrib["width"]) <= frame[2] + 0.5
         assert float(bar.attrib["y"]) + float(bar.attrib["height"]) <= frame[3]
@@ -176,18 +176,18 @@ def test_the_picture_has_a_cell_for_each_fate_in_its_colour() -> None:
     made = run("specbranch")
     shades = [bar.get("class") for bar in rects(draw_svg(made.rounds, "t")) if len(bar)]  # those with a tip
     fates = [fate for one in made.rounds for fate in one.fates]
-    assert shades.count(f"f{LOOKS['losing'].hue}") == sum(fate.losing > 0 for fate in fates) > 0
-    assert shades.count(f"f{LOOKS['accepted'].hue}") == sum(fate.accepted > 0 for fate in fates) > 0
+    assert shades.count(f"f{SPAN_LOOKS['losing'].hue}") == sum(fate.losing > 0 for fate in fates) > 0
+    assert shades.count(f"f{SPAN_LOOKS['accepted'].hue}") == sum(fate.accepted > 0 for fate in fates) > 0
 
 
 def test_several_methods_are_drawn_at_one_scale() -> None:
     runs = {method: run(method).rounds for method in ("autoregressive", "pearl")}
-    shade = f"f{LOOKS['target'].hue}"
+    shade = f"f{SPAN_LOOKS['target'].hue}"
     bars = [bar.attrib for bar in rects(draw_comparison(runs, "two ways", "units")) if bar.get("class") == shade]
     ends: dict[str, float] = {}
     for bar in bars[1:]:  # the first is the legend's
         ends[bar["y"]] = max(ends.get(bar["y"], 0.0), float(bar["x"]) + float(bar["width"]))
-    assert max(ends.values()) <= WIDTH and len(set(ends.values())) == 2
+    assert max(ends.values()) <= PICTURE_WIDTH and len(set(ends.values())) == 2
     assert len({bar["width"] for bar in bars[1:]}) == 1  # this target takes as long for any number of tokens
 
 

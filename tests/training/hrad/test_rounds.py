@@ -8,7 +8,7 @@ import torch
 from specbranch.config import SpeculativeConfig
 from specbranch.core.forecast import ALL, NONE, SOME
 from specbranch.core.trace import Trace
-from specbranch.training.hrad.rounds import UNKNOWN, LabelledRounds, outcomes, walk
+from specbranch.training.hrad.rounds import UNKNOWN_LABEL, LabelledRounds, outcomes, walk
 from toybench import Case, Ending, decode, law, serial
 
 DRIFT, LENGTH, LONGEST = 0.3, 4, 9
@@ -31,7 +31,7 @@ def test_walked_rounds_are_those_of_speculative_decoding(seed: int) -> None:
     starts = list(walk(agreed(tuple(session.tokens), len(case.prompt)), LENGTH, LONGEST))
     walked = [min(start.taken, LENGTH) for start in starts]
     assert walked[:-1] == judged[: len(walked) - 1]  # the last one may be cut short by the end
-    assert [start.before for start in starts] == [UNKNOWN, *walked[:-1]]
+    assert [start.before for start in starts] == [UNKNOWN_LABEL, *walked[:-1]]
     assert len(set(walked)) > 2
 
 
@@ -52,7 +52,7 @@ def rounds_of(taken: list[int], left: list[int]) -> LabelledRounds:
 
 def test_labels_tell_none_some_and_all_and_what_the_end_leaves_open() -> None:
     labels = rounds_of([0, 2, 4, 2], [9, 9, 9, 2]).labels().tolist()
-    assert labels == [[NONE] * 4, [ALL, ALL, SOME, SOME], [ALL] * 4, [ALL, ALL, UNKNOWN, UNKNOWN]]
+    assert labels == [[NONE] * 4, [ALL, ALL, SOME, SOME], [ALL] * 4, [ALL, ALL, UNKNOWN_LABEL, UNKNOWN_LABEL]]
 
 
 def test_places_are_judged_up_to_the_first_wrong_token_and_no_farther_than_the_text() -> None:

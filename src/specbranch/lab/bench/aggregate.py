@@ -23,7 +23,7 @@ from specbranch.lab.bench.prompt_runs import PromptRun
 from specbranch.lab.bench.results import ResultRow
 from specbranch.lab.suites.suite import prompt_set
 
-DRAWS, SEED = 1000, 20260301  # the bootstrap's seed is fixed: equal runs give equal intervals
+DRAWS, BOOTSTRAP_SEED = 1000, 20260301  # the bootstrap's seed is fixed: equal runs give equal intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def accepted_lengths(stats: Stats) -> tuple[int, ...]:
 
 
 def interval(
-    mine: Sequence[Timing], base: Sequence[Timing], draws: int = DRAWS, seed: int = SEED
+    mine: Sequence[Timing], base: Sequence[Timing], draws: int = DRAWS, seed: int = BOOTSTRAP_SEED
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of the speedup when prompts are drawn anew, each with its own pair of timings; None
     for fewer than two."""

@@ -21,7 +21,7 @@ from specbranch.lab.bench.results import BASELINE, ResultRow, Results, figure_te
 ChangeKind = Literal["faster", "slower", "same", "unclear", "not comparable"]
 EXACT = 1e-9  # a smaller relative change is the same sum added up in another order
 # By repeats: the factor that 95 % of all pairs of equal runs stay below, found by simulating normal noise.
-FACTORS = {2: 9.2, 3: 4.0, 4: 2.8, 5: 2.8, 6: 2.1, 7: 1.9, 8: 1.7, 10: 1.4, 12: 1.2, 15: 1.1, 20: 0.9, 30: 0.75}
+NOISE_FACTORS = {2: 9.2, 3: 4.0, 4: 2.8, 5: 2.8, 6: 2.1, 7: 1.9, 8: 1.7, 10: 1.4, 12: 1.2, 15: 1.1, 20: 0.9, 30: 0.75}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def noise(spread: float | None, other: float | None, repeats: int) -> float | No
     unknown."""
     if spread is None or other is None:
         return None
-    factor = FACTORS[max((known for known in FACTORS if known <= repeats), default=2)]
+    factor = NOISE_FACTORS[max((known for known in NOISE_FACTORS if known <= repeats), default=2)]
     return max(factor * math.hypot(spread, other), EXACT)
 
 

@@ -24,7 +24,7 @@ from specbranch.models.forward.rope import frequencies
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PARTS = ("attention_norm", "mlp_norm", "out", "down", "q", "k", "v", "gate", "up")
+LAYER_PARTS = ("attention_norm", "mlp_norm", "out", "down", "q", "k", "v", "gate", "up")
 
 
 def refuse_other_families(arch: Architecture) -> None:
@@ -78,7 +78,8 @@ def named(decoder: Decoder) -> dict[str, Tensor]:
         gate, up = _weight(layer.gate_up).chunk(2)
         tensors = (layer.attention_norm, layer.mlp_norm, _weight(layer.out), _weight(layer.down), q, k, v, gate, up)
         found |= {
-            f"{HUGGING_FACE[part].format(index)}.weight": tensor for part, tensor in zip(PARTS, tensors, strict=True)
+            f"{HUGGING_FACE[part].format(index)}.weight": tensor
+            for part, tensor in zip(LAYER_PARTS, tensors, strict=True)
         }
     return found
 

@@ -14,7 +14,7 @@ from specbranch.core.methods import METHODS
 from specbranch.lab.suites.suite import ALL_SHIPPED, PUBLIC
 from specbranch.pairs import PAIRS
 
-SUITES = tuple(PUBLIC)
+PUBLIC_SUITES = tuple(PUBLIC)
 # What is replayed quickly; lookahead has the target decode anew.
 QUICKLY = tuple(name for name, method in METHODS.items() if not method.guesses)
 VARIANTS = ("specbranch:confidence", "specbranch:paper", "specbranch")
@@ -30,32 +30,32 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "wall": {
         "methods": "autoregressive,speculative,specbranch,auto,hf-generate",
-        "suites": SUITES,
+        "suites": PUBLIC_SUITES,
         "limit": 4,
         "repeats": 2,
     },
     "modelled": {
         "methods": ",".join(MODELLED),
         "pair": tuple(PAIRS),
-        "suites": SUITES,
+        "suites": PUBLIC_SUITES,
         "limit": 32,
         "clock": tuple(name for name in shipped_profiles() if name not in TWO_DEVICES),
     },
 }
 PLANNER_PARTS, PAPER_PARTS = PARTS["planner"], PARTS["paper"]
-THRESHOLDS, WIDTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 3, 6, 9, 12)  # ε and k_max of the paper's tables
+THRESHOLDS, PAPER_WIDTHS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), (1, 3, 6, 9, 12)  # ε and k_max of the paper's tables
 ABLATION = (
     *("autoregressive", "speculative", "adaptive", "pearl", "lookup", "tree", "specbranch"),
     *(f"specbranch-{part}" for part in PLANNER_PARTS),
     *("specbranch:fixed", "specbranch:confidence", "specbranch:last", "specbranch:oracle", "specbranch:paper"),
     *(f"specbranch:paper-{part}" for part in PAPER_PARTS),
     *(f"specbranch:{policy}@stop_below={value}" for policy in ("paper", "confidence") for value in THRESHOLDS),
-    *(f"specbranch:paper@max_branches={value}" for value in WIDTHS),
+    *(f"specbranch:paper@max_branches={value}" for value in PAPER_WIDTHS),
 )
 PRESETS["ablation"] = {
     "methods": ",".join(ABLATION),
     "pair": ("smollm2-weak", "smollm2-default"),
-    "suites": SUITES,
+    "suites": PUBLIC_SUITES,
     "limit": 8,
     "clock": ("c10",),
 }
@@ -75,7 +75,7 @@ GPU: dict[str, Any] = {
     "methods": ",".join((*GPU_BASELINES, *GPU_OURS)),
     "device": "cuda",
     "executor": "streams",
-    "suites": SUITES,
+    "suites": PUBLIC_SUITES,
     "limit": 8,
     "context": (1024,),
     "tuning_prompts": 1,

@@ -20,7 +20,7 @@ from specbranch.clock.shipped import WALL
 from specbranch.errors import BadParameter
 from specbranch.lab.bench.results import BASELINE, FORMER, setting_text
 
-FORMAT, VERSION = "specbranch-bench-runs", 1
+RUNS_FORMAT, RUNS_VERSION = "specbranch-bench-runs", 1
 
 T = TypeVar("T")
 RunKey = tuple[str, str, str, str, float, str, str, int]
@@ -93,7 +93,7 @@ class RunStore:
                 f"The runs cannot be kept in {path} ({error}). Name another folder with --out."
             ) from error
         if self._file.tell() == 0:
-            self._write({"format": FORMAT, "version": VERSION, "plan": self.plan})
+            self._write({"format": RUNS_FORMAT, "version": RUNS_VERSION, "plan": self.plan})
 
     @property
     def done(self) -> set[RunKey]:
@@ -172,12 +172,12 @@ def _without_torn_end(path: Path) -> list[bytes]:
 
 
 def _check_header(header: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> None:
-    if header.get("format") != FORMAT:
+    if header.get("format") != RUNS_FORMAT:
         raise BadParameter(f"{path} is no file of bench runs. Give another folder with --out.")
-    if header.get("version") != VERSION:
+    if header.get("version") != RUNS_VERSION:
         raise BadParameter(
-            f"{path} has version {header.get('version')!r}; this specbranch goes on with version {VERSION}. Use a new "
-            "--out."
+            f"{path} has version {header.get('version')!r}; this specbranch goes on with version {RUNS_VERSION}. "
+            "Use a new --out."
         )
     before = header.get("plan", {})
     other = [name for name in sorted(before.keys() | plan.keys()) if not _goes_on(before.get(name), plan.get(name))]

@@ -23,7 +23,7 @@ from specbranch.errors import BadParameter, unknown
 from specbranch.files import write_whole
 from specbranch.provenance import Provenance
 
-FORMAT, VERSION = "specbranch-bench", 1
+RESULTS_FORMAT, RESULTS_VERSION = "specbranch-bench", 1
 BASELINE = PLAIN
 LISTS = ("accepted_lengths", "acceptance_by_position", "tested_by_position")
 FORMER = ("peak_memory",)  # keys of rows and runs that earlier versions wrote, always empty
@@ -114,7 +114,12 @@ class Results:
     def to_dict(self) -> dict[str, Any]:
         """Return what the JSON file holds."""
         rows = [row.to_dict() for row in self.rows]
-        return {"format": FORMAT, "version": VERSION, "provenance": self.provenance.to_dict(), "rows": rows}
+        return {
+            "format": RESULTS_FORMAT,
+            "version": RESULTS_VERSION,
+            "provenance": self.provenance.to_dict(),
+            "rows": rows,
+        }
 
     def last_line(self) -> str:
         """Return the rows as one line of JSON, for the end of standard output."""
@@ -192,12 +197,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise BadParameter(
             f"The results in {path} cannot be read ({error}); expected a file written by 'specbranch bench run'."
         ) from error
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+    if not isinstance(values, dict) or values.get("format") != RESULTS_FORMAT:
         raise BadParameter(f"{path} holds no bench results; expected a JSON file written by 'specbranch bench run'.")
-    if values.get("version") != VERSION:
+    if values.get("version") != RESULTS_VERSION:
         raise BadParameter(
             f"{path} has version {values.get('version')!r} of the results format; this specbranch reads version "
-            f"{VERSION}. Run the bench again, or read it with the specbranch that wrote it."
+            f"{RESULTS_VERSION}. Run the bench again, or read it with the specbranch that wrote it."
         )
     return values
 

@@ -27,8 +27,8 @@ from specbranch.lab.replay.record import Record, Task
 from specbranch.lab.replay.runners import ProposalStore
 from specbranch.training.distill.agreement import AnsweredPrompt
 
-TOKENS = 40  # of each answer that is looked at
-LENGTHS = (2, 4, 8)  # of drafts that are tried
+TRIED_TOKENS = 40  # of each answer that is looked at
+TRIED_LENGTHS = (2, 4, 8)  # of drafts that are tried
 GAIN = 1.03  # below this, speculation is not worth having
 TriedSetting = tuple[str, tuple[tuple[str, int], ...]]  # a method, and what is set of it
 
@@ -47,7 +47,7 @@ def answers(pair: LoadedPair) -> list[AnsweredPrompt]:
     """Let the target answer its prompts greedily, by whatever is quickest."""
     executor, found = Serial(pair.verifier, pair.drafter), []
     for prompt in pair.prompts():
-        session = decode(executor, greedy_session(prompt, TOKENS, pair.tokenizer.eos_ids), "adaptive")
+        session = decode(executor, greedy_session(prompt, TRIED_TOKENS, pair.tokenizer.eos_ids), "adaptive")
         found.append(AnsweredPrompt(tuple(prompt), tuple(session.output)))
     return found
 
@@ -56,7 +56,7 @@ def predict(pair: LoadedPair, texts: Sequence[AnsweredPrompt], profile: CostProf
     """Decode the target's answers again by each method, with the draft's real proposals; best setting of each."""
     eos = tuple(pair.tokenizer.eos_ids)
     records = [
-        Record(Task(text.prompt, SamplingParams(max_tokens=TOKENS), 0, eos), text.answer, ())
+        Record(Task(text.prompt, SamplingParams(max_tokens=TRIED_TOKENS), 0, eos), text.answer, ())
         for text in texts
         if len(text.answer) > 1
     ]
@@ -97,7 +97,7 @@ def _settings() -> Iterator[TriedSetting]:
         if name == PLAIN or method.policy == "planner":
             yield name, ()
         elif not method.guesses:
-            yield from ((name, (("num_speculative_tokens", length),)) for length in LENGTHS)
+            yield from ((name, (("num_speculative_tokens", length),)) for length in TRIED_LENGTHS)
 
 
 def _best(played: Mapping[TriedSetting, Sequence[Stats]]) -> list[Prediction]:

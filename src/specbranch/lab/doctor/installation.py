@@ -17,11 +17,11 @@ from specbranch.extras import EXTRAS, Extra
 from specbranch.lab.doctor.finding import Finding, note, problem, well
 from specbranch.machine_load import LoadMeter, is_busy, usable_cores
 
-PYTHON, TORCH, TRANSFORMERS = (3, 11), (2, 11), (5, 17)
+LEAST_PYTHON, LEAST_TORCH, LEAST_TRANSFORMERS = (3, 11), (2, 11), (5, 17)
 GIB = 2**30
-LOOK = 0.3  # seconds that other programs are watched for
-ROOM = 0.5 * GIB  # that a cache folder should have
-FEATURES = {  # what the kernels and BLAS make use of, by LLVM's names
+WATCHED_SECONDS = 0.3  # seconds that other programs are watched for
+LEAST_DISK = 0.5 * GIB  # that a cache folder should have
+CPU_FEATURES = {  # what the kernels and BLAS make use of, by LLVM's names
     "x86_64": ("avx2", "fma", "avxvnni", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16"),
     "aarch64": ("neon", "dotprod", "fullfp16", "bf16", "i8mm", "sve"),
 }
@@ -29,7 +29,7 @@ FEATURES = {  # what the kernels and BLAS make use of, by LLVM's names
 
 def installation() -> Iterator[Finding]:
     """Check what does not depend on a pair."""
-    yield _at_least("Python", platform.python_version(), PYTHON)
+    yield _at_least("Python", platform.python_version(), LEAST_PYTHON)
     yield from libraries()
     yield processor()
     yield graphics()
@@ -39,8 +39,8 @@ def installation() -> Iterator[Finding]:
 
 def libraries() -> Iterator[Finding]:
     """Check torch, transformers and the compiler of the CPU kernels; tell of the extras, which may be missing."""
-    yield _at_least("torch", _version("torch"), TORCH)
-    yield _at_least("transformers", _version("transformers"), TRANSFORMERS)
+    yield _at_least("torch", _version("torch"), LEAST_TORCH)
+    yield _at_least("transformers", _version("transformers"), LEAST_TRANSFORMERS)
     if _version("llvmlite") is None:
         said = "is not installed, so that the CPU kernels are not compiled."
         yield note("llvmlite", said, "pip install llvmlite")
@@ -98,14 +98,14 @@ def cache() -> Finding:
     if not os.access(there, os.W_OK):
         return problem("Cache folder", f"{folder} cannot be written.", advice)
     free = shutil.disk_usage(there).free
-    if free < ROOM:
+    if free < LEAST_DISK:
         return problem("Cache folder", f"{folder} has {free / GIB:.1f} GiB of room left.", advice)
     return well("Cache folder", f"{folder}, {free / GIB:.1f} GiB of room.")
 
 
 def _other_cores() -> float:
     meter = LoadMeter()
-    time.sleep(LOOK)
+    time.sleep(WATCHED_SECONDS)
     return meter.other_cores()
 
 
@@ -140,7 +140,7 @@ def _features() -> str:
         found = host_features()
     except CannotCompile:
         return ""
-    there = [name for name in FEATURES.get(platform.machine(), ()) if found.get(name)]
+    there = [name for name in CPU_FEATURES.get(platform.machine(), ()) if found.get(name)]
     return f", {' '.join(there)}" if there else ""
 
 

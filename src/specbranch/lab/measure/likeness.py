@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specbranch.models.runners.torch_runner import TorchRunner
 
-TEXTS = (
+PROBE_TEXTS = (
     "The three laws of robotics were written down in 1942. The first of them says that a robot may not injure a human "
     "being or, through",
     "def average(numbers: list[float]) -> float:\n    if not numbers:\n        raise ValueError('no numbers')\n    "
@@ -27,14 +27,14 @@ TEXTS = (
     "Sarah has 12 apples. She gives 3 of them to each of her two brothers, and buys 5 more on the way home. How many "
     "apples does she have",
 )
-LENGTH = 128  # most tokens of a text
-STEPS = 16  # tokens at the end of a text that are compared
+TEXT_TOKENS = 128  # most tokens of a text
+COMPARED_STEPS = 16  # tokens at the end of a text that are compared
 PLACES = 1024  # of the cache: three short texts, one after the other
-EXACT: Literal["float32"] = "float32"
+EXACT_DTYPE: Literal["float32"] = "float32"
 # Of the largest logit. Half precision rounds other numbers in another shape, so what it does to the source itself
 # counts as well.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
-OWN = 3.0  # times as far as rounding takes the source from itself in float32
+ROUNDING_FACTOR = 3.0  # times as far as rounding takes the source from itself in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,16 @@ class Likeness:
 def compare(source: ModelChoice, inflated: ModelChoice, tokenizer: ModelChoice) -> Likeness:
     """Compare two models, one after the other but for the source's logits; their tokens are those of a third name."""
     encode = load_tokenizer(tokenizer).encode
-    texts = [encode(text)[:LENGTH] for text in TEXTS]
+    texts = [encode(text)[:TEXT_TOKENS] for text in PROBE_TEXTS]
     dtype, own = _logits(source, texts)
-    exact = own if dtype in ("float64", EXACT) else _logits(replace(source, dtype=EXACT, weights=EXACT), texts)[1]
+    exact = (
+        own
+        if dtype in ("float64", EXACT_DTYPE)
+        else _logits(replace(source, dtype=EXACT_DTYPE, weights=EXACT_DTYPE), texts)[1]
+    )
     found = _logits(inflated, texts)[1]
     rounding = _apart(own, exact)
-    tolerance = max(TOLERANCES[dtype], OWN * rounding)
+    tolerance = max(TOLERANCES[dtype], ROUNDING_FACTOR * rounding)
     same = float((found.argmax(-1) == exact.argmax(-1)).double().mean())
     return Likeness(dtype, len(found), _apart(found, exact), tolerance, rounding, same)
 
@@ -75,7 +79,7 @@ def _logits(choice: ModelChoice, texts: Sequence[Sequence[int]]) -> tuple[str, T
     """The precision a model computes in, and what it says at the end of each text [tokens, columns], on the CPU."""
     import torch
 
-    runner = load_runner(replace(choice, context_length=LENGTH, shorten=True, cache_tokens=PLACES))
+    runner = load_runner(replace(choice, context_length=TEXT_TOKENS, shorten=True, cache_tokens=PLACES))
     dtype = str(getattr(runner, "dtype", None)).removeprefix("torch.")
     return dtype, torch.cat([_read(runner, text) for text in texts])
 
@@ -87,7 +91,7 @@ def _read(runner: TorchRunner, text: Sequence[int]) -> Tensor:
         logits, columns = scored(runner.score([feed])[0])
         return logits[:, : runner.sampler.width(columns)].double().cpu()
 
-    (found,) = read(runner, text[:-STEPS], text[-STEPS:], said)
+    (found,) = read(runner, text[:-COMPARED_STEPS], text[-COMPARED_STEPS:], said)
     return found
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
 
 CONTEXT = 2048  # tokens the caches hold, unless told: a long prompt and an answer
-SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
+PROBED_SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class LoadedPair:
 
     def prompts(self) -> list[list[int]]:
         """Three prompts of our own, of different kinds, as token ids."""
-        return [self.ids(load_suite(name).prompts[0].turns[0]) for name in SUITES]
+        return [self.ids(load_suite(name).prompts[0].turns[0]) for name in PROBED_SUITES]
 
     def ids(self, words: str) -> list[int]:
         """Return a user's message as the target is given it; as it is where the target knows no chat."""

@@ -18,12 +18,12 @@ from specbranch.core.rehearsal import NUMBER
 from specbranch.core.request import Request
 from specbranch.errors import ModelError
 
-ROWS = 4  # that the target verifies
+OVERLAP_ROWS = 4  # that the target verifies
 FILL = 0.8  # share of a target forward that the draft steps beside it take when alone
 MOST_STEPS = 16
 # How many steps are tried, as shares of those that fit. On one GPU a step may take much longer beside the target than
 # alone; then fewer of them end before it than were to fit, and the smaller numbers tell more.
-SHARES: dict[ExecutorName, tuple[float, ...]] = {"process": (1.0,), "streams": (0.25, 0.5, 0.75, 1.0)}
+OVERLAP_SHARES: dict[ExecutorName, tuple[float, ...]] = {"process": (1.0,), "streams": (0.25, 0.5, 0.75, 1.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class TrialRounds:
     def _verify(self) -> Verify:
         """Order a forward. Its text has another last token each time, so that this one is read again."""
         self._lasts = self._lasts[::-1]
-        return Verify(Context(0, (*self._text[:-1], self._lasts[0])), self._text[: ROWS - 1])
+        return Verify(Context(0, (*self._text[:-1], self._lasts[0])), self._text[: OVERLAP_ROWS - 1])
 
     def _run(self, orders: Orders) -> Reports:
         report = self._executor.run({NUMBER: orders})[NUMBER]

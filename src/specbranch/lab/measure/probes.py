@@ -20,7 +20,7 @@ from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker
 from specbranch.training.distill.agreement import GREEDY
 
-WARM_UP = 2
+WARM_UP_RUNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,14 @@ def take_turns(probes: Sequence[Probe], effort: Effort, tick: Callable[[str], No
     """Run all probes turn by turn, each turn in another order: what ran before leaves its mark on the caches."""
     taken: dict[tuple[str, int], list[float]] = {(probe.name, probe.rows): [] for probe in probes}
     order, begun = random.Random(0), time.perf_counter()
-    for turn in range(WARM_UP + effort.repeats):
-        if turn >= WARM_UP + effort.least and time.perf_counter() - begun > effort.seconds:
+    for turn in range(WARM_UP_RUNS + effort.repeats):
+        if turn >= WARM_UP_RUNS + effort.least and time.perf_counter() - begun > effort.seconds:
             break
-        reads = turn % effort.seldom == WARM_UP % effort.seldom or turn == 0
+        reads = turn % effort.seldom == WARM_UP_RUNS % effort.seldom or turn == 0
         for probe in order.sample(probes, len(probes)):
             if reads or not probe.is_long:
                 seconds = probe.run()
-                if turn >= WARM_UP:
+                if turn >= WARM_UP_RUNS:
                     taken[probe.name, probe.rows].append(seconds)
         tick("models")
     return {key: MedianTiming(statistics.median(seconds), spread_of(seconds)) for key, seconds in taken.items()}

@@ -19,22 +19,14 @@ from specbranch.core.loop import Executor
 from specbranch.errors import BadParameter
 from specbranch.lab.measure.host_time import METHODS_TIMED, measure_host
 from specbranch.lab.measure.loaded_pair import LoadedPair, cached_in, precision, stored_in
-from specbranch.lab.measure.overlap import ROWS, SHARES, Slowing, TrialRounds, measure_slowing
-from specbranch.lab.measure.probes import (
-    WARM_UP,
-    Effort,
-    Figures,
-    HeldText,
-    Probe,
-    reading_seconds,
-    take_turns,
-)
+from specbranch.lab.measure.overlap import OVERLAP_ROWS, OVERLAP_SHARES, Slowing, TrialRounds, measure_slowing
+from specbranch.lab.measure.probes import WARM_UP_RUNS, Effort, Figures, HeldText, Probe, reading_seconds, take_turns
 from specbranch.progress import StepsDone, silent
 from specbranch.provenance import Provenance
 
-MOST_ROWS = 32
-SHORT, LONG, PROMPT = 64, 1024, 256  # tokens
-NEAR, FAR = "", " far"  # of a probe: after the short context, after the long one
+PROBED_ROWS = 32
+SHORT_CONTEXT, LONG_CONTEXT, PROBE_PROMPT = 64, 1024, 256  # tokens
+NEAR_SUFFIX, FAR_SUFFIX = "", " far"  # of a probe: after the short context, after the long one
 NOTE = "Measured by `specbranch profile` at temperature 0, token choice included; "
 BOTH = {
     "process": "side by side in two processes with half of the threads each (process executor); slow-down with",
@@ -62,7 +54,7 @@ class MeasuredPair:
     def slopes(self, name: str) -> Points:
         """Seconds for each further token of context, from the two measured; none at a prompt, which begins the text."""
         (short, long, prompt), figures = self.lengths, self.figures
-        far = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name + FAR}
+        far = {rows: figure.seconds for (probe, rows), figure in figures.items() if probe == name + FAR_SUFFIX}
         added = {rows: max(seconds - figures[name, rows].seconds, 0.0) for rows, seconds in far.items()}
         slopes = {rows: seconds / (long - short) for rows, seconds in added.items()}
         if slopes and prompt > max(slopes):
@@ -91,7 +83,7 @@ class _Steps:
     def __init__(self, progress: StepsDone, executor: str, effort: Effort) -> None:
         self._progress, self._done = progress, 0
         overlap_rounds = effort.repeats + 1 if executor in AT_ONCE else 0
-        self._total = WARM_UP + effort.repeats + len(METHODS_TIMED) + overlap_rounds
+        self._total = WARM_UP_RUNS + effort.repeats + len(METHODS_TIMED) + overlap_rounds
 
     def __call__(self, what: str) -> None:
         self._done += 1
@@ -100,19 +92,19 @@ class _Steps:
 
 def _lengths(pair: LoadedPair) -> tuple[int, int, int]:
     """The short and the long context and the prompt, as long as the models allow."""
-    most = min(pair.verifier.runner.context_length, pair.drafter.runner.context_length) - MOST_ROWS
+    most = min(pair.verifier.runner.context_length, pair.drafter.runner.context_length) - PROBED_ROWS
     if most < 16:
         raise BadParameter(
-            f"The models hold {most + MOST_ROWS} tokens; a profile needs {MOST_ROWS + 16}. Raise --context-length."
+            f"The models hold {most + PROBED_ROWS} tokens; a profile needs {PROBED_ROWS + 16}. Raise --context-length."
         )
-    long = min(LONG, most)
-    return min(SHORT, long // 2), long, min(PROMPT, most)
+    long = min(LONG_CONTEXT, most)
+    return min(SHORT_CONTEXT, long // 2), long, min(PROBE_PROMPT, most)
 
 
 def _figures(pair: LoadedPair, lengths: tuple[int, int, int], effort: Effort, steps: _Steps) -> Figures:
     """Time forwards and steps of both models, each alone."""
     short, long, prompt = lengths
-    contexts = {NEAR: short, FAR: long} if effort.far else {NEAR: short}
+    contexts = {NEAR_SUFFIX: short, FAR_SUFFIX: long} if effort.far else {NEAR_SUFFIX: short}
     with ExitStack() as open_ones:
         held = {
             (name, far): open_ones.enter_context(HeldText(worker, seq, pair.text(length)))
@@ -140,7 +132,7 @@ def _slowing(
     if pair.executor not in AT_ONCE:
         return None
     with TrialRounds(executor, text) as rounds:
-        return measure_slowing(rounds, effort.repeats, lambda: steps("two side by side"), SHARES[pair.executor])
+        return measure_slowing(rounds, effort.repeats, lambda: steps("two side by side"), OVERLAP_SHARES[pair.executor])
 
 
 def _profile(pair: LoadedPair, found: MeasuredPair, effort: Effort) -> CostProfile:
@@ -176,7 +168,9 @@ def _hardware(pair: LoadedPair, made: Provenance) -> str:
 def _note(pair: LoadedPair, slowing: Slowing | None) -> str:
     if slowing is None:
         return f"{NOTE}draft and target take turns (serial executor), so nothing overlaps."
-    return f"{NOTE}{BOTH[pair.executor]} {slowing.steps} draft steps beside a target forward over {ROWS} tokens."
+    return (
+        f"{NOTE}{BOTH[pair.executor]} {slowing.steps} draft steps beside a target forward over {OVERLAP_ROWS} tokens."
+    )
 
 
 def _provenance(pair: LoadedPair, made: Provenance, found: MeasuredPair, effort: Effort) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from specbranch.engine import LLM, Output
 from specbranch.errors import BadParameter
 from specbranch.lab.recheck.saved import Saved, short
 
-NEAR = 1e-4  # logits, and log-probabilities
-SPARE = 8  # more of the likeliest tokens than were saved: near-ties may change their order
-SHOWN = 20  # characters of a text before the first that differs
+NEAR_LOGITS = 1e-4  # logits, and log-probabilities
+SPARE_TOKENS = 8  # more of the likeliest tokens than were saved: near-ties may change their order
+SHOWN_CHARACTERS = 20  # characters of a text before the first that differs
 
 Sameness = Literal["identical", "near-tie", "different"]
 
@@ -38,7 +38,7 @@ class Departure:
     @property
     def is_near(self) -> bool:
         """Whether rounding may decide between the two tokens."""
-        return self.margin is not None and abs(self.margin) < NEAR
+        return self.margin is not None and abs(self.margin) < NEAR_LOGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _decoded_along(plain: LLM, saved: Saved) -> tuple[Output, tuple[Departure, .
 
 def _asked(plain: LLM, saved: Saved) -> SamplingParams:
     """Return the saved parameters, with as many log-probabilities as the comparison needs."""
-    top = None if saved.logprobs is None else min((saved.params.logprobs or 0) + SPARE, plain.vocabulary)
+    top = None if saved.logprobs is None else min((saved.params.logprobs or 0) + SPARE_TOKENS, plain.vocabulary)
     return replace(saved.params, logprobs=top)
 
 
@@ -178,7 +178,7 @@ def _contents(saved: Saved, again: Output) -> Iterator[Mismatch]:
 def _excerpts(saved: str, plain: str) -> tuple[str, str]:
     """Return two texts from shortly before the first character that differs."""
     same = next((i for i, (a, b) in enumerate(zip(saved, plain, strict=False)) if a != b), min(len(saved), len(plain)))
-    start = max(same - SHOWN, 0)
+    start = max(same - SHOWN_CHARACTERS, 0)
     return short(saved[start:]), short(plain[start:])
 
 
@@ -206,4 +206,4 @@ def _agree(saved: TokenLogprobs, plain: TokenLogprobs, count: int) -> bool:
 
 
 def _close(one: float, other: float) -> bool:
-    return one == other or abs(one - other) < NEAR
+    return one == other or abs(one - other) < NEAR_LOGITS

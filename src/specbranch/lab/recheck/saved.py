@@ -16,7 +16,7 @@ from specbranch.core.orders import TokenLogprobs
 from specbranch.errors import BadParameter
 from specbranch.text.line_files import json_value, numbered_lines
 
-EXPECTED = "expected what `specbranch generate --json` prints"
+EXPECTED_ANSWER = "expected what `specbranch generate --json` prints"
 # how an answer was made, saved with it: claims that decide how it is decoded again
 NOTED = ("target", "dtype", "weights", "cache_dtype", "runner")
 USED = (*NOTED, "prompt_token_ids", "token_ids", "params", "seed", "sample", "rule", "alternatives")
@@ -84,7 +84,7 @@ def read_answers(text: str, name: str) -> list[Saved]:
         with naming(name, number):
             answers.append(Saved.from_dict(values))
     if not answers:
-        raise BadParameter(f"{name} holds no answer; {EXPECTED}.")
+        raise BadParameter(f"{name} holds no answer; {EXPECTED_ANSWER}.")
     return answers
 
 
@@ -119,12 +119,12 @@ def short(value: object) -> str:
 def _objects(text: str, name: str) -> Iterator[dict[str, Any]]:
     """Yield each answer, and the further samples it holds, which answer the same prompt in the same way."""
     for where, line in numbered_lines(text, name):
-        answer = json_value(line, where, f"{EXPECTED}.")
+        answer = json_value(line, where, f"{EXPECTED_ANSWER}.")
         if not isinstance(answer, dict):
-            raise BadParameter(f"{where} is no JSON object; {EXPECTED}.")
+            raise BadParameter(f"{where} is no JSON object; {EXPECTED_ANSWER}.")
         others = answer.get("alternatives") or []
         if not isinstance(others, list) or not all(isinstance(other, dict) for other in others):
-            raise BadParameter(f"{where} has alternatives that are no answers; {EXPECTED}.")
+            raise BadParameter(f"{where} has alternatives that are no answers; {EXPECTED_ANSWER}.")
         shared = {name: answer[name] for name in (*NOTED, "context_length", "prompt") if name in answer}
         yield answer
         yield from ({**shared, **other} for other in others)
@@ -213,7 +213,7 @@ _OPTIONAL: dict[str, Check] = {
 def _check(values: Mapping[str, Any]) -> None:
     missing = [name for name in _NEEDED if name not in values]
     if missing:
-        raise BadParameter(f"The saved answer has no {', '.join(missing)}; {EXPECTED}.")
+        raise BadParameter(f"The saved answer has no {', '.join(missing)}; {EXPECTED_ANSWER}.")
     noted = {name: check for name, check in _OPTIONAL.items() if values.get(name) is not None}
     for name, (fits, expected) in {**_NEEDED, **noted}.items():
         if not fits(values[name]):

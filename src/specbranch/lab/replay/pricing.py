@@ -23,7 +23,7 @@ from specbranch.lab.replay.decode import RecordDecoder, ReplayedModel
 from specbranch.lab.replay.record import Record, Task
 from specbranch.lab.replay.signals import RecordedSignals
 
-OPEN = 24  # decoders kept open: as many as there are records to tune on
+OPEN_DECODERS = 24  # decoders kept open: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
 # the target's (no rows if it had nothing to do), the draft's steps, and how it was begun
 PricedRound = tuple[Forward, tuple[Forward, ...], Beginning]
@@ -88,7 +88,7 @@ class ReplayedMethods:
         self._held: dict[tuple[Task, SpeculativeConfig], PricedRounds] = {}
         # On a GPU a cache takes all its memory from the beginning.
         on_cpu = draft is None or str(getattr(draft.runner, "device", "cpu")) == "cpu"
-        self._most = OPEN if on_cpu else 1
+        self._most = OPEN_DECODERS if on_cpu else 1
         self._decoders: dict[Task, NotingDecoder] = {}  # the last used one comes last
 
     def stats(

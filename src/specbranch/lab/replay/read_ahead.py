@@ -13,18 +13,18 @@ from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT
 from specbranch.lab.replay.record import Record
 
-WINDOW = 12  # strayings from so many tokens of the record are read together
-DEPTH = 16  # tokens read of a straying: methods seldom ask for more
+STRAYING_WINDOW = 12  # strayings from so many tokens of the record are read together
+STRAYING_TOKENS = 16  # tokens read of a straying: methods seldom ask for more
 
 
-def read_ahead(record: Record, runner: Runner, depth: int = DEPTH) -> None:
+def read_ahead(record: Record, runner: Runner, depth: int = STRAYING_TOKENS) -> None:
     """Ask a draft that remembers for what it will be asked; one sequence of the runner is used, and closed."""
     text, start = record.text, len(record.task.prompt) - 1
     runner.open(0, record.task.request)
     try:
         runner.extend(0, text[:start])
-        for at in range(start, len(text) - 1, WINDOW):
-            _read_window(runner, text[at : at + WINDOW + 1], depth)
+        for at in range(start, len(text) - 1, STRAYING_WINDOW):
+            _read_window(runner, text[at : at + STRAYING_WINDOW + 1], depth)
     finally:
         runner.close(0)
 

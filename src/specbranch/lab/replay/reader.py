@@ -13,9 +13,9 @@ from itertools import count
 from specbranch.core.runner import Ask, Feed, Runner
 from specbranch.core.slots import ROOT, Slots
 from specbranch.lab.replay.record import Record
-from specbranch.lab.replay.runners import WIDTH, KnownProposal
+from specbranch.lab.replay.runners import CANDIDATES_KEPT, KnownProposal
 
-ROWS = 16  # read in one forward
+READER_ROWS = 16  # read in one forward
 _NUMBERS = count(-1, -1)  # numbers of sequences: below zero, as no request's are
 
 TextNode = tuple[int, int]  # its parent and its token
@@ -37,8 +37,8 @@ class Reader:
         if len(new) > self._slots.room and (half := len(sequences) // 2):  # a tail holds less: in two parts
             return self.read(sequences[:half]) + self.read(sequences[half:])
         self._runner.demand(self._seq, len(new))
-        for start in range(0, len(new), ROWS):
-            parents, tokens = zip(*new[start : start + ROWS], strict=True)
+        for start in range(0, len(new), READER_ROWS):
+            parents, tokens = zip(*new[start : start + READER_ROWS], strict=True)
             self._runner.feed([Feed(self._seq, tokens, parents)])
         return self._entries(ends)
 
@@ -86,7 +86,7 @@ class Reader:
         return list(known)[held:], ends
 
     def _entries(self, nodes: Sequence[int]) -> list[KnownProposal]:
-        top = self._runner.propose([], [Ask(self._seq, node, WIDTH) for node in nodes])
+        top = self._runner.propose([], [Ask(self._seq, node, CANDIDATES_KEPT) for node in nodes])
         entropy = self._runner.propose([], [Ask(self._seq, node, measure="entropy") for node in nodes])
         return [KnownProposal(a.tokens, a.confidence, b.confidence, a.odds) for a, b in zip(top, entropy, strict=True)]
 

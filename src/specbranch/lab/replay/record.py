@@ -20,8 +20,8 @@ from specbranch.files import write_whole
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
-FORMAT = 1
-TOP = 8  # so many of the most likely tokens are kept at each place
+RECORD_FORMAT = 1
+RECORDED_TOP = 8  # so many of the most likely tokens are kept at each place
 
 STORED = "-stored"  # behind the identity of a target whose weights are as its file has them
 
@@ -52,7 +52,7 @@ class Task:
     def key(self, model: str) -> str:
         """Name the task for one model."""
         ending = [self.params.max_tokens, self.params.stop, self.params.stop_token_ids, self.eos_ids]
-        return sha256(json.dumps([FORMAT, model, self.prompt, self.sampling, ending]).encode()).hexdigest()[:32]
+        return sha256(json.dumps([RECORD_FORMAT, model, self.prompt, self.sampling, ending]).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ class Records:
 
     def make(self, task: Task, llm: LLM) -> Record:
         """Let the target answer, by whatever lossless method the LLM has, and keep it."""
-        output = llm.repeat(task.prompt, replace(task.params, logprobs=TOP), task.seed, 0)
+        output = llm.repeat(task.prompt, replace(task.params, logprobs=RECORDED_TOP), task.seed, 0)
         if output.error is not None:
             raise output.error
         record = Record(task, tuple(output.token_ids), tuple(row.top for row in output.logprobs or ()))
-        held = {"format": FORMAT, "tokens": record.tokens, "rows": record.rows}
+        held = {"format": RECORD_FORMAT, "tokens": record.tokens, "rows": record.rows}
         write_whole(self._path(task), json.dumps(held))
         return record
 
@@ -107,7 +107,7 @@ def _found(task: Task, path: Path) -> Record | None:
 
 
 def _read(task: Task, held: dict[str, Any]) -> Record:
-    if held["format"] != FORMAT:
+    if held["format"] != RECORD_FORMAT:
         raise ValueError(f"format {held['format']}")
     rows = tuple(tuple((int(token), float(log)) for token, log in row) for row in held["rows"])
     return Record(task, tuple(held["tokens"]), rows)

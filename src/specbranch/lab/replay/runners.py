@@ -25,8 +25,8 @@ from specbranch.core.verify import accept_match
 from specbranch.errors import BadParameter
 from specbranch.lab.replay.record import Record
 
-NONE = -1  # no token: what a target says where its record says nothing
-WIDTH = 12  # so many candidates are remembered at a place
+NO_RECORD = -1  # no token: what a target says where its record says nothing
+CANDIDATES_KEPT = 12  # so many candidates are remembered at a place
 AT_HAND = 300_000  # proposals kept in memory: about 200 MB
 TABLE, READ = "proposals_2", "read_2"
 
@@ -129,7 +129,7 @@ class PlainSlots(Generic[Mark]):
 
 
 class RecordedRunner(PlainSlots[int]):
-    """A target that can say little but its record. A mark tells how many tokens of the record were followed, NONE
+    """A target that can say little but its record. A mark tells how many tokens of the record were followed, NO_RECORD
     once it was left."""
 
     def __init__(self, record: Record, vocabulary: int, context_length: int, beyond: Beyond | None = None) -> None:
@@ -154,7 +154,7 @@ class RecordedRunner(PlainSlots[int]):
     def _judged(self, trial: Trial) -> Judged:
         marks = [self._marks[trial.seq][trial.node(n)] for n in range(ROOT, len(trial.nodes))]
         path, token = accept_match(
-            trial.order, [self._text[mark] if 0 <= mark < len(self._text) else NONE for mark in marks]
+            trial.order, [self._text[mark] if 0 <= mark < len(self._text) else NO_RECORD for mark in marks]
         )
         if trial.logprobs is None:
             return Judged(path, token)
@@ -173,7 +173,7 @@ class RecordedRunner(PlainSlots[int]):
 
     def _after(self, mark: int, token: int, position: int) -> int:
         follows = mark == position < len(self._text) and self._text[position] == token
-        return position + 1 if follows else NONE
+        return position + 1 if follows else NO_RECORD
 
 
 def _unknown() -> BadParameter:
@@ -194,9 +194,10 @@ class KnownProposal:
 
     def proposal(self, ask: Ask) -> Proposal:
         """Cut to what is asked for."""
-        if ask.width > WIDTH:
+        if ask.width > CANDIDATES_KEPT:
             raise BadParameter(
-                f"{ask.width} branches at one token were asked for; a replay remembers {WIDTH}. Lower max_branches."
+                f"{ask.width} branches at one token were asked for; a replay remembers {CANDIDATES_KEPT}. "
+                "Lower max_branches."
             )
         confidence = self.top if ask.measure == "top" else self.entropy
         return Proposal(self.tokens[: ask.width], confidence, odds=self.odds[: ask.width])
@@ -254,7 +255,7 @@ class ProposalStore:
         return self._held[key]
 
     def recall(
-        self, keys: Sequence[bytes], text: Callable[[int], Sequence[int]], reader: Reads, width: int = WIDTH
+        self, keys: Sequence[bytes], text: Callable[[int], Sequence[int]], reader: Reads, width: int = CANDIDATES_KEPT
     ) -> list[KnownProposal]:
         """Return what is remembered under keys; the model reads the `text` of what is not, and so many candidates of
         it are kept."""

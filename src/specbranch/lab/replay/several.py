@@ -27,7 +27,7 @@ from specbranch.lab.replay.reader import Reader
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.runners import MemoRunner, PlainSlots, RecordedRunner
 
-ROOM = 256  # places beyond the end of a text
+SPARE_SLOTS = 256  # places beyond the end of a text
 
 
 class OneEach:
@@ -167,13 +167,13 @@ class SeveralRecords:
             reader.close()
 
     def _clock(self, profile: CostProfile) -> VirtualClock:
-        longest = max(len(record.text) for record in self._records) + ROOM
+        longest = max(len(record.text) for record in self._records) + SPARE_SLOTS
         draft = _DraftPromptsUncharged(OneEach(self._draft.runner.vocabulary, longest)) if self._draft else None
         return VirtualClock(_PromptsUncharged(OneEach(1 << 31, longest)), draft, profile)
 
     def _session(self, number: int, record: Record, clock: VirtualClock) -> Session:
         """Make a request, and put its models in place."""
-        task, capacity = record.task, len(record.text) + ROOM
+        task, capacity = record.task, len(record.text) + SPARE_SLOTS
         _runners(clock.target)[number] = RecordedRunner(record, 1 << 31, capacity)
         if self._draft and clock.metered:
             known, reader = self._draft, self._readers[task]

@@ -22,7 +22,7 @@ from specbranch.hrad.predictor import Predictor
 from specbranch.lab.replay.record import Record
 from specbranch.training.hrad.collect import states_along
 
-ROWS = 64  # tokens read in one forward
+SIGNAL_ROWS = 64  # tokens read in one forward
 
 
 class RecordedSignals:
@@ -52,7 +52,7 @@ class RecordedSignals:
         return None
 
     def _read(self, record: Record, key: str) -> list[Signal | None]:
-        states = states_along(self._target, record.task.prompt, record.tokens, self.predictor.about.layers, ROWS)
+        states = states_along(self._target, record.task.prompt, record.tokens, self.predictor.about.layers, SIGNAL_ROWS)
         signals = self._forecast.along(states, record.tokens)
         if all(signal is not None for signal in signals):
             self._keep(key, np.array([signal.chances for signal in signals if signal is not None], dtype=np.float32))

@@ -24,8 +24,8 @@ from specbranch.errors import BadParameter, unknown
 Rates = tuple[float, ...]
 StrategyName = Literal["serial SD", "PEARL", "two-stage", "hedge", "serial tree", "tree + hedge"]
 
-MOST_LANES = 8
-MOST_TOKENS = 16
+STUDY_LANES = 8
+STUDY_TOKENS = 16
 RANKS = 8
 DECAY = 0.5  # each choice of the draft beyond its second is this much less likely than the one before it
 PADDED = 8  # rows: a target whose shapes are pinned pays for these also when it verifies fewer
@@ -100,7 +100,7 @@ def rates_of(top1: float, top3: float, decay: float = DECAY) -> Rates:
     return tuple(rates)
 
 
-PAIRS: Mapping[str, Rates] = {
+STUDY_PAIRS: Mapping[str, Rates] = {
     "weak": rates_of(0.55, 0.72),
     "default": rates_of(0.70, 0.85),
     "strong": rates_of(0.82, 0.93),
@@ -235,15 +235,15 @@ def _chain(length: int) -> TreeShape:
 
 
 # Settings of which all are tried. The serial stage of the two-stage method is as long as a branch beyond its head.
-LENGTHS = range(1, MOST_TOKENS + 1)
-HEADS = range(1, MOST_LANES + 1)
-CHAINS = [Strategy(_chain(length)) for length in LENGTHS]
-PEARLS = [Strategy(_chain(0), _chain(length), 1) for length in range(1, MOST_TOKENS + 2)]
-TWO_STAGES = [Strategy(_chain(length), _chain(length + 1), heads) for length in LENGTHS for heads in HEADS]
+DRAFT_LENGTHS = range(1, STUDY_TOKENS + 1)
+LANE_COUNTS = range(1, STUDY_LANES + 1)
+CHAINS = [Strategy(_chain(length)) for length in DRAFT_LENGTHS]
+PEARLS = [Strategy(_chain(0), _chain(length), 1) for length in range(1, STUDY_TOKENS + 2)]
+TWO_STAGES = [Strategy(_chain(length), _chain(length + 1), heads) for length in DRAFT_LENGTHS for heads in LANE_COUNTS]
 TREES = [
-    Strategy(TreeShape(tokens, depth, RANKS, MOST_LANES))
-    for depth in LENGTHS
-    for tokens in range(depth, MOST_TOKENS + 1)
+    Strategy(TreeShape(tokens, depth, RANKS, STUDY_LANES))
+    for depth in DRAFT_LENGTHS
+    for tokens in range(depth, STUDY_TOKENS + 1)
 ]
 Try = Callable[[Strategy], Gain]
 
@@ -261,8 +261,8 @@ def _tree_hedge(attempt: Try) -> Gain:
     """Start from the best serial tree too, so as never to be worse."""
     serial = _best_of(TREES, attempt).setting
     hedged = [
-        Strategy(stage, TreeShape(15, steps, RANKS, lanes), MOST_LANES // lanes, everywhere=True)
-        for stage in (serial.stage, TreeShape(4, 1, RANKS, MOST_LANES))
+        Strategy(stage, TreeShape(15, steps, RANKS, lanes), STUDY_LANES // lanes, everywhere=True)
+        for stage in (serial.stage, TreeShape(4, 1, RANKS, STUDY_LANES))
         for steps in (2, 5, 8)
         for lanes in (1, 2)
     ]
@@ -291,19 +291,19 @@ def _climb(attempt: Try, starts: Iterable[Strategy], moves: Callable[[Strategy],
 
 
 def _chain_moves(setting: Strategy) -> Iterator[Strategy]:
-    for length in range(MOST_TOKENS + 1):
+    for length in range(STUDY_TOKENS + 1):
         yield replace(setting, stage=_chain(length))
         yield replace(setting, ahead=_chain(length + 1))
-    for heads in HEADS:
+    for heads in LANE_COUNTS:
         yield replace(setting, heads=heads)
 
 
 def _tree_moves(setting: Strategy) -> Iterator[Strategy]:
-    for number in range(MOST_TOKENS + 1):
+    for number in range(STUDY_TOKENS + 1):
         yield replace(setting, stage=replace(setting.stage, tokens=number))
         yield replace(setting, stage=replace(setting.stage, depth=number))
         yield replace(setting, ahead=replace(setting.ahead, tokens=number))
         yield replace(setting, ahead=replace(setting.ahead, depth=number + 1))
-    for lanes in HEADS:
-        for heads in range(1, MOST_LANES // lanes + 1):
+    for lanes in LANE_COUNTS:
+        for heads in range(1, STUDY_LANES // lanes + 1):
             yield replace(setting, ahead=replace(setting.ahead, lanes=lanes), heads=heads)

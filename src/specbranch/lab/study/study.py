@@ -15,14 +15,14 @@ from typing import Any
 from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.clock.shipped import load_profile, shipped_profiles
 from specbranch.lab.study import formulas
-from specbranch.lab.study.strategies import PAIRS, STRATEGIES, Gain, PaddedCosts, StrategyName, best, rates_of
-from specbranch.lab.study.toy_runs import TOKENS, Case, MethodName, PredictedSteps, compare, predict
+from specbranch.lab.study.strategies import STRATEGIES, STUDY_PAIRS, Gain, PaddedCosts, StrategyName, best, rates_of
+from specbranch.lab.study.toy_runs import TOY_TOKENS, Case, MethodName, PredictedSteps, compare, predict
 
 # Agreement of the pairs whose latency is drawn: α, and how often the target's token is among the draft's first three.
-HEADS = 3
-AGREEMENT = {alpha: rates_of(alpha, top3)[:HEADS] for alpha, top3 in ((0.5, 0.72), (0.7, 0.86), (0.9, 0.96))}
+DRAWN_HEADS = 3
+AGREEMENT = {alpha: rates_of(alpha, top3)[:DRAWN_HEADS] for alpha, top3 in ((0.5, 0.72), (0.7, 0.86), (0.9, 0.96))}
 RATIOS = (5, 10, 20)
-LENGTHS = range(1, 16)  # up to 16 rows of the target cost the same
+DRAWN_LENGTHS = range(1, 16)  # up to 16 rows of the target cost the same
 MEASURED = (2, 6, 12)
 TITLES: dict[MethodName, str] = {"speculative": "serial SD", "pearl": "PEARL", "specbranch": "two-stage"}
 MapPlace = tuple[str, str, StrategyName]  # on the map: a profile, a pair, a strategy
@@ -51,17 +51,17 @@ class Study:
         return [one for one, case in cases if (case.method, case.alpha, case.c) == (method, alpha, c)]
 
 
-def run_study(profiles: Sequence[str], progress: Callable[[str, int, int], None], tokens: int = TOKENS) -> Study:
+def run_study(profiles: Sequence[str], progress: Callable[[str, int, int], None], tokens: int = TOY_TOKENS) -> Study:
     """Compute everything; `progress` is told what is done, how far, of how much. No profile named: all that ship."""
     costs = {name: PaddedCosts(load_profile(name)) for name in profiles or ordered(shipped_profiles())}
-    compared, wanted = cases(), list(product(costs, PAIRS, STRATEGIES))
+    compared, wanted = cases(), list(product(costs, STUDY_PAIRS, STRATEGIES))
     comparisons, gains = [], {}
     for done, case in enumerate(compared):
         progress("Methods on toys", done, len(compared))
         comparisons.append(compare(case, tokens))
     for done, (profile, pair, strategy) in enumerate(wanted):
         progress("Strategies on the map", done, len(wanted))
-        gains[profile, pair, strategy] = best(costs[profile], PAIRS[pair], strategy)
+        gains[profile, pair, strategy] = best(costs[profile], STUDY_PAIRS[pair], strategy)
     return Study(tuple(comparisons), gains)
 
 
@@ -78,7 +78,7 @@ def cases() -> list[Case]:
 
 def make_case(method: MethodName, alpha: float, c: float, gamma: int) -> Case:
     """A case of the grid; only the two-stage method has several heads."""
-    return Case(method, AGREEMENT[alpha], c, gamma, HEADS if method == "specbranch" else 1)
+    return Case(method, AGREEMENT[alpha], c, gamma, DRAWN_HEADS if method == "specbranch" else 1)
 
 
 def charts(study: Study) -> dict[str, str]:
@@ -87,7 +87,7 @@ def charts(study: Study) -> dict[str, str]:
     for c in RATIOS:
         made[f"analysis-theorem-c{c}"] = _theorem_chart(study, c)
         made[f"analysis-methods-c{c}"] = _methods_chart(study, c)
-    for pair in PAIRS if study.gains else ():
+    for pair in STUDY_PAIRS if study.gains else ():
         made[f"analysis-map-{pair}"] = _map_chart(study, pair)
     return made
 
@@ -119,7 +119,7 @@ def _lengths_table() -> str:
     rows = [["c", "α", "theorem", "serial SD", "PEARL", "two-stage, 3 heads"]]
     for c, alpha in product(RATIOS, AGREEMENT):
         theorem = _at_best(partial(formulas.theorem_latency, alpha, c), c, formulas.TRIED)
-        methods = [_at_best(_latency(method, alpha, c), c, LENGTHS) for method in TITLES]
+        methods = [_at_best(_latency(method, alpha, c), c, DRAWN_LENGTHS) for method in TITLES]
         rows.append([str(c), f"{alpha}", theorem, *methods])
     return markdown(rows)
 
@@ -145,7 +145,7 @@ def _toys_table(study: Study) -> str:
 def _map_table(study: Study) -> str:
     rows = [["costs", *STRATEGIES]]
     for name in study.profiles:
-        told = (" / ".join(f"{study.gains[name, pair, s].speedup:.2f}" for pair in PAIRS) for s in STRATEGIES)
+        told = (" / ".join(f"{study.gains[name, pair, s].speedup:.2f}" for pair in STUDY_PAIRS) for s in STRATEGIES)
         rows.append([name, *told])
     return markdown(rows) if study.gains else ""
 
@@ -160,7 +160,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def _theorem_chart(study: Study, c: float) -> str:
     lines = []
     for hue, alpha in enumerate(AGREEMENT):
-        latency = [(float(g), formulas.theorem_latency(alpha, c, g)) for g in LENGTHS]
+        latency = [(float(g), formulas.theorem_latency(alpha, c, g)) for g in DRAWN_LENGTHS]
         drawn = [(g, y if y <= 3 * c else None) for g, y in latency]
         lines.append(ChartLine(f"theorem, α = {alpha}", drawn, dashed=True, colour=hue))
         lines += _model_lines(study, "pearl", alpha, c, hue)
@@ -176,7 +176,7 @@ def _methods_chart(study: Study, c: float) -> str:
 
 
 def _latency_chart(title: str, lines: Sequence[ChartLine], x_label: str, c: float) -> str:
-    plain = ChartLine("plain decoding", [(LENGTHS[0], c), (LENGTHS[-1], c)], colour=7)
+    plain = ChartLine("plain decoding", [(DRAWN_LENGTHS[0], c), (DRAWN_LENGTHS[-1], c)], colour=7)
     return line_chart(title, [plain, *lines], x_label, "draft steps a token", y_from_zero=True)
 
 
@@ -188,7 +188,7 @@ def _model_lines(
     latency = _latency(method, alpha, c)
     points = [(float(one.case.gamma), one.on_toys) for one in study.at(method, alpha, c)]
     return [
-        ChartLine(name, [(float(g), latency(g)) for g in LENGTHS], dashed=dashed, colour=hue),
+        ChartLine(name, [(float(g), latency(g)) for g in DRAWN_LENGTHS], dashed=dashed, colour=hue),
         ChartLine(told, points, drawn=False, colour=hue),
     ]
 

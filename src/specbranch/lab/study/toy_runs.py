@@ -24,8 +24,8 @@ from specbranch.lab.toys.ranked import ranked_pair
 from specbranch.lab.toys.toys import ToyRunner
 
 MethodName = Literal["speculative", "pearl", "specbranch"]
-TOKENS = 1000
-PROMPT = (1, 2, 3)
+TOY_TOKENS = 1000
+TOY_PROMPT = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ def predict(case: Case) -> float:
     return latency(case.alpha, case.c, case.gamma, case.hit)
 
 
-def charge(case: Case, tokens: int = TOKENS, seed: int = 0) -> float:
+def charge(case: Case, tokens: int = TOY_TOKENS, seed: int = 0) -> float:
     """Return draft steps a token of the real method on the virtual clock."""
     target, draft = (ToyRunner(law, context_length=tokens + 128) for law in ranked_pair(case.rates, seed))
     loop = Loop(VirtualClock(Verifier(target), MeteredDrafter(draft), plain_ratio(case.c)))
-    request = Request(SamplingParams(max_tokens=tokens), seed, len(PROMPT))
-    session = Session(0, PROMPT, request, tokens + 64)
+    request = Request(SamplingParams(max_tokens=tokens), seed, len(TOY_PROMPT))
+    session = Session(0, TOY_PROMPT, request, tokens + 64)
     # A branch of the two-stage method is a head and a chain; PEARL counts its head among the γ.
     branch = case.gamma + 1 if case.method == "specbranch" else case.gamma
     policy = FixedLengths(case.gamma, branch, case.width)
@@ -106,6 +106,6 @@ def charge(case: Case, tokens: int = TOKENS, seed: int = 0) -> float:
     return session.stats.decode_seconds / (session.stats.emitted - 1)
 
 
-def compare(case: Case, tokens: int = TOKENS, seed: int = 0) -> PredictedSteps:
+def compare(case: Case, tokens: int = TOY_TOKENS, seed: int = 0) -> PredictedSteps:
     """Predict and charge one case."""
     return PredictedSteps(case, predict(case), charge(case, tokens, seed))

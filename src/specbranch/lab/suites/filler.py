@@ -14,10 +14,10 @@ from itertools import cycle
 
 from specbranch.lab.suites.suite import Prompt, Suite, load_suite
 
-BEFORE = (
+FILLER_BEFORE = (
     "These are notes that were taken earlier. They have nothing to do with the task, which follows behind them.\n\n"
 )
-BEHIND = "\n\nThe notes end here. The task:\n\n"
+FILLER_BEHIND = "\n\nThe notes end here. The task:\n\n"
 Count = Callable[[str], int]  # how many tokens a text has
 CountTurns = Callable[[Sequence[str]], int]  # how many a conversation has, its answers left out
 
@@ -35,14 +35,16 @@ def behind(suite: Suite, length: int, answer: int, count: Count, count_turns: Co
 
 def _filled(prompt: Prompt, room: int, count: Count) -> Prompt:
     first, *others = prompt.turns
-    room -= count(BEFORE) + count(BEHIND)
+    room -= count(FILLER_BEFORE) + count(FILLER_BEHIND)
     taken: list[str] = []
     for sentence in cycle(_sentences()):
         room -= count(sentence)
         if room < 0:
             break
         taken.append(sentence)
-    return replace(prompt, turns=(BEFORE + "".join(taken).strip() + BEHIND + first, *others)) if taken else prompt
+    if not taken:
+        return prompt
+    return replace(prompt, turns=(FILLER_BEFORE + "".join(taken).strip() + FILLER_BEHIND + first, *others))
 
 
 @cache

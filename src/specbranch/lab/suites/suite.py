@@ -19,7 +19,7 @@ from typing import Any
 from specbranch.errors import BadParameter, nearest
 
 DATA_VARIABLE = "SPECBRANCH_DATA"
-FOLDER = Path(__file__).parent / "prompts"
+PROMPTS_FOLDER = Path(__file__).parent / "prompts"
 
 PUBLIC = {
     "humaneval": "Python functions to complete (HumanEval)",
@@ -82,7 +82,7 @@ def load_suites(
 def load_suite(name: str, data: Path | None = None) -> Suite:
     """Read one suite by its name: shipped, or public from the folder `data`, from $SPECBRANCH_DATA or from the Hub."""
     if name in SHIPPED:
-        return replace(read_suite(FOLDER / f"{name}.jsonl", name), source="shipped")
+        return replace(read_suite(PROMPTS_FOLDER / f"{name}.jsonl", name), source="shipped")
     if name in PUBLIC:
         return _public(name, data)
     if name == ALL_SHIPPED:

@@ -25,7 +25,7 @@ class SpanLook(NamedTuple):
     hue: int = 0  # of the palette of `charts`
 
 
-LOOKS: Mapping[SpanKind, SpanLook] = {
+SPAN_LOOKS: Mapping[SpanKind, SpanLook] = {
     "target": SpanLook("█", "#", "target at work", colour="blue", hue=0),
     "accepted": SpanLook("▓", "=", "drafted, in the answer", "in the answer", "green", 2),
     "rejected": SpanLook("x", "x", "drafted, rolled back", "rolled back", "red", 3),

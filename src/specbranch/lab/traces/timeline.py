@@ -15,11 +15,11 @@ from typing import Any
 from specbranch.core.fates import FATE_NAMES, THROWN_AWAY, Fates
 from specbranch.core.trace import Event
 from specbranch.lab.traces.rounds import Times, TracedRound, times
-from specbranch.lab.traces.spans import LOOKS, SpanKind, kinds_in, shares
+from specbranch.lab.traces.spans import SPAN_LOOKS, SpanKind, kinds_in, shares
 
-NARROWEST = 40
+NARROWEST_TIMELINE = 40
 MARGIN = 11  # columns before a bar: the round's number and the model
-FAR = 3.0  # times the usual round: longer bars are cut off
+LONGEST_BAR = 3.0  # times the usual round: longer bars are cut off
 Spell = Callable[[Sequence[int]], str]  # token ids to text
 Paint = Callable[[str, SpanKind], str]
 
@@ -40,7 +40,7 @@ class Style:
 
     def character(self, kind: SpanKind) -> str:
         """The character for a kind of time."""
-        return LOOKS[kind].glyph if self.unicode else LOOKS[kind].ascii
+        return SPAN_LOOKS[kind].glyph if self.unicode else SPAN_LOOKS[kind].ascii
 
     def glyph(self, kind: SpanKind) -> str:
         """The same, painted."""
@@ -49,11 +49,11 @@ class Style:
     @property
     def bar(self) -> int:
         """Columns of the longest bar."""
-        return max(min((max(self.width, NARROWEST) - MARGIN) // 3, 40), 12)
+        return max(min((max(self.width, NARROWEST_TIMELINE) - MARGIN) // 3, 40), 12)
 
     def bound(self) -> int:
         """The longest line allowed."""
-        return max(self.width, NARROWEST)
+        return max(self.width, NARROWEST_TIMELINE)
 
 
 def draw_text(rounds: Sequence[TracedRound], stats: Mapping[str, Any], style: Style, modelled: bool = False) -> str:
@@ -113,7 +113,7 @@ def _legend(rounds: Sequence[TracedRound], style: Style) -> list[str]:
     present = kinds_in(rounds)
     present += ["reading"] if any(one.draft and not one.fate.total for one in rounds[1:]) else []
     present += ["waiting"] if any(one.draft and one.target for one in rounds[1:]) else []
-    entries = {kind: f"{style.character(kind)} {LOOKS[kind].meaning}" for kind in present}
+    entries = {kind: f"{style.character(kind)} {SPAN_LOOKS[kind].meaning}" for kind in present}
     whole = "   ".join(entry.replace(" ", "\0") for entry in entries.values())  # so that no entry is torn apart
     lines = "\n".join(_wrapped(whole, style.bound(), 0)).replace("\0", " ")
     for kind, entry in entries.items():
@@ -126,7 +126,7 @@ def _scale(rounds: Sequence[TracedRound], style: Style) -> float:
     lengths = [one.seconds for one in rounds[1:] if one.seconds > 0]
     if not lengths:
         return 0.0
-    return style.bar / min(max(lengths), FAR * statistics.median(lengths))
+    return style.bar / min(max(lengths), LONGEST_BAR * statistics.median(lengths))
 
 
 def _round(one: TracedRound, scale: float, style: Style) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _outcome(one: TracedRound, event: Event) -> str:
 
 
 def _became(fate: Fates) -> str:
-    return ", ".join(f"{count} {LOOKS[kind].outcome}" for kind, count in shares(fate))
+    return ", ".join(f"{count} {SPAN_LOOKS[kind].outcome}" for kind, count in shares(fate))
 
 
 def _wrapped(line: str, width: int, indent: int) -> list[str]:

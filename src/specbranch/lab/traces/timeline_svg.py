@@ -14,13 +14,13 @@ from specbranch.charts import LegendKey, legend, line, rect, svg, text
 from specbranch.core.fates import Fates
 from specbranch.core.trace import Event
 from specbranch.lab.traces.rounds import TracedRound, times, usual_seconds
-from specbranch.lab.traces.spans import LOOKS, kinds_in, shares
+from specbranch.lab.traces.spans import SPAN_LOOKS, kinds_in, shares
 from specbranch.lab.traces.timeline import seconds_text
 
-WIDTH, LEFT, RIGHT, HEAD = 1080.0, 64.0, 16.0, 100.0
-TARGET, DRAFT, GAP, ROW = 22.0, 26.0, 3.0, 86.0  # heights
-USUAL = 56.0  # pixels of a usual round
-PREFILL = 74.0
+PICTURE_WIDTH, LEFT_MARGIN, RIGHT_MARGIN, HEAD = 1080.0, 64.0, 16.0, 100.0
+TARGET_HEIGHT, DRAFT_HEIGHT, BAR_GAP, ROW_HEIGHT = 22.0, 26.0, 3.0, 86.0  # heights
+ROUND_PIXELS = 56.0  # pixels of a usual round
+PREFILL_PIXELS = 74.0
 LEGIBLE = 20.0  # pixels a label needs
 
 
@@ -49,16 +49,16 @@ def draw_svg(rounds: Sequence[TracedRound], title: str, subtitle: str = "") -> s
     body = [
         text(12, 20, title, kind="bold"),
         text(12, 38, subtitle, kind="small"),
-        legend(_keys(rounds), 12, 58, WIDTH),
+        legend(_keys(rounds), 12, 58, PICTURE_WIDTH),
     ]
     for number, row in enumerate(rows):
-        y = HEAD + number * ROW
+        y = HEAD + number * ROW_HEIGHT
         first = number == 0
-        lane = DrawnLane(row[0].start if row else 0.0, LEFT + (PREFILL if first else 0.0), y, scale)
+        lane = DrawnLane(row[0].start if row else 0.0, LEFT_MARGIN + (PREFILL_PIXELS if first else 0.0), y, scale)
         body.append(_names(y, row, rounds))
         body += [_prefill(rounds[0], y)] if first and rounds else []
         body += [draw_round(one, lane) for one in row]
-    return svg(WIDTH, HEAD + len(rows) * ROW + 8, "".join(body), title)
+    return svg(PICTURE_WIDTH, HEAD + len(rows) * ROW_HEIGHT + 8, "".join(body), title)
 
 
 def draw_comparison(runs: Mapping[str, Sequence[TracedRound]], title: str, unit: str = "s") -> str:
@@ -66,16 +66,16 @@ def draw_comparison(runs: Mapping[str, Sequence[TracedRound]], title: str, unit:
     long as it was."""
     left, height = 220.0, 78.0
     longest = max(rounds[-1].end for rounds in runs.values())
-    scale = (WIDTH - left - RIGHT) / longest
+    scale = (PICTURE_WIDTH - left - RIGHT_MARGIN) / longest
     body = [
         text(12, 20, title, kind="bold"),
-        legend(_keys([one for rounds in runs.values() for one in rounds]), 12, 46, WIDTH),
+        legend(_keys([one for rounds in runs.values() for one in rounds]), 12, 46, PICTURE_WIDTH),
     ]
     for number, (name, rounds) in enumerate(runs.items()):
         y = HEAD + number * height
         body += [text(12, y + 18, name), text(12, y + 36, f"{rounds[-1].end:.0f} {unit}", kind="small")]
         body += [draw_round(one, DrawnLane(0.0, left, y, scale)) for one in rounds]
-    return svg(WIDTH, HEAD + len(runs) * height, "".join(body), title)
+    return svg(PICTURE_WIDTH, HEAD + len(runs) * height, "".join(body), title)
 
 
 def draw_round(one: TracedRound, lane: DrawnLane) -> str:
@@ -83,7 +83,7 @@ def draw_round(one: TracedRound, lane: DrawnLane) -> str:
     parts = []
     if one.target:
         x, wide = lane.place(one.target)
-        parts.append(rect(x, lane.y, wide, TARGET, LOOKS["target"].hue, tip=_target_tip(one, one.target)))
+        parts.append(rect(x, lane.y, wide, TARGET_HEIGHT, SPAN_LOOKS["target"].hue, tip=_target_tip(one, one.target)))
         if wide >= LEGIBLE:
             parts.append(text(x + wide / 2, lane.y + 15, f"+{one.emitted}", anchor="middle", kind="light"))
     if one.draft:
@@ -93,11 +93,11 @@ def draw_round(one: TracedRound, lane: DrawnLane) -> str:
 
 def _branches(one: TracedRound, draft: Event, lane: DrawnLane) -> list[str]:
     x, wide = lane.place(draft)
-    top, high = lane.y + TARGET + GAP, DRAFT / max(len(one.fates), 1)
+    top, high = lane.y + TARGET_HEIGHT + BAR_GAP, DRAFT_HEIGHT / max(len(one.fates), 1)
     longest = max((fate.total for fate in one.fates), default=0)
     if not longest:  # it read, and drafted nothing
         nothing = f"round {one.number}: drafted nothing"
-        return [rect(x, top, wide, high - 1, LOOKS["unused"].hue, faint=True, tip=nothing)]
+        return [rect(x, top, wide, high - 1, SPAN_LOOKS["unused"].hue, faint=True, tip=nothing)]
     parts = []
     for number, fate in enumerate(one.fates):
         parts += _cells(one, fate, x, top + number * high, wide / longest, max(high - 1, 1.0))
@@ -107,8 +107,8 @@ def _branches(one: TracedRound, draft: Event, lane: DrawnLane) -> list[str]:
 def _cells(one: TracedRound, fate: Fates, x: float, y: float, cell: float, high: float) -> list[str]:
     cells, at = [], 0
     for kind, count in shares(fate):
-        tip = f"round {one.number}: {count} {LOOKS[kind].meaning}"
-        cells.append(rect(x + at * cell, y, count * cell - 0.8, high, LOOKS[kind].hue, tip=tip))
+        tip = f"round {one.number}: {count} {SPAN_LOOKS[kind].meaning}"
+        cells.append(rect(x + at * cell, y, count * cell - 0.8, high, SPAN_LOOKS[kind].hue, tip=tip))
         at += count
     return cells
 
@@ -122,33 +122,35 @@ def _target_tip(one: TracedRound, event: Event) -> str:
 def _prefill(one: TracedRound, y: float) -> str:
     bars, labels = "", ""
     for event in one.events:
-        look, top = (LOOKS["target"], y) if event.who == "target" else (LOOKS["unused"], y + TARGET + GAP)
-        bars += rect(LEFT, top, PREFILL - 8, TARGET, look.hue, faint=True, tip="not to scale")
-        labels += text(LEFT + 4, top + 15, f"▸ {seconds_text(event.seconds)}", kind="small")
-    return bars + labels + text(LEFT, y - 4, "prompt", kind="small")
+        look, top = (
+            (SPAN_LOOKS["target"], y) if event.who == "target" else (SPAN_LOOKS["unused"], y + TARGET_HEIGHT + BAR_GAP)
+        )
+        bars += rect(LEFT_MARGIN, top, PREFILL_PIXELS - 8, TARGET_HEIGHT, look.hue, faint=True, tip="not to scale")
+        labels += text(LEFT_MARGIN + 4, top + 15, f"▸ {seconds_text(event.seconds)}", kind="small")
+    return bars + labels + text(LEFT_MARGIN, y - 4, "prompt", kind="small")
 
 
 def _names(y: float, row: Sequence[TracedRound], rounds: Sequence[TracedRound]) -> str:
     """The models' names before a row, and below it when it begins and which rounds it has."""
-    draft, foot = y + TARGET + GAP, y + TARGET + GAP + DRAFT + 3
+    draft, foot = y + TARGET_HEIGHT + BAR_GAP, y + TARGET_HEIGHT + BAR_GAP + DRAFT_HEIGHT + 3
     parts = [_margin(y + 15, "target")]
     if any(one.draft for one in rounds):
         parts.append(_margin(draft + 17, "draft"))
     if row:
         parts.append(_margin(y + 64, seconds_text(row[0].start - rounds[1].start)))
-        parts.append(text(LEFT, y + 64, f"rounds {row[0].number} to {row[-1].number}", kind="small"))
-    return "".join(parts) + line(LEFT, foot, WIDTH - RIGHT, foot)
+        parts.append(text(LEFT_MARGIN, y + 64, f"rounds {row[0].number} to {row[-1].number}", kind="small"))
+    return "".join(parts) + line(LEFT_MARGIN, foot, PICTURE_WIDTH - RIGHT_MARGIN, foot)
 
 
 def _margin(y: float, words: str) -> str:
-    return text(LEFT - 8, y, words, anchor="end", kind="small")
+    return text(LEFT_MARGIN - 8, y, words, anchor="end", kind="small")
 
 
 def _scale(rounds: Sequence[TracedRound]) -> float:
     """Pixels a second: usual rounds wide enough for a label, the longest one no wider than a row."""
-    room = WIDTH - LEFT - RIGHT - PREFILL
+    room = PICTURE_WIDTH - LEFT_MARGIN - RIGHT_MARGIN - PREFILL_PIXELS
     longest, usual = max((one.seconds for one in rounds[1:]), default=0.0), usual_seconds(rounds)
-    wanted = USUAL / usual if usual > 0 else 1.0
+    wanted = ROUND_PIXELS / usual if usual > 0 else 1.0
     return min(wanted, room / longest) if longest > 0 else wanted
 
 
@@ -156,7 +158,7 @@ def _rows(rounds: Sequence[TracedRound], scale: float) -> list[list[TracedRound]
     """Wrap between rounds."""
     rows: list[list[TracedRound]] = [[]]
     for one in rounds[1:]:
-        room = WIDTH - LEFT - RIGHT - (PREFILL if len(rows) == 1 else 0.0)
+        room = PICTURE_WIDTH - LEFT_MARGIN - RIGHT_MARGIN - (PREFILL_PIXELS if len(rows) == 1 else 0.0)
         if rows[-1] and (one.end - rows[-1][0].start) * scale > room:
             rows.append([])
         rows[-1].append(one)
@@ -164,7 +166,7 @@ def _rows(rounds: Sequence[TracedRound], scale: float) -> list[list[TracedRound]
 
 
 def _keys(rounds: Sequence[TracedRound]) -> list[LegendKey]:
-    keys = [LegendKey(LOOKS[kind].meaning, LOOKS[kind].hue) for kind in kinds_in(rounds)]
+    keys = [LegendKey(SPAN_LOOKS[kind].meaning, SPAN_LOOKS[kind].hue) for kind in kinds_in(rounds)]
     return [keys[0]._replace(name="target: one forward, +n tokens"), *keys[1:]]
 
 

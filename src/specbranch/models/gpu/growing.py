@@ -24,7 +24,7 @@ from specbranch.models.gpu import asking
 from specbranch.models.gpu.layout import Bucket
 from specbranch.models.gpu.step import Graphs
 from specbranch.models.gpu.stream_clock import DeviceMoment
-from specbranch.models.gpu.tree_layout import DEEPEST, ENTRIES, LANES, MOST_NODES, TREE_MOVES
+from specbranch.models.gpu.tree_layout import DEEPEST, DEVICE_NODES, ENTRIES, LANES, TREE_MOVES
 from specbranch.models.gpu.trees import GROWTH_STEPS, DeviceTree, NoiseKeys, growing_bucket
 from specbranch.models.sampling.sheet import is_noisy, temperature_of
 
@@ -63,7 +63,7 @@ class TreeGrower:
         fits = len(growth.step) <= LANES and growth.children <= ENTRIES and unread <= self._graphs.step.most_rows
         if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, unread)):
             return 0
-        parents = (MOST_NODES - len(growing.tree)) // growth.children - 1  # that may have children
+        parents = (DEVICE_NODES - len(growing.tree)) // growth.children - 1  # that may have children
         return max(min(slots.room - unread, growth.most, parents), 0)
 
     def bucket(self, places: int) -> Bucket:

@@ -22,7 +22,7 @@ from specbranch.models.gpu.layout import LONGEST_OWN as _OWN
 from specbranch.models.gpu.layout import ONE as _ONE
 
 NODES, LANES, ENTRIES, MOVES = (
-    tl.constexpr(n) for n in (tree_layout.MOST_NODES, tree_layout.LANES, tree_layout.ENTRIES, tree_layout.TREE_MOVES)
+    tl.constexpr(n) for n in (tree_layout.DEVICE_NODES, tree_layout.LANES, tree_layout.ENTRIES, tree_layout.TREE_MOVES)
 )
 FIELDS, EDGES = tl.constexpr(len(tree_layout.NODE_FIELDS)), tl.constexpr(tree_layout.TREE_PARTS["edges"])
 BEFORE, CONFIDENCE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _CONFIDENCE, _ONE, _OWN, _PAGE, _GROUP))

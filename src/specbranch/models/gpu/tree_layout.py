@@ -12,7 +12,7 @@ from specbranch.core.trees import CLASSES, EDGES, LOOKS, STANDINGS, Node
 from specbranch.models.forward.step_rows import GROUP_POSITIONS
 from specbranch.models.gpu.layout import GROUP_ROWS, most_moves
 
-MOST_NODES = 1024  # at most in a tree
+DEVICE_NODES = 1024  # at most in a tree
 LANES = GROUP_ROWS  # read at a time, at most
 ENTRIES = 8  # best tokens of a row that its choice tells
 TREE_MOVES = most_moves(LANES)  # places that may have to move before the first step

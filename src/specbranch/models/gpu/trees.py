@@ -37,9 +37,9 @@ from specbranch.models.gpu.layout import (
     views,
 )
 from specbranch.models.gpu.tree_layout import (
+    DEVICE_NODES,
     ENTRIES,
     LANES,
-    MOST_NODES,
     NODE_FIELDS,
     SHEET,
     TREE_AT,
@@ -62,7 +62,7 @@ class DeviceTree:
     def __init__(self, pages: int, device: torch.device, spare: int) -> None:
         """`pages`: at most in a sequence's table; `spare`: the flat place for padding."""
         self._device, self._spare, self.first = device, spare, TREE_AT["pages"] + pages  # where nodes begin
-        self.state = torch.zeros(self.first + MOST_NODES * len(NODE_FIELDS), dtype=torch.float64, device=device)
+        self.state = torch.zeros(self.first + DEVICE_NODES * len(NODE_FIELDS), dtype=torch.float64, device=device)
         self.sheet = self.state[TREE_AT["sheet"] : TREE_AT["sheet"] + SHEET]
         # After each step: how many nodes there are, times 32, and how many are read next.
         self._told = torch.full((GROWTH_STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")

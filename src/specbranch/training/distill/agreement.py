@@ -20,7 +20,7 @@ from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
 
 LONGEST = 10  # draft lengths for which the accepted length is told
-ROWS = 32  # tokens read in one forward
+AGREEMENT_ROWS = 32  # tokens read in one forward
 GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 
 Seen = TypeVar("Seen")
@@ -68,7 +68,11 @@ def step_seconds(runner: Runner, prompt: Sequence[int], times: int = 20) -> floa
 
 
 def read(
-    runner: Runner, before: Sequence[int], tokens: Sequence[int], look: Callable[[Feed], Seen], most: int = ROWS
+    runner: Runner,
+    before: Sequence[int],
+    tokens: Sequence[int],
+    look: Callable[[Feed], Seen],
+    most: int = AGREEMENT_ROWS,
 ) -> Iterator[Seen]:
     """Have some tokens read behind others, by `look`, `most` at a time; yields what it returns. One sequence is
     used, and closed."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from specbranch.errors import ModelError
 from specbranch.models.files.disk import read_tensors, write_durably
 
-FORMAT = "specbranch-checkpoint-1"
+CHECKPOINT_FORMAT = "specbranch-checkpoint-1"
 NOTES = ("identity", "where", "groups")
 
 
@@ -35,7 +35,7 @@ def write_checkpoint(
     tensors |= {f"random.{name}": tensor for name, tensor in _random_states().items()}
     told = json.dumps({**notes, "groups": state["param_groups"]})
     held = {name: one.contiguous().cpu() for name, one in tensors.items()}
-    write_durably(path, as_safetensors(held, {"format": FORMAT, "notes": told}))
+    write_durably(path, as_safetensors(held, {"format": CHECKPOINT_FORMAT, "notes": told}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Checkpoint:
     def read(cls, path: Path) -> Self:
         """Read a checkpoint, or say that it is damaged."""
         try:
-            tensors, metadata = read_tensors(path, FORMAT)
+            tensors, metadata = read_tensors(path, CHECKPOINT_FORMAT)
             notes = json.loads(metadata["notes"])
             return cls(path, tensors, {name: notes[name] for name in NOTES})
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:

@@ -25,7 +25,7 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.files import replacing
 from specbranch.models.files.disk import read_tensors
 
-FORMAT = "specbranch-material-1"
+MATERIAL_FORMAT = "specbranch-material-1"
 PADDING = -1  # segment of the places no conversation fills
 
 
@@ -154,7 +154,7 @@ class Material:
     def save(self, path: Path) -> None:
         """Write everything to one file, which appears whole or not at all."""
         tensors = {"tokens": self.tokens, "starts": self.starts, "answers": self.answers}
-        metadata = {"format": FORMAT, "about": json.dumps(dict(self.about), sort_keys=True)}
+        metadata = {"format": MATERIAL_FORMAT, "about": json.dumps(dict(self.about), sort_keys=True)}
         try:
             with replacing(path) as part:
                 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata)
@@ -167,7 +167,7 @@ class Material:
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote."""
         try:
-            held, metadata = read_tensors(path, FORMAT)
+            held, metadata = read_tensors(path, MATERIAL_FORMAT)
             return cls(held["tokens"], held["starts"], held["answers"], json.loads(metadata["about"]))
         except FileNotFoundError:
             raise ModelError(f"There is no material at {path}.") from None

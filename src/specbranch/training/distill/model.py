@@ -24,7 +24,7 @@ from specbranch.models.forward import rope
 from specbranch.training.distill.attention import AttendPacked, attention
 from specbranch.training.distill.material import Batch
 
-CHUNK = 4096  # rows whose scores of the whole vocabulary exist at once
+SCORED_ROWS = 4096  # rows whose scores of the whole vocabulary exist at once
 
 
 class TrainedLayer(nn.Module):
@@ -158,7 +158,7 @@ class CountedRows:
     student: Tensor  # [rows, hidden]
     weight: Tensor  # [rows], float
 
-    def chunks(self, size: int = CHUNK) -> list[CountedRows]:
+    def chunks(self, size: int = SCORED_ROWS) -> list[CountedRows]:
         """Cut into pieces whose scores fit into memory."""
         pieces = (torch.split(one, size) for one in (self.teacher, self.student, self.weight))
         return [CountedRows(*piece) for piece in zip(*pieces, strict=True)]
@@ -184,7 +184,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     )
 
 
-def divergence(rows: CountedRows, head: Tensor, chunk: int = CHUNK) -> Tensor:
+def divergence(rows: CountedRows, head: Tensor, chunk: int = SCORED_ROWS) -> Tensor:
     """Return the weighted sum over rows of KL(teacher ‖ student), both over the tokens of `head`."""
     total: Tensor = _Divergence.apply(rows.student, rows.teacher, rows.weight, head, chunk)  # type: ignore[no-untyped-call]
     return total
@@ -233,13 +233,13 @@ class Scores:
         return {name: getattr(self, name) / max(self.rows, 1e-9) for name in ("divergence", "top1", "top3", "outside")}
 
 
-NOTHING = Scores(0.0, 0.0, 0.0, 0.0, 0.0)
+NO_SCORES = Scores(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @torch.no_grad()
-def compare(rows: CountedRows, student: Stack, head: Tensor, chunk: int = CHUNK) -> Scores:
+def compare(rows: CountedRows, student: Stack, head: Tensor, chunk: int = SCORED_ROWS) -> Scores:
     """Compare with the target's whole `head`, weighting each row."""
-    return sum((_compare(piece, student, head) for piece in rows.chunks(chunk)), NOTHING)
+    return sum((_compare(piece, student, head) for piece in rows.chunks(chunk)), NO_SCORES)
 
 
 def _compare(rows: CountedRows, student: Stack, head: Tensor) -> Scores:

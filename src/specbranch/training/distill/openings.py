@@ -136,7 +136,7 @@ TEXTS = (  # a text is handed over, longer than a question; these may be as long
     ),
     *("The following",),
 )
-KINDS = (TALK, SUMS, CODE, TEXTS)
+OPENING_KINDS = (TALK, SUMS, CODE, TEXTS)
 KIND_NAMES = ("talk", "sums", "code", "texts")
 GIVEN = "given"  # the kind of a prompt of the user's
 LEAST_TEXT = 160  # tokens of a text handed over
@@ -220,7 +220,7 @@ def _frames(tokenizer: Tokenizer, settings: WriterSettings) -> list[_Frame]:
     short, long = (LEAST_QUESTION, settings.question_tokens), (LEAST_TEXT, settings.length * 3 // 5)
     frames = [
         _Frame(*around(system, starter), *(long if kind is TEXTS else short), name)
-        for system, (kind, name) in product(_accepted_systems(tokenizer), zip(KINDS, KIND_NAMES, strict=True))
+        for system, (kind, name) in product(_accepted_systems(tokenizer), zip(OPENING_KINDS, KIND_NAMES, strict=True))
         for starter in kind
     ]
     fitting = [frame for frame in frames if frame.needed <= settings.length and frame.least <= frame.most]

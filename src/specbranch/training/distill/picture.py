@@ -7,30 +7,31 @@ from typing import Any
 
 from specbranch.charts import Scale, line, polyline, svg, text
 
-WIDTH, HEIGHT, LEFT, TOP = 640, 180, 64, 28  # of one panel, and the room around it
-RIGHT, ROW = LEFT + WIDTH, HEIGHT + 60
+PANEL_WIDTH, PANEL_HEIGHT, PANEL_LEFT, PANEL_TOP = 640, 180, 64, 28  # of one panel, and the room around it
+PANEL_RIGHT, PANEL_ROW = PANEL_LEFT + PANEL_WIDTH, PANEL_HEIGHT + 60
 PANELS = (("loss (KL, nats a token)", "loss", 1), ("top-1 agreement on held-out text", "top1", 0))
 
 
 def picture(records: Sequence[Mapping[str, Any]]) -> str:
     """Draw both panels; of no records, empty ones."""
     drawn = "".join(
-        _panel([(r["step"], r[key]) for r in records if key in r], title, hue, TOP + number * ROW)
+        _panel([(r["step"], r[key]) for r in records if key in r], title, hue, PANEL_TOP + number * PANEL_ROW)
         for number, (title, key, hue) in enumerate(PANELS)
     )
-    return svg(RIGHT + 16, len(PANELS) * ROW, drawn, "Loss and agreement over the steps")
+    return svg(PANEL_RIGHT + 16, len(PANELS) * PANEL_ROW, drawn, "Loss and agreement over the steps")
 
 
 def _panel(points: Sequence[tuple[float, float]], title: str, hue: int, top: int) -> str:
-    foot = top + HEIGHT
-    frame = text(LEFT, top - 8, title)
-    frame += "".join(line(LEFT, y, RIGHT, y, "axis") for y in (top, foot))
-    frame += "".join(line(x, top, x, foot, "axis") for x in (LEFT, RIGHT))
+    foot = top + PANEL_HEIGHT
+    frame = text(PANEL_LEFT, top - 8, title)
+    frame += "".join(line(PANEL_LEFT, y, PANEL_RIGHT, y, "axis") for y in (top, foot))
+    frame += "".join(line(x, top, x, foot, "axis") for x in (PANEL_LEFT, PANEL_RIGHT))
     if not points:
         return frame
     steps, values = [step for step, _ in points], [value for _, value in points]
     low, high, last = min(values), max(values), max(max(steps), 1)
-    across, up = Scale(0, last, LEFT, RIGHT), Scale(low, high if high > low else low + 1, foot, top)
-    marks = text(LEFT - 6, top + 10, f"{high:.3f}", anchor="end") + text(LEFT - 6, foot, f"{low:.3f}", anchor="end")
-    marks += text(RIGHT, foot + 16, f"step {last:,.0f}, now {values[-1]:.3f}", anchor="end")
+    across, up = Scale(0, last, PANEL_LEFT, PANEL_RIGHT), Scale(low, high if high > low else low + 1, foot, top)
+    marks = text(PANEL_LEFT - 6, top + 10, f"{high:.3f}", anchor="end")
+    marks += text(PANEL_LEFT - 6, foot, f"{low:.3f}", anchor="end")
+    marks += text(PANEL_RIGHT, foot + 16, f"step {last:,.0f}, now {values[-1]:.3f}", anchor="end")
     return frame + marks + polyline([(across.at(step), up.at(value)) for step, value in points], hue)

@@ -29,7 +29,7 @@ from specbranch.models.files.weights import Weights
 from specbranch.progress import Onlooker, silent
 from specbranch.training.distill.checkpoint import Checkpoint, write_checkpoint
 from specbranch.training.distill.material import PADDING, Batch, Material
-from specbranch.training.distill.model import NOTHING, Stack, compare, counted, divergence
+from specbranch.training.distill.model import NO_SCORES, Stack, compare, counted, divergence
 from specbranch.training.distill.picture import picture
 from specbranch.training.distill.teacher import Teacher, moved
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 CHECKPOINT, METRICS, PICTURE = "checkpoint.safetensors", "metrics.jsonl", "training.svg"
 CALIBRATION = 20  # steps after which a time budget becomes a number of steps
 WARM = 5  # the first of them are slower and are not counted
-SPARE = 0.95  # share of a time budget that steps may fill; the rest is measuring and saving
+STEPS_SHARE = 0.95  # share of a time budget that steps may fill; the rest is measuring and saving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ class _Training:
 
     @torch.no_grad()
     def _compared(self) -> dict[str, float]:
-        s, scores = self.settings, NOTHING
+        s, scores = self.settings, NO_SCORES
         for batch in islice(self.held_out.batches(s.length, s.rows, s.seed, 0), s.evaluate_batches):
             for part in batch.parts(self.micro):
                 here = moved(part, self.student)
@@ -299,7 +299,7 @@ class _Training:
         if self.total is not None or self.step < CALIBRATION or self.settings.seconds is None:
             return
         each = (self.seconds - self._warm[1]) / (self.step - self._warm[0])
-        self.total = max(self.step, int(self.settings.seconds * SPARE / each))
+        self.total = max(self.step, int(self.settings.seconds * STEPS_SHARE / each))
         self.save()
 
     def _record(self) -> None:

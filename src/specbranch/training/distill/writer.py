@@ -34,7 +34,7 @@ from specbranch.training.distill.writer_settings import WriterSettings
 
 log = logging.getLogger("specbranch")
 
-UNKNOWN = 1 << 30  # where an answer begins whose question is still being written
+UNKNOWN_START = 1 << 30  # where an answer begins whose question is still being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Desk:
         return tokens, ended
 
     def unfinished(self) -> Tensor:
-        """Return where the answer of each row's open conversation begins, if it has one; UNKNOWN else [rows]."""
+        """Return where the answer of each row's open conversation begins, if it has one; UNKNOWN_START else [rows]."""
         # A row that has just restarted holds nothing yet; its last token ended the conversation before and is marked as
         # such.
         return self._state.answer.to("cpu", torch.int32)
@@ -207,17 +207,17 @@ class Desk:
         return logits.addcmul_(noise, -temperature).masked_fill_(below, -torch.inf).argmax(-1)
 
     def _asked(self, state: _State) -> Tensor:
-        """How many tokens of its own a row's question has, were one chosen now the next; UNKNOWN where no question
-        is being written."""
+        """How many tokens of its own a row's question has, were one chosen now the next; UNKNOWN_START where no
+        question is being written."""
         own = state.position + 1 - self._script.lengths[state.opening]
-        return torch.where((own >= 0) & (state.answer == UNKNOWN), own, UNKNOWN)
+        return torch.where((own >= 0) & (state.answer == UNKNOWN_START), own, UNKNOWN_START)
 
     def _go_on(self, state: _State, chosen: Tensor) -> None:
         """Put each row's next token in place: of its opening, of the way to its answer, or the one chosen."""
         place, script, asked = state.position + 1, self._script, self._asked(state)
-        closes = (asked < UNKNOWN) & ((asked >= script.most[state.opening]) | script.closes_question[chosen])
+        closes = (asked < UNKNOWN_START) & ((asked >= script.most[state.opening]) | script.closes_question[chosen])
         state.answer.copy_(torch.where(closes, place + script.bridge.numel(), state.answer))
-        crossing = (place < state.answer) & (state.answer < UNKNOWN)
+        crossing = (place < state.answer) & (state.answer < UNKNOWN_START)
         token = torch.where(crossing, script.bridge_token(state.answer, place), chosen)
         opening = place < script.lengths[state.opening]
         state.token.copy_(torch.where(opening, script.opening_token(state.opening, place), token))
@@ -257,7 +257,7 @@ class _State:
     token: Tensor  # [rows] int64, the one to feed
     position: Tensor  # [rows] its place
     opening: Tensor  # [rows] which of the script's
-    answer: Tensor  # [rows] where the answer begins, UNKNOWN before the question has ended
+    answer: Tensor  # [rows] where the answer begins, UNKNOWN_START before the question has ended
     used: Tensor  # [1] openings given out so far
     step: Tensor  # [1] line of the log
 
@@ -271,7 +271,7 @@ class _DeviceScript:
         self.count = len(script.openings)
         self.openings = torch.tensor(padded, device=device)  # [openings, longest]
         self.lengths = torch.tensor([len(opening) for opening in script.openings], device=device)
-        self.answers = self.lengths.where(torch.tensor(script.asked, device=device), UNKNOWN)
+        self.answers = self.lengths.where(torch.tensor(script.asked, device=device), UNKNOWN_START)
         # tokens of a question, each [openings]
         self.least, self.most = torch.tensor(script.limits, device=device).unbind(1)
         self.bridge = torch.tensor(script.bridge, device=device)

@@ -19,7 +19,7 @@ from specbranch.hrad.forecaster import Transparent, features, reached
 from specbranch.training.distill.agreement import AnsweredPrompt, read
 from specbranch.training.hrad.rounds import LabelledRounds, Start, walk
 
-MOST = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more
+MOST_FLOAT16 = 6e4  # what a float16 holds: beyond it, and beyond FARTHEST deviations, a number says nothing more
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ class Collector:
     def _features(self, text: AnsweredPrompt, starts: Sequence[Start], shown: Tensor) -> Tensor:
         """What the network reads at each start: what led to its token."""
         at = [start.at for start in starts]
-        return features(shown[at], [text.answer[n] for n in at], self.target).clamp(-MOST, MOST).to(torch.float16)
+        found = features(shown[at], [text.answer[n] for n in at], self.target)
+        return found.clamp(-MOST_FLOAT16, MOST_FLOAT16).to(torch.float16)
 
 
 @torch.inference_mode()

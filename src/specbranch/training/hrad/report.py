@@ -13,10 +13,10 @@ import torch
 
 from specbranch.hrad.network import OUTCOMES, Network
 from specbranch.training.hrad.rivals import compare, laws, losses, predicted
-from specbranch.training.hrad.rounds import UNKNOWN, LabelledRounds
+from specbranch.training.hrad.rounds import UNKNOWN_LABEL, LabelledRounds
 from specbranch.training.hrad.train import DealtRounds, FitSettings, fit
 
-NAMES = ("none", "some", "all")
+CLASS_NAMES = ("none", "some", "all")
 BINS = 10
 
 
@@ -24,7 +24,7 @@ BINS = 10
 def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, Any]:
     """Accuracy, confusion and calibration for drafts of one length."""
     labels = rounds.labels()[:, length - 1]
-    known = labels != UNKNOWN
+    known = labels != UNKNOWN_LABEL
     chances, labels = network.chances(rounds.features[known])[:, length - 1], labels[known]
     told = chances.argmax(-1)
     confusion = torch.bincount(labels * OUTCOMES + told, minlength=OUTCOMES**2).view(OUTCOMES, OUTCOMES)
@@ -34,13 +34,13 @@ def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, 
         "length": length,
         "rounds": labels.numel(),
         "accuracy": float((told == labels).float().mean()),
-        "accuracy_by_class": dict(zip(NAMES, per_class.tolist(), strict=True)),
-        "shares": dict(zip(NAMES, (confusion.sum(1) / max(labels.numel(), 1)).tolist(), strict=True)),
+        "accuracy_by_class": dict(zip(CLASS_NAMES, per_class.tolist(), strict=True)),
+        "shares": dict(zip(CLASS_NAMES, (confusion.sum(1) / max(labels.numel(), 1)).tolist(), strict=True)),
         "confusion": confusion.tolist(),  # a row for each true class, a column for each told
         "log_loss": float(torch.nn.functional.nll_loss(chances.clamp_min(1e-8).log(), labels)),
         "hard_share": float(hard.float().mean()),  # rounds settled by none or all
         "hard_accuracy": float((told == labels)[hard].float().mean()) if bool(hard.any()) else None,
-        "calibration": {name: calibration(chances[:, at], labels == at) for at, name in enumerate(NAMES)},
+        "calibration": {name: calibration(chances[:, at], labels == at) for at, name in enumerate(CLASS_NAMES)},
         "calibration_error": sum(_error(chances[:, at], labels == at) for at in range(OUTCOMES)) / OUTCOMES,
     }
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from specbranch.core.trees import EDGES  # the planner's classes of what a draft says
 from specbranch.hrad.network import Network
-from specbranch.training.hrad.rounds import UNKNOWN, LabelledRounds, outcomes
+from specbranch.training.hrad.rounds import UNKNOWN_LABEL, LabelledRounds, outcomes
 from specbranch.training.hrad.train import found_near
 
-LEAST, MOST = 1e-4, 1 - 1e-4  # no law is sure
+LEAST_CHANCE, MOST_CHANCE = 1e-4, 1 - 1e-4  # no law is sure
 TRUST = 2.0  # observations that the overall share counts as, in each class
 
 # The chance of each token of a draft once all before it are taken [rounds, longest].
@@ -61,7 +61,8 @@ def predicted(network: Network) -> LengthLaw:
 
     def law(rounds: LabelledRounds) -> Tensor:
         with torch.no_grad():
-            return torch.cat([network.steps(part) for part in torch.split(rounds.features, 8192)]).clamp(LEAST, MOST)
+            steps = [network.steps(part) for part in torch.split(rounds.features, 8192)]
+            return torch.cat(steps).clamp(LEAST_CHANCE, MOST_CHANCE)
 
     return law
 
@@ -100,7 +101,7 @@ def _class_of(values: Tensor) -> Tensor:
 def _last_class(rounds: LabelledRounds) -> Tensor:
     """By the round before: there was none, nothing was taken, a few, many."""
     before = rounds.before
-    return torch.where(before == UNKNOWN, 0, torch.where(before == 0, 1, torch.where(before <= 3, 2, 3)))
+    return torch.where(before == UNKNOWN_LABEL, 0, torch.where(before == 0, 1, torch.where(before <= 3, 2, 3)))
 
 
 def _by_class(
@@ -122,7 +123,7 @@ def _by_class(
     counted = torch.bincount(at, minlength=size).double()
     right = torch.bincount(at, weights=true[seen].double(), minlength=size)
     overall = right.sum() / counted.sum().clamp_min(1.0)
-    shares = ((right + TRUST * overall) / (counted + TRUST)).float().clamp(LEAST, MOST)
+    shares = ((right + TRUST * overall) / (counted + TRUST)).float().clamp(LEAST_CHANCE, MOST_CHANCE)
     return lambda rounds: shares[index(rounds)]
 
 
@@ -140,4 +141,4 @@ def _hybrid(said: Sequence[LengthLaw], rounds: LabelledRounds) -> LengthLaw:
 
     given = heard(rounds)
     found = found_near(start, lambda weights: (weights[:, None] * given).sum(0), rounds)
-    return lambda some: torch.sigmoid((found[:, None] * heard(some)).sum(0)).clamp(LEAST, MOST)
+    return lambda some: torch.sigmoid((found[:, None] * heard(some)).sum(0)).clamp(LEAST_CHANCE, MOST_CHANCE)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specbranch.core.forecast import ALL, NONE, SOME
 
-UNKNOWN = -1  # label of a draft that reaches beyond the text
+UNKNOWN_LABEL = -1  # label of a draft that reaches beyond the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class Start:
     at: int
     taken: int  # tokens of the draft behind it that are right, one after the other, as far as looked at
     left: int  # tokens of the answer behind it
-    before: int  # tokens taken in the round before; UNKNOWN: there was none
+    before: int  # tokens taken in the round before; UNKNOWN_LABEL: there was none
 
 
 def walk(agreed: Sequence[bool], length: int, longest: int) -> Iterator[Start]:
     """Walk through an answer by rounds of `length` drafted tokens; `agreed[i]`: the draft's first choice is its token
     i. Runs are told up to `longest`."""
-    at, before = 0, UNKNOWN
+    at, before = 0, UNKNOWN_LABEL
     while at < len(agreed) - 1:
         run = _run(agreed, at + 1, longest)
         yield Start(at, run, len(agreed) - 1 - at, before)
@@ -82,13 +82,13 @@ class LabelledRounds:
         return cls(*(torch.cat([getattr(part, one.name) for part in parts]) for one in fields(cls)))
 
     def labels(self) -> Tensor:
-        """The class of each round for each draft length [rounds, longest]; UNKNOWN where the text ends before that
-        is decided."""
+        """The class of each round for each draft length [rounds, longest]; UNKNOWN_LABEL where the text ends before
+        that is decided."""
         lengths = torch.arange(1, self.longest + 1, device=self.taken.device)
         taken, left = self.taken[:, None], self.left[:, None]
         found = torch.where(taken >= lengths, ALL, torch.where(taken == 0, NONE, SOME))
         undecided = (taken >= left) & (lengths > left)  # right up to the text's end
-        return found.masked_fill(undecided, UNKNOWN)
+        return found.masked_fill(undecided, UNKNOWN_LABEL)
 
 
 def outcomes(rounds: LabelledRounds) -> tuple[Tensor, Tensor]:

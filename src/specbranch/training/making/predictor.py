@@ -45,9 +45,9 @@ from specbranch.training.hrad.rounds import LabelledRounds
 from specbranch.training.hrad.train import DealtRounds, FitSettings, Fitted, dealt, fit
 from specbranch.training.making.writing import Fetch, WritingJob
 
-SECONDS, WRITING_ROWS = 30.0, 512  # of the writing, unless told
-ROWS = 512  # tokens read in one forward
-SHOWN = 8  # draft length that the figures and the picture tell of
+PREDICTOR_SECONDS, WRITING_ROWS = 30.0, 512  # of the writing, unless told
+PREDICTOR_ROWS = 512  # tokens read in one forward
+SHOWN_LENGTH = 8  # draft length that the figures and the picture tell of
 TASKS = (*KIND_NAMES, GIVEN)
 
 
@@ -70,7 +70,8 @@ class PredictorJob(WritingJob):
     def choices(self) -> tuple[ModelChoice, ModelChoice]:
         """Target and draft, as they read."""
         target, draft = (
-            ModelChoice(name, device=self.place, tail=ROWS, shorten=True) for name in (self.target, self.draft)
+            ModelChoice(name, device=self.place, tail=PREDICTOR_ROWS, shorten=True)
+            for name in (self.target, self.draft)
         )
         return target, fitted_to_target(draft, self.target)
 
@@ -88,7 +89,7 @@ def written(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Material:
     device, source = job.place, fetch(job.target)
     if job.material is not None:
         return _checked(job, job.material, source)
-    settings = replace(job.writing(SECONDS, WRITING_ROWS, job.fit.seed), temperature=0.0)
+    settings = replace(job.writing(PREDICTOR_SECONDS, WRITING_ROWS, job.fit.seed), temperature=0.0)
     target = load_target(*open_model(locate(source)), device)
     made = write(target, load_tokenizer(ModelChoice(source)), settings, watch)
     made.save(job.out / "material.safetensors")
@@ -128,7 +129,9 @@ def load_collector(job: PredictorJob, target: Runner) -> Collector:
     """Load the draft beside a target, to read with it."""
     choice, draft = job.choices
     drafter = make_drafter(draft, common_vocabulary(load_tokenizer(choice), draft), target)
-    return Collector(target, drafter.runner, layers=job.layers, longest=job.longest, rows=ROWS, seed=job.fit.seed)
+    return Collector(
+        target, drafter.runner, layers=job.layers, longest=job.longest, rows=PREDICTOR_ROWS, seed=job.fit.seed
+    )
 
 
 def written_texts(job: PredictorJob, material: Material) -> list[AnsweredPrompt]:
@@ -175,7 +178,7 @@ def trained(job: PredictorJob, rounds: LabelledRounds, watch: Onlooker) -> Predi
 
 def _figures(job: PredictorJob, fitted: Fitted, parts: DealtRounds) -> dict[str, Any]:
     network = fitted.network
-    figures = report.figures(network, parts.judged, min(SHOWN, job.longest))
+    figures = report.figures(network, parts.judged, min(SHOWN_LENGTH, job.longest))
     figures |= {"epoch": fitted.epoch, "nats_calibrated": fitted.nats}
     figures["rivals"] = report.rivalry(network, parts, job.fit.seed)
     if job.across_tasks:
