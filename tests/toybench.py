@@ -245,12 +245,11 @@ class Answer:
 
     tokens: tuple[int, ...]
     finished: str | None
-    stopped_by: int | None
 
 
 def answer(session: Session) -> Answer:
     """What a session gave."""
-    return Answer(tuple(session.output), session.finished, session.stopped_by)
+    return Answer(tuple(session.output), session.finished)
 
 
 def plainly(case: Case, model: ToyLaw, said: Sequence[int] = ()) -> Answer:
@@ -262,11 +261,9 @@ def plainly(case: Case, model: ToyLaw, said: Sequence[int] = ()) -> Answer:
     for _ in range(ending.max_tokens - len(said)):
         tokens.append(_draw(model.logits_of(tokens), case, len(tokens)))
         watched = watcher is not None and watcher(tokens[-1])
-        if tokens[-1] in ends:
-            return Answer(tuple(tokens[len(case.prompt) :]), "stop", tokens[-1])
-        if watched:
-            return Answer(tuple(tokens[len(case.prompt) :]), "stop", None)
-    return Answer(tuple(tokens[len(case.prompt) :]), "length", None)
+        if tokens[-1] in ends or watched:
+            return Answer(tuple(tokens[len(case.prompt) :]), "stop")
+    return Answer(tuple(tokens[len(case.prompt) :]), "length")
 
 
 def _draw(logits: Logits, case: Case, position: int) -> int:

@@ -59,7 +59,6 @@ def test_an_end_inside_an_accepted_block_cuts_the_rest_off(by: str) -> None:
     accept(made, chain(4, 5, 6), 3, 9)
     assert made.output == [4, 5]
     assert made.finished == "stop"
-    assert made.stopped_by == (None if by == "watcher" else 5)
     assert (made.stats.accepted, made.stats.unused, made.stats.emitted) == (2, 1, 2)
     made.stats.check()
 
@@ -74,7 +73,7 @@ def test_a_stop_id_ends_even_where_the_end_token_is_ignored() -> None:
     made = session(eos_ids=(5,), stop_token_ids=(6,), ignore_eos=True)
     accept(made, chain(4, 5, 6), 3, 9)
     assert made.output == [4, 5, 6]
-    assert made.stopped_by == 6
+    assert made.finished == "stop"
 
 
 def test_the_limit_inside_a_block_cuts_the_rest_off() -> None:

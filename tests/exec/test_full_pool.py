@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from paged_toys import PagedToyRunner
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import SpeculativeConfig
 from specbranch.core.loop import Loop, Places, RoundLimits
@@ -21,7 +22,6 @@ from specbranch.errors import PoolFull
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.lab.toys.paged_toys import PagedToyRunner
 from tiers import tiered
 from toybench import NAMES, SHARED, Case, Ending, Timeless, answer, config_of, law, next_number, plainly
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import toybench
+from paged_toys import PagedToyRunner
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import Rule, SpeculativeConfig
@@ -31,7 +32,6 @@ from specbranch.exec.process import Process
 from specbranch.exec.serial import Serial
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.lab.toys.paged_toys import PagedToyRunner
 from specbranch.lab.toys.toys import Logits, ToyRunner, ToySampler
 from tiers import each_value, tiered
 from toybench import (

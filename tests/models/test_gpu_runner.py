@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from counting_runner import CountingRunner
 from specbranch.config import SamplingParams
 from specbranch.core.orders import Aside, Context, Sparse, Verify
 from specbranch.core.pages import Pool
@@ -232,7 +233,7 @@ def test_proposals_are_those_of_the_reference_also_of_nodes_read_before(
     assert set(answers[0][-1].tokens) <= {1, 2, 99}
 
 
-class Counting(GpuRunner):
+class Counting(CountingRunner):
     """Notes how often each call of a kind crossed to the device and back."""
 
     def crossing(self, kind: str, begun: tuple[int, int]) -> None:

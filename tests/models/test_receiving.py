@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from counting_runner import CountingRunner
 from specbranch.config import SamplingParams
 from specbranch.core.costs import LearnedCosts
 from specbranch.core.pages import Pool
@@ -26,7 +27,6 @@ from specbranch.models.cache.kv_memory import Table
 from specbranch.models.gpu.growing import NO_MOVES, _noise
 from specbranch.models.gpu.layout import SMALLEST_BUCKET, Bucket, packed_size, views
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected
-from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.gpu.tree_layout import DEEPEST, TREE_AT
 from specbranch.models.gpu.trees import DeviceTree
 from test_device_trees import some_growth
@@ -41,7 +41,7 @@ PARAMS = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(tempera
 
 def counts(works: Serial) -> tuple[int, int]:
     target = works.target.runner
-    assert isinstance(target, GpuRunner)
+    assert isinstance(target, CountingRunner)
     return target.received, target.received_right
 
 

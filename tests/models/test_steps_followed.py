@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from counting_runner import CountingRunner
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.lookup import Ngrams
 from specbranch.core.loop import Loop
@@ -77,7 +78,7 @@ def prompts() -> list[list[int]]:
 def test_texts_are_those_of_plain_decoding_and_what_was_begun_is_what_is_ordered(
     method: str, params: SamplingParams, kind: type[Serial], decoder: Any
 ) -> None:
-    runner = GpuRunner(decoder, 600)
+    runner = CountingRunner(decoder, 600)
     for prompt in prompts():
         expected = plain(decoder, params.temperature, tuple(prompt))
         assert decode(runner, method, params, prompt, kind) == expected
@@ -97,7 +98,7 @@ def test_what_was_written_out_before_a_verdict_is_taken(
         return taken[-1]
 
     monkeypatch.setattr(ChainSheets, "take", noting)
-    runner = GpuRunner(decoder, 600)
+    runner = CountingRunner(decoder, 600)
     for prompt in prompts():
         expected = plain(decoder, params.temperature, tuple(prompt))
         assert decode(runner, "lookup", params, prompt, Streams) == expected
@@ -144,7 +145,7 @@ def test_a_sheet_holds_what_is_packed_for_its_rows(params: SamplingParams, decod
 
 @pytest.mark.slow
 def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    find, rng, runner = Ngrams.find, random.Random(2), GpuRunner(decoder, 600)
+    find, rng, runner = Ngrams.find, random.Random(2), CountingRunner(decoder, 600)
 
     def wrong(self: Ngrams, length: int, behind: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
         size, found = find(self, length, behind)
@@ -162,7 +163,7 @@ def test_a_step_that_was_begun_for_other_tokens_is_left_alone(decoder: Any, monk
 def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, Any], decoder: Any) -> None:
     params, runner, prompt = (
         SamplingParams(temperature=0.3, max_tokens=30, **shaping),
-        GpuRunner(decoder, 600),
+        CountingRunner(decoder, 600),
         prompts()[1],
     )
     expected = decode(GpuRunner(decoder, 600), "autoregressive", params, prompt, Serial)
@@ -171,7 +172,7 @@ def test_nothing_is_begun_where_more_than_a_graph_is_wanted(shaping: dict[str, A
 
 @pytest.mark.slow
 def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) -> None:
-    runner = GpuRunner(decoder, 600)
+    runner = CountingRunner(decoder, 600)
     loop, texts = Loop(Serial(Verifier(runner))), prompts()[:4]
     sessions = [Session(n, text, Request(WARM, n, len(text), eos_ids=(7,)), 600) for n, text in enumerate(texts)]
     config = SpeculativeConfig(method="lookup", ngram_min=1)
@@ -198,7 +199,7 @@ def test_several_sessions_and_one_that_leaves_begin_nothing_wrong(decoder: Any) 
 @pytest.mark.slow
 def test_what_would_reach_beyond_a_page_is_not_begun(decoder: Any) -> None:
     """Every token has been said before, so that much is looked up and little of it is right."""
-    runner, prompt = GpuRunner(decoder, 600), [*range(10, 131), *range(10, 131)]
+    runner, prompt = CountingRunner(decoder, 600), [*range(10, 131), *range(10, 131)]
     expected = decode(GpuRunner(decoder, 600), "autoregressive", WARM, prompt, Serial)
     assert decode(runner, "lookup", WARM, prompt, Streams) == expected and len(expected) > 256
     assert runner.followed > 5 and runner.followed - runner.followed_right <= 1, "the last is asked for by nobody"

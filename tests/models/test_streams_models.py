@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from counting_runner import CountingRunner
 from specbranch.config import Rule, SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
@@ -64,9 +65,9 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 def executor(
-    decoders: tuple[Any, Any], kind: type[Serial] = Streams, draft: type[NativeRunner] = GpuRunner
+    decoders: tuple[Any, Any], kind: type[Serial] = Streams, draft: type[NativeRunner] = CountingRunner
 ) -> tuple[Serial, Late]:
-    target, late = GpuRunner(decoders[0], 300), Late()
+    target, late = CountingRunner(decoders[0], 300), Late()
     target.transfer = late
     target.limit(target.vocabulary)
     return kind(Verifier(target), Drafter(draft(decoders[1], 300))), late

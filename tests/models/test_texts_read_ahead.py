@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from counting_runner import CountingRunner
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.loop import Loop
 from specbranch.core.methods import METHODS
@@ -64,7 +65,7 @@ def planned(
 def counts(works: Serial) -> tuple[int, int]:
     assert works.draft is not None
     draft = works.draft.runner
-    assert isinstance(draft, GpuRunner)
+    assert isinstance(draft, CountingRunner)
     return draft.texts_read, draft.texts_right
 
 
@@ -76,7 +77,7 @@ def test_a_step_is_begun_with_the_verdict_on_a_tree_and_makes_its_moves(
     params = PARAMS[0]
     works = executor(decoders, Streams)[0]
     target, plain = works.target.runner, executor(decoders, Serial)[0]
-    assert isinstance(target, GpuRunner)
+    assert isinstance(target, CountingRunner)
     keep, moved = target.keep, list[int]()
 
     def kept(seq: int, nodes: Any, commit: int) -> None:

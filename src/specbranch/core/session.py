@@ -52,7 +52,6 @@ class Session:
         self.origins: list[Origin] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finished: FinishReason | None = None
-        self.stopped_by: int | None = None  # the token id that ended it
         self.error: Exception | None = None
         self.stats = Stats()
         self.on_round: RoundWatcher | None = None  # somebody who looks on
@@ -166,9 +165,7 @@ class Session:
         self.origins.append(origin)
         self.stats.emitted += 1
         watched = self._watch(token) if self._watch else False
-        if token in self._ending:
-            self.finished, self.stopped_by = "stop", token
-        elif watched:
+        if token in self._ending or watched:
             self.finished = "stop"
         elif self.room <= 0:
             self.finished = "length"

@@ -37,7 +37,7 @@ def test_the_model_gives_the_known_speedups(
 
 def test_accepted_length_is_the_mean_of_its_law() -> None:
     for alpha, length in ((0.3, 4), (0.8, 9), (1.0, 5), (0.0, 3)):
-        chances = formulas.accepted_chances(alpha, length)
+        chances = [*((1.0 - alpha) * alpha**count for count in range(length)), alpha**length]
         assert sum(chances) == pytest.approx(1.0)
         assert sum(count * chance for count, chance in enumerate(chances)) == pytest.approx(
             formulas.accepted_length(alpha, length)
@@ -59,7 +59,7 @@ def test_the_theorem_calls_a_weak_pair_slower_than_plain_decoding_where_the_mech
 
 
 def test_without_rollback_the_model_is_the_ideal_latency() -> None:
-    assert formulas.pearl_latency(1.0, 10, 10) == pytest.approx(formulas.ideal_latency(10, 10))
+    assert formulas.pearl_latency(1.0, 10, 10) == pytest.approx(1.0)
 
 
 # Known agreement by the draft's choice: α, and what three heads hit together.

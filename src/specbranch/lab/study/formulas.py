@@ -21,18 +21,6 @@ def accepted_length(alpha: float, length: int) -> float:
     return float(length) if alpha == 1.0 else alpha * (1.0 - alpha**length) / (1.0 - alpha)
 
 
-def accepted_chances(alpha: float, length: int) -> list[float]:
-    """Return the chances that 0, 1 … `length` tokens of a chain are accepted: a geometric law, cut at the end."""
-    _check_alpha(alpha)
-    return [*((1.0 - alpha) * alpha**count for count in range(length)), alpha**length]
-
-
-def ideal_latency(c: float, gamma: int) -> float:
-    """Return the paper's latency of a parallel method that never rolls back."""
-    _check(0.0, c, gamma)
-    return max(gamma, c) / gamma
-
-
 def theorem_latency(alpha: float, c: float, gamma: int) -> float:
     """Return the latency of Theorem 1 of the paper (arXiv 2506.01979), which counts no correction token."""
     _check(alpha, c, gamma)

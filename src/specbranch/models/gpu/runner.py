@@ -57,9 +57,6 @@ class GpuRunner(StepLauncher):
         self._receiver = DeviceReceiver(spare, self._graphs.input, step.least, self._graphs.captures)
         self.begun: DeviceMoment | None = None
         self.grown_at: DeviceMoment | None = None
-        # Steps that were begun for a tree, and those of them that were asked for then; likewise for what follows.
-        self.received = self.received_right = self.followed = self.followed_right = 0
-        self.texts_read = self.texts_right = 0  # likewise texts behind which trees were to grow
 
     @torch.inference_mode()
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
@@ -115,7 +112,6 @@ class GpuRunner(StepLauncher):
                 if growing.receiver is not None:
                     growing.receiver.take(self._grower.tree, count)
                 if read is not None:
-                    self.texts_right += 1
                     self.begun = read.begun
                 return self._grower.grown(growing, held.slots, steps, count, read)
         finally:
@@ -145,7 +141,6 @@ class GpuRunner(StepLauncher):
             self._hold([feed], wide(ran.logits), None)
         assert ran.lines is not None
         self._read = TextRead(seq, spot.position, ran.lines, count - 1, self._started)
-        self.texts_read += 1
         return True
 
     def _plant(self, growing: Growing, room: int, bucket: Bucket, read: TextRead | None) -> None:
@@ -271,7 +266,6 @@ class GpuRunner(StepLauncher):
                 ran = self._graphs.run_brought(bucket, 0, 1)
             assert ran.lines is not None
             lines = transfer.later(ran.lines)
-        self.received += 1
         self._ahead = Received(seq, held.table, text.prefix, transfer.later(self._receiver.read, around), lines, begun)
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
@@ -314,10 +308,6 @@ class GpuRunner(StepLauncher):
             if isinstance(ahead, Ahead):
                 return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
             self.begun = ahead.begun
-            if isinstance(ahead, Received):
-                self.received_right += 1
-            else:
-                self.followed_right += 1
             return ahead.lines, places
         choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(chain(*places), spots, strict=True))
         asking.lead(choosing, trials, places)
@@ -374,7 +364,6 @@ class GpuRunner(StepLauncher):
                 rows = chain_rows(table, tokens, start)
                 step = self._packed([rows], chain_choosing(self._requests[seq], rows), moves)
             lines = self._read_later(self._run_packed(*step, moves, 1, timed=True), len(tokens))
-        self.followed += 1
         pages = table.pages[: start // PAGE + 1]
         self._ahead = Followed(seq, chain_rows(table, tokens, start), pages, lines, self._started)
         return found

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from paged_toys import PagedToyRunner
 from specbranch.config import SamplingParams, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
@@ -16,7 +17,6 @@ from specbranch.errors import CacheFull
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
-from specbranch.lab.toys.paged_toys import PagedToyRunner
 from specbranch.lab.toys.toys import ToyRunner
 from tiers import tiered
 from toybench import LIMIT, law
