@@ -18,7 +18,7 @@ from specbranch.serve.witness import LiveEvent, Witness, finished, pieces
 
 RACERS = (PLAIN, "speculative", "pearl", "specbranch")
 RACE_TURNS = 3  # that count; the median is shown
-RACE_SECONDS = 60.0  # seconds after which no further turn starts: three are too many for a slow model
+TURNS_END = 60.0  # seconds after which no further turn starts: three are too many for a slow model
 RACE_SECONDS = 20  # that a race takes, about
 Chunks = AsyncGenerator[Chunk, None]
 Decode = Callable[[str, Witness], tuple[Chunks, Callable[[], None]]]  # by method: its chunks, and a way to cancel
@@ -50,7 +50,7 @@ def _turns(measured: bool) -> Iterator[int]:
     if not measured:
         yield 1
         return
-    end = time.monotonic() + RACE_SECONDS
+    end = time.monotonic() + TURNS_END
     for turn in range(RACE_TURNS + 1):
         if turn < 2 or time.monotonic() < end:
             yield turn
