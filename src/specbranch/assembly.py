@@ -190,7 +190,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         "tail": choice.tail,
     }
     if choice.runner in ("auto", "native") and choice.device_map is None:
-        from specbranch.models.native import load_native
+        from specbranch.models.loading import load_native
 
         try:
             own: dict[str, Any] = {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype}

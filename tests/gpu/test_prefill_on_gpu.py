@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from specbranch.core.pages import PAGE
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
+from specbranch.models.loading import load_native
 from specbranch.models.model import PIECES
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.piece_attention import attend_by_flash, attend_masked, choose_attend_piece
 from tiny_models import GREEDY
 

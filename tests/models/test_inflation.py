@@ -26,7 +26,8 @@ from specbranch.models.files.locate import locate
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.weights import Weights, read_weights
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native, open_model
+from specbranch.models.loading import load_native, open_model
+from specbranch.models.native import NativeRunner
 from specbranch.models.room import weight_bytes
 from specbranch.models.rows import collate
 from specbranch.models.transformers_runner import load_transformers

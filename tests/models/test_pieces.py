@@ -17,8 +17,9 @@ from specbranch.core.slots import ROOT
 from specbranch.models.decoder import Decoder, PieceView, Step
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.kv import gathered, put
+from specbranch.models.loading import load_native
 from specbranch.models.model import PIECES
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.piece_attention import attend_masked, choose_attend_piece
 from tiny_models import GREEDY, saved, some_tokens, tiny
 

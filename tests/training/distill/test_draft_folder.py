@@ -27,7 +27,7 @@ from specbranch.models.files.disk import write_durably
 from specbranch.models.files.locate import locate
 from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.files.weights import Weights, read_weights
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 from tiny_models import CONFIGS, saved, tiny
 
 LAYERS = (0, 2)

@@ -47,7 +47,7 @@ def check_target(name: str) -> None:
     if is_inflation(name):
         from specbranch.lab.bench.mirror import refuse_other_families
         from specbranch.models.files.locate import locate
-        from specbranch.models.native import open_model
+        from specbranch.models.loading import open_model
 
         refuse_other_families(open_model(locate(name))[0])
         return

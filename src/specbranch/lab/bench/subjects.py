@@ -187,7 +187,7 @@ class BenchPair:
 def trained_context(target: str) -> int:
     """Return how long the texts are that a target was made for, in tokens."""
     from specbranch.models.files.locate import locate
-    from specbranch.models.native import open_model
+    from specbranch.models.loading import open_model
 
     return open_model(locate(fetched(ModelChoice(target))))[0].context_length
 

@@ -17,7 +17,7 @@ from specbranch.models.drafts.draft_name import is_draft_folder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.identity import model_identity
 from specbranch.models.files.locate import locate
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ from specbranch.models.files.weights import (
     read_weights,
     whole_rows,
 )
-from specbranch.models.native import NativeRunner, native_runner, open_model
+from specbranch.models.loading import native_runner, open_model
+from specbranch.models.native import NativeRunner
 from specbranch.models.room import pool_pages
 from specbranch.models.storage import agreed, kept_in, tell
 

@@ -27,7 +27,7 @@ from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.store import title_and_licence
 from specbranch.models.files.tensor_file import TensorSource
-from specbranch.models.native import open_model
+from specbranch.models.loading import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
 from specbranch.training.distill.material import Material, joined, material_files, material_in
