@@ -14,14 +14,13 @@ import torch
 from specbranch.config import WeightsName
 from specbranch.core.slots import TAIL
 from specbranch.file_values import FileValues, read_object
-from specbranch.lab.inflation.recipe import Inflation, read_model
-from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
-from specbranch.models.files.identity import checked_source
+from specbranch.models.files.identity import checked_base
 from specbranch.models.files.locate import Located, locate
+from specbranch.models.files.sources import made_alone
 from specbranch.models.files.tensor_file import TensorSource, open_folder
 from specbranch.models.files.weights import read_weights
 from specbranch.models.gpu.runner import GpuRunner
@@ -42,11 +41,11 @@ def load_native(
     cache_tokens: int | None = None,
     cache_dtype: str | None = None,
 ) -> NativeRunner:
-    """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU,
-    bfloat16 elsewhere.
+    """Load a model folder, a GGUF file, a folder with a recipe or a Hub id.
 
-    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing:
-    what there is room for. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
+    No device: the CPU; no dtype: float32 on a CPU, bfloat16 elsewhere. `weights`: how matrices are stored; nothing: in
+    `dtype`. `cache_tokens`: KV slots for all sequences together; nothing: what there is room for. `cache_dtype`: what
+    keys and values are stored in; nothing: in `dtype`.
     """
     located = model if isinstance(model, Located) else locate(str(model))
     place = torch.device(device or "cpu")
@@ -79,8 +78,9 @@ def native_runner(
 
 def open_model(located: Located) -> tuple[Architecture, TensorSource]:
     """Read what a model is, and open its weights without reading them."""
-    if located.kind == "inflation":
-        return _open_inflated(read_model(located.path))
+    if located.kind == "made":
+        made = made_alone(located.path)
+        return made.made_from(*open_model(checked_base(made)))
     if located.kind == "gguf":
         file = GgufFile(located.path)
         return Architecture.from_gguf(file), file
@@ -90,9 +90,3 @@ def open_model(located: Located) -> tuple[Architecture, TensorSource]:
         ends = FileValues(read_object(generation), str(generation)).ids("eos_token_id")
         arch = replace(arch, eos_ids=tuple(dict.fromkeys((*arch.eos_ids, *ends))))
     return arch, open_folder(located.path)
-
-
-def _open_inflated(recipe: Inflation) -> tuple[Architecture, TensorSource]:
-    small, source = open_model(checked_source(recipe))
-    large = inflated_architecture(small, recipe.sizes, recipe.head_rows, recipe.name)
-    return large, InflatedSource(small, source, large, recipe.seed)

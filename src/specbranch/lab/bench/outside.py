@@ -23,6 +23,7 @@ from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.assembly import ModelChoice, fetched
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import ACCELERATE

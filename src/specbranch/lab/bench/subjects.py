@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.assembly import ModelChoice, fetched, load_tokenizer
 from specbranch.config import ExecutorName, WeightsName
 from specbranch.errors import BadParameter

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.errors import BadParameter
 from specbranch.lab.inflation.recipe import Inflation, is_inflation
 from specbranch.lab.inflation.shapes import ShapeChoice
