@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.config import SamplingParams
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
