@@ -14,14 +14,7 @@ from typing import Any
 
 from specbranch.assembly import ModelChoice, load_tokenizer
 from specbranch.errors import BadParameter
-from specbranch.models.drafts.draft_folder import (
-    DraftInfo,
-    DraftWeights,
-    Storage,
-    fingerprint_of,
-    refuse_other_draft,
-    save_draft,
-)
+from specbranch.models.drafts.draft_folder import DraftInfo, Storage, fingerprint_of
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.sources import made_model
@@ -30,6 +23,7 @@ from specbranch.models.files.tensor_file import TensorSource
 from specbranch.models.loading import open_model
 from specbranch.progress import Onlooker
 from specbranch.provenance import trained_with
+from specbranch.training.distill.draft_saving import DraftWeights, refuse_other_draft, save_draft
 from specbranch.training.distill.material import Material, joined, material_files, material_in
 from specbranch.training.distill.model import TrainedLayer, check_layers, spread_layers
 from specbranch.training.distill.run_folder import RunFolder
