@@ -48,18 +48,18 @@ def load_native(
     keys and values are stored in; nothing: in `dtype`.
     """
     located = model if isinstance(model, Located) else locate(str(model))
-    place = torch.device(device or "cpu")
+    where = torch.device(device or "cpu")
     arch, source = open_model(located)
-    weights = usual_storage(source, place) if weights is None and dtype is None else weights
-    precision, stored = agreed(dtype, weights, place)
+    weights = usual_storage(source, where) if weights is None and dtype is None else weights
+    precision, stored = agreed(dtype, weights, where)
     context = arch.choose_context(context_length, shorten=shorten)
     if stored == "stored":
         refuse_floats(source)
     size = sum(stored_kinds(source).values()) if isinstance(source, GgufFile) and stored == "stored" else None
-    kept = kept_in(cache_dtype, precision, place)
-    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, size, stored, kept)
-    held = read_weights(arch, source, place, precision, stored)
-    tell(held, stored, place)
+    kept = kept_in(cache_dtype, precision, where)
+    pages = pool_pages(arch, precision, where, context, tail, cache_tokens, size, stored, kept)
+    held = read_weights(arch, source, where, precision, stored)
+    tell(held, stored, where)
     return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
 

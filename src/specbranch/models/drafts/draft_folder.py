@@ -150,12 +150,12 @@ class DraftFile:
 
 def read_draft(folder: Path | str, fingerprint: str | None = None) -> DraftFile:
     """Open a draft folder without reading its weights; with a target's fingerprint, refuse a draft of another."""
-    place = Path(folder)
-    config = read_object(place / "config.json")
-    info = DraftInfo.read(config, place)
+    path = Path(folder)
+    config = read_object(path / "config.json")
+    info = DraftInfo.read(config, path)
     if fingerprint is not None:
-        info.check(fingerprint, place)
-    return DraftFile(place, config, info)
+        info.check(fingerprint, path)
+    return DraftFile(path, config, info)
 
 
 def fingerprint_of(arch: Architecture, source: TensorSource) -> str:

@@ -81,22 +81,22 @@ def load_draft(
     reads them from the target's file. `weights`: how its matrices are stored; nothing: in int8 if its file says so,
     else in `dtype`, as those of a made draft. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
     """
-    place = torch.device(device)
-    precision, stored = agreed(dtype, weights, place)
+    where = torch.device(device)
+    precision, stored = agreed(dtype, weights, where)
     made = made_model(folder)
     found = open_for_target(folder if made is None else checked_base(made).path, target)
     arch, source = _own_tensors(found, made)
-    context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, place)
+    context, kept = arch.choose_context(context_length, shorten=True), kept_in(cache_dtype, precision, where)
     if made is None:
-        stored = _own_storage(found.draft, place, precision, dtype) if weights is None else stored
+        stored = _own_storage(found.draft, where, precision, dtype) if weights is None else stored
         # A made target's embedding may have another size than its base's.
-        shared = None if is_made(target) else Shared.of(target_runner, place, precision)
-        held = _sharing(found, shared, place, precision, stored)
-        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, weights=0, kept=kept)
+        shared = None if is_made(target) else Shared.of(target_runner, where, precision)
+        held = _sharing(found, shared, where, precision, stored)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, weights=0, kept=kept)
     else:
-        pages = pool_pages(arch, precision, place, context, tail, cache_tokens, stored=stored, kept=kept)
-        held = _with_reduced_head(read_weights(arch, source, place, precision, stored), arch, found.draft.head_ids)
-    tell(held, stored, place)
+        pages = pool_pages(arch, precision, where, context, tail, cache_tokens, stored=stored, kept=kept)
+        held = _with_reduced_head(read_weights(arch, source, where, precision, stored), arch, found.draft.head_ids)
+    tell(held, stored, where)
     return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
 
