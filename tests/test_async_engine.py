@@ -85,7 +85,7 @@ def test_requests_of_every_kind_at_once_give_what_each_gives_alone(pair: tuple[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", tiered(("speculative", "pearl"), "pearl".__eq__))
-def test_the_ratio_rule_gives_the_same_tokens_in_company(pair: tuple[str, str], method: str) -> None:
+def test_the_ratio_rule_gives_the_same_tokens_in_a_batch(pair: tuple[str, str], method: str) -> None:
     config = {"method": method, "rule": "ratio"}
     params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=20, ignore_eos=True) for seed in range(5)]
 

@@ -53,9 +53,9 @@ def test_all_are_told_the_rows_of_the_whole_forward_and_what_its_time_is_worth()
     assert {grant.rate for grant in found.values()} == {sum(offer.rate for offer in offers.values())}
 
 
-def test_in_company_a_row_is_dearer() -> None:
+def test_in_a_batch_a_row_is_dearer() -> None:
     one = RowOffer((0.5,) * 15, 90.0, MIXED, 100)
-    sent = [granted(dict.fromkeys(range(company), one))[0].count for company in (1, 4, 16)]
+    sent = [granted(dict.fromkeys(range(batch_size), one))[0].count for batch_size in (1, 4, 16)]
     assert sent[0] > sent[1] >= sent[2] == 0
 
 

@@ -215,7 +215,7 @@ def test_requests_go_before_modelled_ones_when_memory_is_short() -> None:
     assert answer(ours) == plainly(cases[0], law())
     while not theirs.finished:
         modelled.step()
-    assert answer(theirs) == plainly(cases[1], law()) and modelled.snapshot().put_back == 1
+    assert answer(theirs) == plainly(cases[1], law()) and modelled.snapshot().preemptions == 1
 
 
 def test_what_rests_gives_its_memory_to_one_that_waits_while_others_run() -> None:

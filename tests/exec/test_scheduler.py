@@ -1,4 +1,4 @@
-"""Many requests through the scheduler: each text as if alone, whoever arrives, leaves, fails or is put back."""
+"""Many requests through the scheduler: each text as if alone, whoever arrives, leaves, fails or is preempted."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     check(desk.done, desk.cancelled)
     told = scheduler.snapshot()
     assert len(desk.cancelled) == told.cancelled > 3 and told.finished == 120 - told.cancelled
-    assert (told.put_back > 0) == (places is not None)
+    assert (told.preemptions > 0) == (places is not None)
     assert holds_nothing(executor) and told.running == told.waiting == 0
 
 
@@ -216,7 +216,7 @@ def test_thousands_of_requests_give_what_each_gives_alone(memory: str) -> None:
     desk = Desk(scheduler, random.Random(7), cancels=0.0003)
     desk.run(mixed(3000, seed=8, rules=rules))
     check(desk.done, desk.cancelled)
-    assert holds_nothing(executor) and (scheduler.snapshot().put_back > 20) == (places is not None)
+    assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 20) == (places is not None)
 
 
 def test_every_request_makes_progress_where_only_one_fits() -> None:

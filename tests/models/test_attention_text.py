@@ -1,4 +1,4 @@
-"""Compiled attention by itself: every shape of heads against plain arithmetic, and a row's bits in any company."""
+"""Compiled attention by itself: every shape of heads against plain arithmetic, and a row's bits in any batch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_attention_is_that_of_plain_arithmetic(
 @each_value
 @pytest.mark.parametrize("size", [4, 2, 1])
 @pytest.mark.parametrize("count", [5, SPLIT, SPLIT + 1, 2 * PAGE + 77])
-def test_a_rows_bits_depend_on_neither_company_nor_where_the_prefix_ends(count: int, size: Literal[4, 2, 1]) -> None:
+def test_a_rows_bits_depend_on_neither_the_batch_nor_where_the_prefix_ends(count: int, size: Literal[4, 2, 1]) -> None:
     shape = KernelShape(6, 2, 32, size)
     alone = attended(shape, ARM, [Sequence(shape, count, count - 1, seed=1)])[0]
     others = [Sequence(shape, many, many // 2, seed=many) for many in (3, 400, 1000)]

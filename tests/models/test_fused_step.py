@@ -1,4 +1,4 @@
-"""The fused step for CPUs against the plain decoder, and its promise: a row has the same bits in any company."""
+"""The fused step for CPUs against the plain decoder, and its promise: a row has the same bits in any batch."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_proposals_equal_those_over_the_whole_vocabulary(
     )
 
 
-def test_proposals_equal_those_over_the_whole_vocabulary_in_mixed_company(columns: Columns) -> None:
+def test_proposals_equal_those_over_the_whole_vocabulary_in_mixed_batch(columns: Columns) -> None:
     spots = [spot(**params) for params in SPOTS.values()]
     asks = [ASKS[at % len(ASKS)] for at in range(len(spots))]
     rows = rows_of(logits(len(spots)), columns)
@@ -215,7 +215,7 @@ def test_a_reduced_head_scores_its_tokens_as_the_whole_head_does(
 
 
 @pytest.mark.skipif(load_kernel() is None, reason="no compiled kernels on this machine")
-def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_company(
+def test_a_row_of_a_reduced_head_has_the_same_bits_alone_and_in_a_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")

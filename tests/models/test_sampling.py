@@ -205,7 +205,7 @@ def test_a_batch_of_mixed_requests_equals_one_by_one() -> None:
     assert torch.equal(together, alone)
 
 
-def test_pick_is_the_same_bit_for_bit_alone_and_in_any_company() -> None:
+def test_pick_is_the_same_bit_for_bit_alone_and_in_any_batch() -> None:
     spots = _mixed() * 3
     rows = rows_of(_logits(len(spots), 20_011))
     together = TorchSampler(20_011).pick(rows, spots)
@@ -216,7 +216,7 @@ def test_pick_is_the_same_bit_for_bit_alone_and_in_any_company() -> None:
     assert len(set(together)) > 3
 
 
-def test_proposals_are_the_same_alone_and_in_any_company() -> None:
+def test_proposals_are_the_same_alone_and_in_any_batch() -> None:
     spots = _mixed()
     asks = [
         Ask(0, ROOT, 1 + i % 4, "top" if i % 3 else "sampled", "entropy" if i % 2 else "top") for i in range(len(spots))

@@ -56,7 +56,7 @@ MOST_SHIFT = 30.0  # log-odds: beyond it nothing becomes more certain, and an ex
 LATELY = 400.0  # tokens over which the rate is measured
 MOST_TOKENS = 1 << 16  # that count for it, with the round that goes beyond
 PROBING = 0.01  # share of the time that may be spent on asking a draft that does not pay
-IN_COMPANY = 0.5  # of that: less can be gained there
+IN_BATCH = 0.5  # of that: less can be gained there
 
 
 class Tally:
@@ -167,9 +167,9 @@ class Experience:
         self.copying = None if self.costs.prices_all else Stance(self._most_plain)
         self._credit = 0.0  # seconds that may be spent on asking it all the same
 
-    def _most_plain(self, company: int) -> float:
+    def _most_plain(self, batch_size: int) -> float:
         """Tokens a second of plain decoding, of each of so many sessions: a forward's time is the least it takes."""
-        seconds = self.costs.target_seconds(company) if self.costs.knows_target else 0.0
+        seconds = self.costs.target_seconds(batch_size) if self.costs.knows_target else 0.0
         return 1.0 / seconds if seconds > 0.0 else math.inf
 
     def affords(self, seconds: float) -> bool:
@@ -184,7 +184,7 @@ class Experience:
         self._credit = 0.0
 
     def note(
-        self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0, slowed: float = 1.0, company: int = 1
+        self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0, slowed: float = 1.0, batch_size: int = 1
     ) -> None:
         """Learn from a round of one session; what it cost is learned by the `Loop`, of all sessions together.
 
@@ -195,5 +195,5 @@ class Experience:
         if orders.verify is not None:
             seconds += self.costs.host
         seconds += waited
-        self._credit += PROBING * (IN_COMPANY if company > 1 else 1.0) * seconds / company
+        self._credit += PROBING * (IN_BATCH if batch_size > 1 else 1.0) * seconds / batch_size
         self.insight.learn("pace", emitted, seconds / slowed)

@@ -1,7 +1,7 @@
 """The loop: every live session says what it wants, the executor does it, every session takes its reports.
 
 Owns which sessions are live, and how much of their texts is still to be read. Invariants: a session joins, leaves,
-fails, or is put back and taken back without the others noticing. A step that was interrupted can be made again: orders
+fails, or is preempted and resumed without the others noticing. A step that was interrupted can be made again: orders
 that were carried out may be repeated.
 """
 
@@ -181,7 +181,7 @@ class Loop:
         self.patient = False
         self.short: dict[int, PoolFull] = {}
         self._live: dict[int, _Seat] = {}
-        self._back: dict[int, _Seat] = {}  # of those that were put back
+        self._back: dict[int, _Seat] = {}  # of those that were preempted
         self._turns = count()
 
     @property
@@ -196,7 +196,7 @@ class Loop:
 
     def join(self, session: Session, rounds: MethodRounds) -> None:
         """Take a session in; it takes part from the next round on."""
-        session.stats.started, session.company = self.executor.now(), len(self._live) + 1
+        session.stats.started, session.batch_size = self.executor.now(), len(self._live) + 1
         if self.costs is not None and not self._live:
             self.costs.pause()
         try:
@@ -215,7 +215,7 @@ class Loop:
         """
         restarts, self.short = self.executor.restarts, {}
         for seat in self._live.values():
-            seat.session.company = len(self._live)
+            seat.session.batch_size = len(self._live)
         self._let_draft()
         self._leave_out_drafts()
         now = self._drafting() or self._with_target()
@@ -239,13 +239,13 @@ class Loop:
                 self._advance(seat, now[number], report)
         return took_part
 
-    def put_back(self, session: Session) -> None:
-        """Free what a live session holds; what it wants stands, and is done once it is taken back."""
+    def preempt(self, session: Session) -> None:
+        """Free what a live session holds; what it wants stands, and is done once it is resumed."""
         self.executor.leave(session.number)
         self._back[session.number] = self._live.pop(session.number)
 
-    def take_back(self, session: Session) -> None:
-        """Go on with a session that was put back: its text is read again."""
+    def resume(self, session: Session) -> None:
+        """Go on with a session that was preempted: its text is read again."""
         self.executor.open(session.number, session.request)
         seat = self._live[session.number] = self._back.pop(session.number)
         seat.restart()
@@ -403,7 +403,7 @@ class Loop:
         awake = {number: seat for number, seat in self._live.items() if not seat.resting}
         if self.limits.prompt_tokens is None:
             return awake
-        waits_for_draft = len(awake) == 1  # if it is in company it goes on without
+        waits_for_draft = len(awake) == 1  # if it is in a batch it goes on without
         return {
             number: seat
             for number, seat in awake.items()
@@ -411,7 +411,7 @@ class Loop:
         }
 
     def _leave_out_drafts(self) -> None:
-        """Draft nothing, in company, for sessions whose draft has much to read first and which can do without."""
+        """Draft nothing, in a batch, for sessions whose draft has much to read first and which can do without."""
         if self.limits.prompt_tokens is None:
             return
         for seat in self._ready().values():

@@ -18,7 +18,7 @@ from specbranch.core.costs import Costs
 MOST_ROWS = 512  # of a forward
 MOST_LANES = 64  # nodes of a draft step that several sessions share
 WIDTHS = (1, 2, 4, 8, 16)  # nodes of each session that are looked at for a first step
-LEAST = 0.02  # in company nothing is sent that is reached so seldom
+LEAST = 0.02  # in a batch nothing is sent that is reached so seldom
 USUAL = 2  # tokens that a draft has to read first if it drafts in every round
 ONCE = 0.02  # share of the time for what is unread beyond that which one step has to pay
 

@@ -1,12 +1,12 @@
 """Who is in the loop: requests wait in a queue, are admitted as there is room for them, and leave.
 
-Owns the queue, admission, deadlines, and who is put back when memory runs short; rounds are the Loop's. Invariants:
+Owns the queue, admission, deadlines, and who is preempted when memory runs short; rounds are the Loop's. Invariants:
 each request's text is as if it were alone; one that has left, however it did, holds nothing.
 
 The bound on waiting: higher priorities go first, and within a priority requests are admitted in the order in which they
 came; none is overtaken by one that came later. So where at most M are decoded at once, none takes more than R rounds,
 and there is memory for M, a request with k others before it is admitted after at most ⌊k / M⌋ · R rounds. Where memory
-is short the oldest of the highest priority is never put back, so it is admitted after at most k · R rounds of its own
+is short the oldest of the highest priority is never preempted, so it is admitted after at most k · R rounds of its own
 kind. Once admitted, a request that has read its text takes part in every round of the target; while m texts are unread,
 one of p pieces is read within m · p such rounds, however long the others are.
 """
@@ -69,7 +69,7 @@ class Snapshot:
     finished: int = 0
     failed: int = 0  # past their deadline, or by an error
     cancelled: int = 0
-    put_back: int = 0  # times that a request was, for want of memory
+    preemptions: int = 0  # times that a request was, for want of memory
     draft_restarts: int = 0  # times that a draft's process was made anew
     places: tuple[Places, ...] = ()
 
@@ -83,7 +83,7 @@ class _Counts:
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
-    put_back: int = 0
+    preemptions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +196,7 @@ class Scheduler:
             finished=counts.finished,
             failed=counts.failed,
             cancelled=counts.cancelled,
-            put_back=counts.put_back,
+            preemptions=counts.preemptions,
             draft_restarts=self.loop.executor.restarts,
             places=self.loop.executor.places(),
         )
@@ -231,7 +231,7 @@ class Scheduler:
         ticket.state, self._live[session.number] = "live", ticket
         try:
             if ticket.begun:
-                self.loop.take_back(session)
+                self.loop.resume(session)
                 self.loop.rest(session, ticket.resting)
             else:
                 self.loop.join(session, ticket.start())
@@ -256,7 +256,7 @@ class Scheduler:
         """Preempt one that rests, or a guest's while nothing runs here; returns whether there was any."""
         for one in reversed(self._sharing):
             if one._live and (one._last().resting or (one in self.guests and not running)):
-                one._put_back(one._last())
+                one._preempt(one._last())
                 return True
         return False
 
@@ -303,21 +303,21 @@ class Scheduler:
         if self._preempt_idle(running=False):
             return
         if len(self._live) > 1 or self._waits:
-            self._put_back(self._last())
+            self._preempt(self._last())
             return
         for ticket in list(self._live.values()):
             ticket.session.fail(self.loop.short[ticket.session.number])
             self._end(ticket)
 
     def _last(self) -> Ticket:
-        """Who is put back first: one that rests, else the youngest of the lowest priority."""
+        """Who is preempted first: one that rests, else the youngest of the lowest priority."""
         return max(self._live.values(), key=lambda one: (one.resting, one.order))
 
-    def _put_back(self, ticket: Ticket) -> None:
-        self.loop.put_back(ticket.session)
+    def _preempt(self, ticket: Ticket) -> None:
+        self.loop.preempt(ticket.session)
         del self._live[ticket.session.number]
         ticket.state = "waiting"
-        self._counts.put_back += 1
+        self._counts.preemptions += 1
         insort(self._waiting, ticket, key=lambda one: one.order)
 
     def _end(self, ticket: Ticket) -> None:

@@ -56,7 +56,7 @@ class Session:
         self.error: Exception | None = None
         self.stats = Stats()
         self.on_round: RoundWatcher | None = None  # somebody who looks on
-        self.company = 1  # sessions that decode beside it, itself included
+        self.batch_size = 1  # sessions that decode beside it, itself included
         self.now = 0.0  # on the executor's clock, when its last round ended
         self.waited = 0.0  # seconds of rounds that passed without it, since it last took part
         self._watch = watch

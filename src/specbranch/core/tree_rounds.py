@@ -25,8 +25,8 @@ TreeRound = Generator[Any, Any, Tree]  # orders and offers for reports and grant
 def growing(session: Session, planner: Planner) -> MethodRounds:
     """Decode a request: grow while that pays, verify the best of the tree, and grow on meanwhile where both models
     can work at once."""
-    # In company, or where plain decoding is faster, a draft may never be asked: it reads the prompt when it first is.
-    alone = session.company == 1 and not planner.plainly(1)
+    # In a batch, or where plain decoding is faster, a draft may never be asked: it reads the prompt when it first is.
+    alone = session.batch_size == 1 and not planner.plainly(1)
     yield from prefill(session, planner.experience.has_draft and alone)
     meanwhile = Meanwhile()
     try:
@@ -38,20 +38,20 @@ def growing(session: Session, planner: Planner) -> MethodRounds:
 def _decoding(session: Session, planner: Planner, meanwhile: Meanwhile) -> MethodRounds:
     tree = NO_TREE
     while not session.finished:
-        company, begun, emitted = session.company, session.now, session.stats.emitted
-        plainly = planner.plainly(company)
+        batch_size, begun, emitted = session.batch_size, session.now, session.stats.emitted
+        plainly = planner.plainly(batch_size)
         if plainly:
             meanwhile.add(session.stats.abandon_tree, tree)
             yield from _plain_round(session, planner, meanwhile)
             tree = NO_TREE
         else:
             tree = yield from _planned_round(session, planner, tree, meanwhile)
-        planner.passed(company, plainly, session.stats.emitted - emitted, session.now - begun)
+        planner.passed(batch_size, plainly, session.stats.emitted - emitted, session.now - begun)
     meanwhile.add(session.stats.abandon_tree, tree)
 
 
 def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Meanwhile) -> TreeRound:
-    planner.begin(len(session.tokens), session.company)
+    planner.begin(len(session.tokens), session.batch_size)
     session.stats.begin(tree.read)
     tree = planner.looked_up(tree)
     offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None

@@ -45,7 +45,7 @@ class ServerMetrics:
         self._running = _gauge("num_requests_running", "Samples that are being decoded.")
         self._waiting = _gauge("num_requests_waiting", "Samples that wait.")
         self._cache = _gauge("kv_cache_usage_perc", "Part of the target's cache that is held; 1 is all.")
-        self._put_back = _counter("num_preemptions", "Times that a request was put back for want of memory.")
+        self._preemptions = _counter("num_preemptions", "Times that a request was preempted for want of memory.")
         self._prompt = _counter("prompt_tokens", "Tokens of prompts that were admitted.")
         self._said = _counter("generation_tokens", "Tokens that were written.")
         self._queries = _counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
@@ -121,7 +121,7 @@ class ServerMetrics:
         """Write all of it, as Prometheus reads it."""
         self._running.set(snapshot.running)
         self._waiting.set(snapshot.waiting)
-        self._put_back.set(snapshot.put_back)
+        self._preemptions.set(snapshot.preemptions)
         self._prompt.set(snapshot.prompt_tokens)
         self._said.set(snapshot.tokens)
         self._restarts.set(snapshot.draft_restarts)

@@ -1,6 +1,6 @@
 """Several records decoded at once, as requests that share both models: real decisions, time charged for all together.
 
-Owns the assembly, and who begins when. Invariant: each request emits its record's text, whatever company it has.
+Owns the assembly, and who begins when. Invariant: each request emits its record's text, whatever batch it is in.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the lists, the small buffers between operations, and the table of rows, in which stands all that tells one row from
 another: the lists know only how many there are. Gives what `Decoder.forward` and `Decoder.logits` give, up to rounding.
-Invariant: a row gets the same bits in any company, as every operation on the list promises that.
+Invariant: a row gets the same bits in any batch, as every operation on the list promises that.
 """
 
 from __future__ import annotations
