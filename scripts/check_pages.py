@@ -100,7 +100,7 @@ async def sent(
             for (asked, text, method), after in zip(choices, cancelled_after, strict=True)
         ]
         await asyncio.gather(*work)
-        missing = [runner.places - runner.places_free for runner in runners if runner.places]
+        missing = [runner.kv_slots - runner.kv_slots_free for runner in runners if runner.kv_slots]
         found.faults += [f"{count} places of a cache are missing at the end" for count in missing if count]
         return found, {"preemptions": engine.stats().preemptions, "failed": engine.stats().failed}
 

@@ -164,7 +164,7 @@ def test_a_request_that_is_cancelled_is_gone_and_disturbs_no_other(
         output = await other
         await _until(lambda: engine.stats().running == 0)
         assert engine.stats().cancelled == 1 and engine.stats().finished == 1
-        assert all(places.free == places.total for places in engine.stats().places)
+        assert all(kv_slots.free == kv_slots.total for kv_slots in engine.stats().kv_slots)
         return output
 
     assert run(pair, work).token_ids == reference.generate(PROMPT, PARAMS).token_ids
@@ -328,7 +328,7 @@ def test_a_modelled_answer_is_made_between_the_rounds_of_others(pair: tuple[str,
         await left.aclose()
         output = await other
         await engine.generate("Smile", PARAMS)  # a round later
-        assert all(places.free == places.total for places in engine.stats().places)
+        assert all(kv_slots.free == kv_slots.total for kv_slots in engine.stats().kv_slots)
         with pytest.raises(BadParameter, match="cost profile"):
             await anext(engine.aside(lambda llm: llm.modelled("c11").stream(PROMPT, PARAMS)))
         return output, made

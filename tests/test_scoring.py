@@ -63,8 +63,8 @@ def test_answers_and_scores_in_a_batch_are_what_they_are_alone(pair: tuple[str, 
             answers = [engine.generate(text, params) for text in texts]
             scores = [engine.score(text, 2) for text in texts]
             both = await asyncio.gather(*answers, *scores)
-            places = engine.stats().places
-            assert all(one.free == one.total for one in places)
+            kv_slots = engine.stats().kv_slots
+            assert all(one.free == one.total for one in kv_slots)
             return [one.token_ids for one in both[:3]], list(both[3:]), await engine.score([5])
 
     said, scored, nothing = asyncio.run(work())

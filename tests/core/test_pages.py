@@ -24,9 +24,9 @@ def read(pool: Pool, text: list[int], chunk: int = SIZE) -> ReadPrompt:
 def known(pool: Pool, text: list[int], chunk: int = SIZE) -> int:
     """How much of a text is known."""
     prompt = ReadPrompt(PageTable(pool))
-    places = prompt.recall(text, 0, chunk)
+    kv_slots = prompt.recall(text, 0, chunk)
     prompt.table.shrink(0)
-    return places
+    return kv_slots
 
 
 def gone(*prompts: ReadPrompt) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from specbranch.clock.virtual_clock import MeteredDrafter, VirtualClock
 from specbranch.config import SpeculativeConfig
-from specbranch.core.loop import Loop, Places, RoundLimits
+from specbranch.core.loop import KVSlots, Loop, RoundLimits
 from specbranch.core.methods import METHODS
 from specbranch.core.orders import Context, Verify
 from specbranch.core.pages import PageTable, Pool
@@ -56,7 +56,7 @@ def finish(scheduler: Scheduler, *runners: PagedToyRunner) -> None:
         for runner in runners:
             runner.check()
     assert not scheduler.tickets
-    assert all(runner.places_free == runner.places for runner in runners)
+    assert all(runner.kv_slots_free == runner.kv_slots for runner in runners)
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "lookup", "tree", "specbranch"])
@@ -151,18 +151,18 @@ def test_copies_of_shared_pages_do_not_count_as_free() -> None:
         verifier.open(number, Case(BEGINNING[:13], 0.0, 0, Ending("long")).session().request)
         target.extend(number, BEGINNING[target.recall(number, BEGINNING[:12]) : 12])
     # two pages are held by all three, and two of them will copy the second one, which is not full
-    assert target.pool.free == 4 and target.places_free == 2 * 8
+    assert target.pool.free == 4 and target.kv_slots_free == 2 * 8
     for number in range(3):
         target.demand(number, 1)
         target.check()
-    assert target.pool.free == 2 and target.places_free == 2 * 8
+    assert target.pool.free == 2 and target.kv_slots_free == 2 * 8
 
 
 def test_places_are_counted_in_whole_pages() -> None:
-    places = Places("target", 64, 64, page=8)
-    assert [places.missing(length) for length in (0, 1, 8, 9)] == [0, 8, 8, 16]
-    assert [places.missing(9, held) for held in (0, 1, 8, 9)] == [16, 8, 8, 0]
-    assert Places("draft", 64, 64).missing(9, 4) == 5
+    kv_slots = KVSlots("target", 64, 64, page=8)
+    assert [kv_slots.missing(length) for length in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    assert [kv_slots.missing(9, held) for held in (0, 1, 8, 9)] == [16, 8, 8, 0]
+    assert KVSlots("draft", 64, 64).missing(9, 4) == 5
 
 
 def test_room_that_cannot_be_had_leaves_the_table_as_it_was() -> None:
@@ -197,7 +197,7 @@ def test_a_modelled_request_waits_for_memory_where_somebody_else_makes_rounds(se
         assert answer(theirs) == plainly(cases[1], law())
     else:
         assert isinstance(theirs.error, PoolFull)
-    assert not first.guests and target.places_free == target.places
+    assert not first.guests and target.kv_slots_free == target.kv_slots
 
 
 def test_requests_go_before_modelled_ones_when_memory_is_short() -> None:

@@ -376,7 +376,7 @@ def test_a_wide_step_that_costs_little_more_is_made_however_short_the_target_tak
     assert beside is not None and len(beside.step) == 16
 
 
-@pytest.mark.parametrize("company", [1, 4])
+@pytest.mark.parametrize("batch_size", [1, 4])
 def test_reading_beside_the_target_has_to_bring_more_than_beginning_with_the_verdict(batch_size: int) -> None:
     found = []
     for asking in (0.0, 0.0001, 0.05):
@@ -391,7 +391,7 @@ def test_reading_beside_the_target_has_to_bring_more_than_beginning_with_the_ver
     assert found == [True, True, batch_size > 1]
 
 
-@pytest.mark.parametrize("company", [1, 4, 16])
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
 def test_reading_beside_the_target_spares_a_session_its_part_of_a_step_that_all_share(batch_size: int) -> None:
     costs = CostProfile(target=((1, 0.005), (64, 0.006)), draft=((1, 0.0001), (16, 0.0002)))
     planner = Planner(Experience(costs))

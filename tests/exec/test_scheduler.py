@@ -63,10 +63,10 @@ ENDINGS = (
 MOST_ROUNDS = 200_000
 
 
-def toy(drift: float = 0.0, places: int | None = None, **given: Any) -> ToyRunner:
-    """A toy that reads prompts in pieces; with `places` its cache is bounded, and knows what it has read."""
-    if places is not None:
-        return PagedToyRunner(law(drift), places, page=1, piece=PIECE, context_length=CONTEXT)
+def toy(drift: float = 0.0, kv_slots: int | None = None, **given: Any) -> ToyRunner:
+    """A toy that reads prompts in pieces; with `kv_slots` its cache is bounded, and knows what it has read."""
+    if kv_slots is not None:
+        return PagedToyRunner(law(drift), kv_slots, page=1, piece=PIECE, context_length=CONTEXT)
     runner = ToyRunner(law(drift), CONTEXT, **given)
     runner.piece = PIECE
     return runner
@@ -80,21 +80,21 @@ class PagedDeferred(PagedToyRunner):
         return Verdicts(found, lambda: next(polls, None) is None)
 
 
-def deferred_toy(places: int | None) -> ToyRunner:
-    if places is not None:
-        return PagedDeferred(law(), places, page=1, piece=PIECE, context_length=CONTEXT)
+def deferred_toy(kv_slots: int | None) -> ToyRunner:
+    if kv_slots is not None:
+        return PagedDeferred(law(), kv_slots, page=1, piece=PIECE, context_length=CONTEXT)
     runner = Deferred(law(), lambda: 2, CONTEXT)
     runner.piece = PIECE
     return runner
 
 
-def executors(places: int | None, draft_places: int | None = None) -> dict[str, Callable[[], Executor]]:
+def executors(kv_slots: int | None, draft_kv_slots: int | None = None) -> dict[str, Callable[[], Executor]]:
     return {
-        "serial": lambda: Serial(Verifier(toy(places=places)), Drafter(toy(DRIFT, draft_places))),
-        "process": lambda: Process(Verifier(toy(places=places)), drafter_recipe(DRIFT)),
-        "streams": lambda: Streams(Verifier(deferred_toy(places)), Drafter(toy(DRIFT, draft_places))),
+        "serial": lambda: Serial(Verifier(toy(kv_slots=kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
+        "process": lambda: Process(Verifier(toy(kv_slots=kv_slots)), drafter_recipe(DRIFT)),
+        "streams": lambda: Streams(Verifier(deferred_toy(kv_slots)), Drafter(toy(DRIFT, draft_kv_slots))),
         "clock": lambda: VirtualClock(
-            Verifier(toy(places=places)), MeteredDrafter(toy(DRIFT, draft_places)), toybench.SHARED
+            Verifier(toy(kv_slots=kv_slots)), MeteredDrafter(toy(DRIFT, draft_kv_slots)), toybench.SHARED
         ),
     }
 
@@ -194,8 +194,8 @@ MEMORIES: dict[str, tuple[int | None, int | None, tuple[Rule, ...]]] = {
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("kind", tiered(("serial", "process", "streams", "clock"), "clock".__ne__))
 def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(kind: str, memory: str) -> None:
-    places, draft_places, rules = MEMORIES[memory]
-    executor = executors(places, draft_places)[kind]()
+    kv_slots, draft_kv_slots, rules = MEMORIES[memory]
+    executor = executors(kv_slots, draft_kv_slots)[kind]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=12, ahead=4)
     desk = Desk(scheduler, random.Random(2), cancels=0.0005)
     desk.run(mixed(120, rules=rules))
@@ -203,20 +203,20 @@ def test_requests_arriving_and_cancelled_at_random_give_what_each_gives_alone(ki
     check(desk.done, desk.cancelled)
     told = scheduler.snapshot()
     assert len(desk.cancelled) == told.cancelled > 3 and told.finished == 120 - told.cancelled
-    assert (told.preemptions > 0) == (places is not None)
+    assert (told.preemptions > 0) == (kv_slots is not None)
     assert holds_nothing(executor) and told.running == told.waiting == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_thousands_of_requests_give_what_each_gives_alone(memory: str) -> None:
-    places, draft_places, rules = MEMORIES[memory]
-    executor = executors(places, draft_places)["serial"]()
+    kv_slots, draft_kv_slots, rules = MEMORIES[memory]
+    executor = executors(kv_slots, draft_kv_slots)["serial"]()
     scheduler = Scheduler(Loop(executor, limits=LIMITS), most=24, ahead=4)
     desk = Desk(scheduler, random.Random(7), cancels=0.0003)
     desk.run(mixed(3000, seed=8, rules=rules))
     check(desk.done, desk.cancelled)
-    assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 20) == (places is not None)
+    assert holds_nothing(executor) and (scheduler.snapshot().preemptions > 20) == (kv_slots is not None)
 
 
 def test_every_request_makes_progress_where_only_one_fits() -> None:
@@ -443,7 +443,7 @@ def test_a_draft_process_that_is_killed_again_and_again_costs_no_request_anythin
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "LONGEST_WAIT", 0.0)
-    executor = Process(Verifier(toy(places=400)), drafter_recipe(DRIFT))
+    executor = Process(Verifier(toy(kv_slots=400)), drafter_recipe(DRIFT))
     desk, killed = Desk(Scheduler(Loop(executor, limits=LIMITS), most=8), random.Random(3)), 0
     requests = iter(mixed(100_000, rules=("match",)))
     for at in count():

@@ -61,9 +61,9 @@ def read(runner: NativeRunner, seq: int, text: list[int]) -> torch.Tensor:
     """Read a prompt; returns what is in the cache of it [tokens, layers, 2, kv_heads, head_dim]."""
     runner.open(seq, GREEDY)
     runner.extend(seq, text)
-    places = runner._held[seq].table.flat(np.arange(len(text)))
+    kv_slots = runner._held[seq].table.flat(np.arange(len(text)))
     torch.cuda.synchronize()  # it was read on the runner's own stream
-    return runner.memory.data[torch.from_numpy(places // PAGE), :, :, :, torch.from_numpy(places % PAGE)].cpu()
+    return runner.memory.data[torch.from_numpy(kv_slots // PAGE), :, :, :, torch.from_numpy(kv_slots % PAGE)].cpu()
 
 
 @pytest.mark.parametrize("dtype", TOLERATED, ids=str)

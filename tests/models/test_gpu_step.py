@@ -49,13 +49,13 @@ def test_a_packed_row_reads_its_ancestors_in_order_and_then_itself(seed: int) ->
     row = 0
     for line, rows in work:
         for node in range(rows.start - rows.prefix, rows.start - rows.prefix + len(rows.tokens)):
-            places = expected_places(line, node)
-            assert places_seen(step, row) == places
+            kv_slots = expected_places(line, node)
+            assert places_seen(step, row) == kv_slots
             assert (int(step.tokens[row]), int(step.positions[row])) == (
                 line.slots.tokens[node],
                 line.slots.position(node),
             )
-            assert int(step.slots[row]) == places[-1]
+            assert int(step.slots[row]) == kv_slots[-1]
             assert int(step.shared[row]) >= shared_end(line.slots.position(node), rows.prefix)
             row += 1
 
@@ -82,7 +82,7 @@ def test_what_a_row_shares_depends_on_its_position_alone() -> None:
         slots.grow(tokens, parents)
         node = chain[-1]
         seen = sum(1 << one for one in slots.path(node))
-        step = packed_views([Rows(Table(pool, [0, 1]), [1], slots.place(node), prefix, [seen])])
+        step = packed_views([Rows(Table(pool, [0, 1]), [1], slots.slot_of(node), prefix, [seen])])
         assert (int(step.positions[0]), int(step.shared[0]), int(step.own_count[0])) == (130, 96, 35)
 
 
@@ -119,13 +119,14 @@ def test_sections_lie_where_the_bucket_says_and_at_whole_cache_lines() -> None:
         assert ends[-1] < packed_size(bucket)
 
 
-def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, places: list[int]) -> list[np.ndarray]:
+def attended(q: np.ndarray, keys: np.ndarray, values: np.ndarray, kv_slots: list[int]) -> list[np.ndarray]:
     """One row's attention in loops, float64."""
     share = len(q) // keys.shape[1]
     found = []
     for head, query in enumerate(q):
         k, v = (
-            np.array([side[place // PAGE, head // share, place % PAGE] for place in places]) for side in (keys, values)
+            np.array([side[place // PAGE, head // share, place % PAGE] for place in kv_slots])
+            for side in (keys, values)
         )
         weights = np.exp(k @ query / math.sqrt(len(query)))
         found.append(weights @ v / weights.sum())

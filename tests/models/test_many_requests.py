@@ -1,4 +1,4 @@
-"""Many requests on real decoders: each has the bits it has alone, in pieces, put back, in any batch."""
+"""Many requests on real decoders: each has the bits it has alone, in chunks, preempted, in any batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_pieces_and_preemptions_leave_every_bit_as_it_is(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_preemptions_leave_every_bit_as_it_is(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if load_kernel() is not None:
         monkeypatch.setenv("SPECBRANCH_LINEAR", "llvm")
     asked = prompts(12, 260)
@@ -53,7 +55,7 @@ def test_pieces_and_preemptions_leave_every_bit_as_it_is(pair: tuple[str, str], 
     assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
     if load_kernel() is not None:
         assert [one.logprobs for one in outputs] == [one.logprobs for one in alone]
-    assert stats.preemptions > 0 and stats.finished == 12 and all(one.free == one.total for one in stats.places)
+    assert stats.preemptions > 0 and stats.finished == 12 and all(one.free == one.total for one in stats.kv_slots)
 
 
 @pytest.mark.parametrize("runner", ["native", "transformers"])
@@ -123,4 +125,4 @@ def test_smollm2_gives_each_the_text_it_gives_alone(default_model: Path) -> None
 
     outputs, stats = asyncio.run(together())
     assert [one.token_ids for one in outputs] == [one.token_ids for one in alone]
-    assert all(one.free == one.total for one in stats.places)
+    assert all(one.free == one.total for one in stats.kv_slots)

@@ -51,8 +51,8 @@ def read(runner: NativeRunner, seq: int, tokens: Sequence[int]) -> torch.Tensor:
 
 def cache(runner: NativeRunner, seq: int) -> torch.Tensor:
     held = runner._held[seq]
-    places = held.table.flat(np.arange(len(held.slots.prefix)))
-    return runner.memory.data[places // PAGE, :, :, :, places % PAGE].movedim(0, 3).clone()
+    kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
+    return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].movedim(0, 3).clone()
 
 
 def steps_of(runner: NativeRunner, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
@@ -85,7 +85,7 @@ def test_a_chunk_ends_at_multiples_of_its_runners_size_and_sees_all_before_it(
         at = step.positions.tolist()
         assert at == list(range(at[0], part.sees.end)) and part.rows == len(at)
         assert step.tokens.tolist() == [tokens[place] for place in at]
-        assert (step.places[0] * PAGE + step.places[1]).tolist() == flat[at].tolist()
+        assert (step.kv_slots[0] * PAGE + step.kv_slots[1]).tolist() == flat[at].tolist()
         assert part.sees.pages.tolist() == pages[: -(-part.sees.end // PAGE)]
 
 

@@ -69,8 +69,8 @@ def made(kind: str, decoder: Decoder, chunk: int = 256, pages: int = 16) -> Nati
 def held_bits(runner: NativeRunner, seq: int) -> torch.Tensor:
     """All that is in the cache of a sequence's prefix."""
     held = runner._held[seq]
-    places = held.table.flat(np.arange(len(held.slots.prefix)))
-    return runner.memory.data[places // PAGE, :, :, :, places % PAGE].clone()
+    kv_slots = held.table.flat(np.arange(len(held.slots.prefix)))
+    return runner.memory.data[kv_slots // PAGE, :, :, :, kv_slots % PAGE].clone()
 
 
 def read(runner: NativeRunner, seq: int, prompt: tuple[int, ...]) -> int:
@@ -245,13 +245,13 @@ def test_nothing_is_kept_where_that_is_switched_off(decoder: Decoder) -> None:
 
 def test_places_that_only_keep_a_prompt_count_as_free(decoder: Decoder) -> None:
     runner = made("plain", decoder, pages=4)
-    assert (runner.places, runner.places_free) == (1024, 1024)
+    assert (runner.kv_slots, runner.kv_slots_free) == (1024, 1024)
     read(runner, 0, BASES[0][:600])
-    assert runner.places_free == 256
+    assert runner.kv_slots_free == 256
     runner.close(0)
-    assert (runner.places_free, runner.pool.idle) == (1024, 3)
+    assert (runner.kv_slots_free, runner.pool.idle) == (1024, 3)
     read(runner, 1, BASES[1][:900])
-    assert (runner.places_free, runner.pool.idle) == (0, 0)
+    assert (runner.kv_slots_free, runner.pool.idle) == (0, 0)
     runner.open(2, GREEDY)
     assert runner.recall(2, BASES[0][:600]) == 0
     with pytest.raises(CacheFull, match=r"Need 3 more cache pages of 256 tokens, 0 free \(of 4\)"):

@@ -130,14 +130,14 @@ def test_the_leading_entries_leave_out_the_highest_of_equals() -> None:
 
 @pytest.mark.parametrize("heard", [False, True], ids=["alone", "beside a target"])
 def test_the_noise_of_some_tokens_is_that_of_the_whole_row(heard: bool, columns: Columns) -> None:
-    places = [(7, 0, 3), (7, 0, 4), (7, 0, 3)]
-    expected = Noise().rows(places, VOCABULARY)
+    kv_slots = [(7, 0, 3), (7, 0, 4), (7, 0, 3)]
+    expected = Noise().rows(kv_slots, VOCABULARY)
     noise = Noise()
     if heard:
-        noise.row(places[0], VOCABULARY)
-    found = noise.rows_of(places, columns)
+        noise.row(kv_slots[0], VOCABULARY)
+    found = noise.rows_of(kv_slots, columns)
     assert all(torch.equal(some, row[columns.ids]) for some, row in zip(found, expected, strict=True))
-    assert all(torch.equal(some, again) for some, again in zip(found, noise.rows_of(places, columns), strict=True))
+    assert all(torch.equal(some, again) for some, again in zip(found, noise.rows_of(kv_slots, columns), strict=True))
     lengths = {len(row) for row in noise._kept.values()}
     assert lengths == ({VOCABULARY} if heard else {KEPT}), "rows are made whole only where somebody hears them whole"
 

@@ -299,13 +299,13 @@ def test_kept_noise_is_bounded_in_rows_and_bytes() -> None:
 
 def test_threads_share_the_noise_of_vocabularies_of_any_length() -> None:
     """Two engines of one process: one asks for a longer vocabulary while the other makes its rows."""
-    places = [(1, 0, position) for position in range(8)]
-    expected = Noise().rows(places, 300)
+    kv_slots = [(1, 0, position) for position in range(8)]
+    expected = Noise().rows(kv_slots, 300)
     turns: list[bool] = []
 
     def ask(noise: Noise, vocabularies: range) -> None:
         for vocabulary in vocabularies:
-            rows = noise.rows(places, vocabulary)
+            rows = noise.rows(kv_slots, vocabulary)
             turns.append(all(torch.equal(row, whole[:vocabulary]) for row, whole in zip(rows, expected, strict=True)))
 
     interval = sys.getswitchinterval()

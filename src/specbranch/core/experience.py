@@ -184,7 +184,13 @@ class Experience:
         self._credit = 0.0
 
     def note(
-        self, orders: Orders, reports: Reports, emitted: int, waited: float = 0.0, slowed: float = 1.0, batch_size: int = 1
+        self,
+        orders: Orders,
+        reports: Reports,
+        emitted: int,
+        waited: float = 0.0,
+        slowed: float = 1.0,
+        batch_size: int = 1,
     ) -> None:
         """Learn from a round of one session; what it cost is learned by the `Loop`, of all sessions together.
 

@@ -29,16 +29,16 @@ DRAFT_PIECES = 4  # that a draft may read in the time of one of the target's, wh
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """The places of a model's cache, for all sequences together, and how many of them nobody holds."""
+class KVSlots:
+    """The KV slots of a model's cache, for all sequences together, and how many of them nobody holds."""
 
     of: Literal["target", "draft"]
     total: int
     free: int
-    page: int = 1  # places that are taken at once
+    page: int = 1  # KV slots that are taken at once
 
     def missing(self, length: int, held: int = 0) -> int:
-        """How many places a sequence of some length takes beyond those it holds, in whole pages."""
+        """How many KV slots a sequence of some length takes beyond those it holds, in whole pages."""
         return (-(-length // self.page) + held // -self.page) * self.page
 
 
@@ -80,8 +80,8 @@ class Executor(Protocol):
         """Seconds on the clock that spans are measured by."""
         ...
 
-    def places(self) -> tuple[Places, ...]:
-        """The places of each model that counts them, as far as that is known here."""
+    def kv_slots(self) -> tuple[KVSlots, ...]:
+        """The KV slots of each model that counts them, as far as that is known here."""
         ...
 
     @property

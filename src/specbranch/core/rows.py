@@ -53,7 +53,7 @@ class RowRunner(Generic[Row]):
 
     prefix_cache = True  # whether what was read of prompts is kept for others, where it can be
     piece = 256  # tokens of a prompt that are read at once
-    page = 1  # places that are taken at once
+    page = 1  # KV slots that are taken at once
 
     def __init__(self, sampler: Sampler[Row]) -> None:
         self.sampler = sampler
@@ -66,17 +66,17 @@ class RowRunner(Generic[Row]):
         self._requests[seq], self._rows[seq] = request, {}
 
     @property
-    def places(self) -> int | None:
-        """How many places there are for all sequences together; nothing: they are not counted."""
+    def kv_slots(self) -> int | None:
+        """How many KV slots there are for all sequences together; nothing: they are not counted."""
         return None
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had."""
         return 0
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places, to be read."""
+        """The sequence's KV slots, to be read."""
         raise NotImplementedError
 
     def demand(self, seq: int, count: int) -> None:
@@ -148,7 +148,7 @@ class RowRunner(Generic[Row]):
         self._rewind(seq, length)
 
     def close(self, seq: int) -> None:
-        """Forget the sequence and free its places."""
+        """Forget the sequence and free its KV slots."""
         self._close(seq)
         del self._requests[seq], self._rows[seq]
 

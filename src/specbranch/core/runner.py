@@ -22,7 +22,7 @@ ENTROPY_WEIGHT = 0.2  # AdaEDL's γ in the bound 1 − sqrt(γ·H)
 NO_TOKEN = -2  # what a target says whose scores are not finite; -1 is what a record says that has ended
 MOST_ENTRIES = 64  # of a proposal law: any q is exact, and few entries are cheap to send
 
-Allowed = frozenset[int]  # the tokens that may be said at a place
+Allowed = frozenset[int]  # the tokens that may be said at a position
 
 
 class NoNumber(RuntimeError):
@@ -46,13 +46,13 @@ class Ask:
     width: int = 1
     heads: HeadKind = "sampled"  # ratio: is the first proposal drawn from q, or are all the top ones? (match: the same)
     measure: Measure = "top"
-    attempt: int = 0  # tells apart the orders that drafted this place
+    attempt: int = 0  # tells apart the orders that drafted this position
     allowed: Allowed | None = None  # nothing: any token
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidates for one place, best first, with the draft's confidence there and, if the first was drawn, its law.
+    """Candidates for one position, best first, with the draft's confidence there and, if the first was drawn, its law.
 
     `odds` tells how likely each candidate is beside the best one, by the draft's own scores; nothing: it was not said.
     """
@@ -65,7 +65,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A token drawn for the place after the order's token `node` that is judged without having been fed."""
+    """A token drawn for the position after the order's token `node` that is judged without having been fed."""
 
     node: int
     token: int
@@ -177,16 +177,16 @@ class Runner(Protocol):
 
     @property
     def page(self) -> int:
-        """How many places are taken at once."""
+        """How many KV slots are taken at once."""
         ...
 
     @property
-    def places(self) -> int | None:
-        """How many places there are for all sequences together; nothing: they are not counted."""
+    def kv_slots(self) -> int | None:
+        """How many KV slots there are for all sequences together; nothing: they are not counted."""
         ...
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had; those that only keep what was read of a prompt are among them, those that copies
         of shared pages will take are not."""
         ...
@@ -196,7 +196,7 @@ class Runner(Protocol):
         ...
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places, to be read; only this Runner changes them."""
+        """The sequence's KV slots, to be read; only this Runner changes them."""
         ...
 
     def demand(self, seq: int, count: int) -> None:
@@ -248,7 +248,7 @@ class Runner(Protocol):
         ...
 
     def close(self, seq: int) -> None:
-        """Forget the sequence and free its places."""
+        """Forget the sequence and free its KV slots."""
         ...
 
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from specbranch.core.loop import Loop, Places
+from specbranch.core.loop import KVSlots, Loop
 from specbranch.core.methods import MethodRounds
 from specbranch.core.session import Session
 from specbranch.errors import CacheFull, DeadlinePassed
 
-AHEAD = 64  # places beyond its text that a request is to have when it is admitted, and that live ones are to keep
+AHEAD = 64  # KV slots beyond its text that a request is to have when it is admitted, and that live ones are to keep
 
 TicketState = Literal["waiting", "live", "over"]
 
@@ -71,7 +71,7 @@ class Snapshot:
     cancelled: int = 0
     preemptions: int = 0  # times that a request was, for want of memory
     draft_restarts: int = 0  # times that a draft's process was made anew
-    places: tuple[Places, ...] = ()
+    kv_slots: tuple[KVSlots, ...] = ()
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Scheduler:
         self._counts.submitted += 1
         if self.first is not None and self not in self.first.guests:
             self.first.guests.append(self)
-        target = next((places for places in self.loop.executor.places() if places.of == "target"), None)
+        target = next((kv_slots for kv_slots in self.loop.executor.kv_slots() if kv_slots.of == "target"), None)
         if target is not None and len(session.tokens) > target.total:
             session.fail(_never_fits(session, target))
             self._end(ticket)
@@ -198,7 +198,7 @@ class Scheduler:
             cancelled=counts.cancelled,
             preemptions=counts.preemptions,
             draft_restarts=self.loop.executor.restarts,
-            places=self.loop.executor.places(),
+            kv_slots=self.loop.executor.kv_slots(),
         )
 
     def _expire(self) -> None:
@@ -273,23 +273,23 @@ class Scheduler:
         return may_wait and any(one._live for one in self._sharing if one is not self)
 
     def _fits(self, ticket: Ticket) -> bool:
-        """Whether each model has places for the text and some more, those left out that live ones are to have."""
+        """Whether each model has KV slots for the text and some more, those left out that live ones are to have."""
         length = len(ticket.session.tokens) + self._ahead(ticket.session)
-        for places in self.loop.executor.places():
-            need = places.missing(length)
-            promised = sum(one.promised(places) for one in self._sharing)
-            if need > places.free - promised and (places.of == "target" or need <= places.total):
+        for kv_slots in self.loop.executor.kv_slots():
+            need = kv_slots.missing(length)
+            promised = sum(one.promised(kv_slots) for one in self._sharing)
+            if need > kv_slots.free - promised and (kv_slots.of == "target" or need <= kv_slots.total):
                 return False
         return True
 
-    def promised(self, places: Places) -> int:
-        """How many free places of a model its live requests are still to have."""
-        return sum(self._promised(places, ticket.session) for ticket in self._live.values())
+    def promised(self, kv_slots: KVSlots) -> int:
+        """How many free KV slots of a model its live requests are still to have."""
+        return sum(self._promised(kv_slots, ticket.session) for ticket in self._live.values())
 
-    def _promised(self, places: Places, session: Session) -> int:
+    def _promised(self, kv_slots: KVSlots, session: Session) -> int:
         length = len(session.tokens)
         held = length - 1 - self.loop.unread(session)  # the last token is a step
-        return places.missing(length + self._ahead(session), held)
+        return kv_slots.missing(length + self._ahead(session), held)
 
     def _ahead(self, session: Session) -> int:
         return min(self.ahead, max(session.room, 1))
@@ -345,9 +345,9 @@ class Scheduler:
         ticket.emitted = emitted
 
 
-def _never_fits(session: Session, places: Places) -> CacheFull:
+def _never_fits(session: Session, kv_slots: KVSlots) -> CacheFull:
     return CacheFull(
-        f"The prompt has {len(session.tokens)} tokens, but the cache has {places.total} places for all requests "
+        f"The prompt has {len(session.tokens)} tokens, but the cache has {kv_slots.total} KV slots for all requests "
         "together. Shorten the prompt, or raise cache_tokens (--cache-tokens)."
     )
 

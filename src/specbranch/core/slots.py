@@ -1,8 +1,8 @@
-"""Who holds which place in a cache: a committed prefix, and behind it a small tail in which every token names its
+"""Who holds which KV slot in a cache: a committed prefix, and behind it a small tail in which every token names its
 parent.
 
-Owns the bookkeeping of one sequence, not its memory. Invariant: token i of the prefix lies at place i, and node j of
-the tail at place `len(prefix) + j`, so a chain that is committed does not move.
+Owns the bookkeeping of one sequence, not its memory. Invariant: token i of the prefix lies at KV slot i, and node j of
+the tail at KV slot `len(prefix) + j`, so a chain that is committed does not move.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import pairwise
 from specbranch.errors import CacheFull
 
 ROOT = -1  # the end of the prefix, as a parent
-TAIL = 128  # places behind the prefix: a pending chain of 10 and 6 lanes of 10 fit
+TAIL = 128  # KV slots behind the prefix: a pending chain of 10 and 6 lanes of 10 fit
 
-Move = tuple[int, int]  # from place, to place
+Move = tuple[int, int]  # from KV slot, to KV slot
 
 
 class Slots:
@@ -37,7 +37,7 @@ class Slots:
         return min(self.tail_limit - len(self.tokens), self.capacity - len(self))
 
     def extend(self, tokens: Sequence[int]) -> range:
-        """Append tokens to the prefix; returns their places. The tail must be empty."""
+        """Append tokens to the prefix; returns their KV slots. The tail must be empty."""
         if self.tokens:
             raise ValueError("extend needs an empty tail; keep or drop it first")
         self.demand(len(tokens), self.capacity - len(self))
@@ -62,29 +62,28 @@ class Slots:
         """Keep only `nodes`, in ascending order; the first `commit` of them, a line from the root, join the prefix.
         Returns the moves.
 
-        The others, each below the end of that line, are renumbered from 0. Moves go to lower places in ascending order,
-        so they can be done one after the other in place.
-        """
+        The others, each below the end of that line, are renumbered from 0. Moves go to lower KV slots in ascending
+        order, so they can be done one after the other in place."""
         if not 0 <= commit <= len(nodes):
             raise ValueError(f"{commit} of {len(nodes)} nodes cannot be committed")
-        place = {node: at - commit for at, node in enumerate(nodes)}
-        place[nodes[commit - 1] if commit else ROOT] = ROOT
-        self._check_kept(nodes, commit, place)
+        renumbered = {node: at - commit for at, node in enumerate(nodes)}
+        renumbered[nodes[commit - 1] if commit else ROOT] = ROOT
+        self._check_kept(nodes, commit, renumbered)
         here = len(self.prefix)
         moves = [(here + node, here + at) for at, node in enumerate(nodes) if node != at]
         self.prefix.extend(self.tokens[node] for node in nodes[:commit])
-        self.parents = [place[self.parents[node]] for node in nodes[commit:]]
+        self.parents = [renumbered[self.parents[node]] for node in nodes[commit:]]
         self.tokens = [self.tokens[node] for node in nodes[commit:]]
         return moves
 
-    def _check_kept(self, nodes: Sequence[int], commit: int, place: dict[int, int]) -> None:
+    def _check_kept(self, nodes: Sequence[int], commit: int, renumbered: dict[int, int]) -> None:
         for node, parent in zip(nodes[:commit], (ROOT, *nodes), strict=False):
             if self.parents[node] != parent:
                 raise ValueError(f"node {node} is no child of {parent}")
         if any(a >= b for a, b in pairwise(nodes)):
             raise ValueError(f"nodes to keep must be told in ascending order, not {list(nodes)}")
         for node in nodes[commit:]:
-            if place.get(self.parents[node], -2) < ROOT:
+            if renumbered.get(self.parents[node], -2) < ROOT:
                 raise ValueError(
                     f"node {node} is no child of a node that stays in the tail, nor of the end of the line"
                 )
@@ -94,7 +93,7 @@ class Slots:
         self.keep((), 0)
         del self.prefix[length:]
 
-    def place(self, node: int) -> int:
+    def slot_of(self, node: int) -> int:
         """Where the node lies in the cache."""
         return len(self.prefix) + node
 

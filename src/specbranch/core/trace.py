@@ -126,15 +126,15 @@ class _Followed:
 
     def _send(self, order: Verify, number: int) -> list[int]:
         """Mark what is verified; returns its nodes."""
-        nodes, places = list(self._tree.nodes), {line: place for place, line in enumerate(self._given)}
+        nodes, numbers = list(self._tree.nodes), {line: number for number, line in enumerate(self._given)}
         part = Tree(tuple(Node(token, order.parent(at), 0.0, 0.0, 0) for at, token in enumerate(order.tokens)))
         lines = _lines(part)
         for line in lines:
-            if line not in places:
-                places[line] = len(nodes)
-                nodes.append(Node(line[-1], places.get(line[:-1], ROOT), 0.0, 0.0, len(line)))
+            if line not in numbers:
+                numbers[line] = len(nodes)
+                nodes.append(Node(line[-1], numbers.get(line[:-1], ROOT), 0.0, 0.0, len(line)))
                 self._given[line] = number
-        sent = [places[line] for line in lines]
+        sent = [numbers[line] for line in lines]
         self._tree = marked(Tree(tuple(nodes)), sent)
         return sent
 

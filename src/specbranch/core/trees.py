@@ -304,10 +304,10 @@ class GrowingTree:
 
 def chosen(tree: Tree, numbers: Sequence[int]) -> Tree:
     """Return a part of a tree that holds its parents, renumbered in the order given."""
-    place = {n: at for at, n in enumerate(numbers)}
-    place[ROOT] = ROOT
+    renumbered = {n: at for at, n in enumerate(numbers)}
+    renumbered[ROOT] = ROOT
     nodes = [tree.nodes[n] for n in numbers]
-    return Tree(tuple([Node(node[0], place[node[1]], *node[2:]) for node in nodes]), tree.read)
+    return Tree(tuple([Node(node[0], renumbered[node[1]], *node[2:]) for node in nodes]), tree.read)
 
 
 def marked(tree: Tree, numbers: Sequence[int]) -> Tree:

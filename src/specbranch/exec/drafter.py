@@ -207,7 +207,7 @@ class Drafter(Worker):
         return self._that_fit(growing)
 
     def _that_fit(self, lanes: list[Lane]) -> list[Lane]:
-        """Leave out the lanes for which the tail has no place left; they end where they are."""
+        """Leave out the lanes for which the tail has no KV slot left; they end where they are."""
         room = {lane.session: self.slots(lane.session).room for lane in lanes}
         fitting: list[Lane] = []
         for lane in lanes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Mapping
 from math import inf
 from typing import Literal
 
-from specbranch.core.loop import Places
+from specbranch.core.loop import KVSlots
 from specbranch.core.orders import (
     Branch,
     Drafted,
@@ -134,13 +134,13 @@ def parted(orders: Mapping[int, Orders]) -> tuple[dict[int, DraftOrder], dict[in
     return drafts, {session: order.verify for session, order in orders.items() if order.verify}
 
 
-def places_of(target: Worker, draft: Worker | None = None) -> tuple[Places, ...]:
-    """The places of the workers' models, of those that count them."""
+def kv_slots_of(target: Worker, draft: Worker | None = None) -> tuple[KVSlots, ...]:
+    """The KV slots of the workers' models, of those that count them."""
     workers: tuple[tuple[Literal["target", "draft"], Worker | None], ...] = (("target", target), ("draft", draft))
     return tuple(
-        Places(of, total, worker.runner.places_free, worker.runner.page)
+        KVSlots(of, total, worker.runner.kv_slots_free, worker.runner.page)
         for of, worker in workers
-        if worker is not None and (total := worker.runner.places)
+        if worker is not None and (total := worker.runner.kv_slots)
     )
 
 

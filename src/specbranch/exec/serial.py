@@ -14,12 +14,12 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from specbranch.core.loop import DraftState, Places
+from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.orders import Branch, Drafted, DraftOrder, Grow, Orders, Reports, Verdict, Verify
 from specbranch.core.request import Request
 from specbranch.core.runner import Done
 from specbranch.exec.drafter import Announce, Drafter
-from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, parted, places_of, reads_of, reports_of
+from specbranch.exec.halves import Stretch, Verifying, do_meanwhile, kv_slots_of, parted, reads_of, reports_of
 from specbranch.exec.verifier import Verifier
 from specbranch.exec.worker import Worker, never
 
@@ -60,9 +60,9 @@ class Serial:
         spans = drafting.span() if drafting else None, timed.span()
         return reports_of(orders, made, verdicts, verifying.failed, *spans, self._without, verifying.reached)
 
-    def places(self) -> tuple[Places, ...]:
-        """The places of each model that counts them."""
-        return places_of(self.target, self.draft)
+    def kv_slots(self) -> tuple[KVSlots, ...]:
+        """The KV slots of each model that counts them."""
+        return kv_slots_of(self.target, self.draft)
 
     @property
     def draft_state(self) -> DraftState:

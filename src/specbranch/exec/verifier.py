@@ -3,7 +3,7 @@ is.
 
 Owns the target's side of a round, in two halves: `score` starts the model, `judge` takes its verdicts once a sampled
 head is known. Between them heads may be told (`tell`), so that a device goes on with judging by itself. Invariant:
-after a verdict the target's cache holds the accepted path as committed prefix, token i at place i.
+after a verdict the target's cache holds the accepted path as committed prefix, token i in KV slot i.
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ class Worker:
         """
         unread, path = self._unread(session, on, 0, asked=0 if tree.read else 1)
         rest = unread[len(path) :]
-        places = {} if rest else _places(self.slots(session), path[-1] if path else ROOT, tree)
-        kept = sorted(places.values())
+        held = {} if rest else _held_nodes(self.slots(session), path[-1] if path else ROOT, tree)
+        kept = sorted(held.values())
         self.runner.keep(session, [*path, *kept], len(path))
-        return self._catch_up(session, rest, len(rest)), {n: kept.index(place) for n, place in places.items()}
+        return self._catch_up(session, rest, len(rest)), {n: kept.index(node) for n, node in held.items()}
 
     def read(self, session: int, order: Read) -> int:
         """Read on in a sequence, by whole pieces of its prompt, then by steps; returns how many tokens of it are held.
@@ -171,7 +171,7 @@ class Worker:
             raise
 
     def slots(self, session: int) -> Slots:
-        """The places of a session's sequence."""
+        """The KV slots of a session's sequence."""
         return self.runner.slots(session)
 
     def request(self, session: int) -> Request:
@@ -231,15 +231,15 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _places(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
+def _held_nodes(slots: Slots, root: int, tree: Tree) -> dict[int, int]:
     """Where those nodes of a tree lie in the tail that are known to be read, if the tree hangs below `root`."""
     at = {(parent, token): node for node, (parent, token) in enumerate(zip(slots.parents, slots.tokens, strict=True))}
-    places: dict[int, int] = {}
+    held: dict[int, int] = {}
     for n, node in enumerate(tree.nodes):
-        above = root if node.parent == ROOT else places.get(node.parent)
+        above = root if node.parent == ROOT else held.get(node.parent)
         if node.fed and above is not None and (above, node.token) in at:
-            places[n] = at[above, node.token]
-    return places
+            held[n] = at[above, node.token]
+    return held
 
 
 def chain_after(node: int, tail: int, count: int) -> tuple[int, ...]:

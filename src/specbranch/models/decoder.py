@@ -2,9 +2,8 @@
 reference on any device.
 
 Owns the arithmetic; which token lies where is decided outside and comes in as tensors. Invariants: a step waits for
-nothing. It writes the new keys and values at their rows' places before it attends, and nowhere else. A row of the tail
-reads its keys in the order of their positions, and by code that its position alone decides.
-"""
+nothing. It writes the new keys and values at their rows' KV slots before it attends, and nowhere else. A row of the
+tail reads its keys in the order of their positions, and by code that its position alone decides."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from specbranch.models.piece_attention import choose_attend_piece
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What rows of the tail see: the first `shared` positions in common, then each its own line, place by place in
+    """What rows of the tail see: the first `shared` positions in common, then each its own line, one by one in
     the pool."""
 
     pages: Sequence[int]
@@ -62,7 +61,7 @@ class Step:
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
-    places: Tensor  # [2, rows]: the page each is written to, and the place within it
+    kv_slots: Tensor  # [2, rows]: the page each is written to, and the KV slot within it
     parts: tuple[DecoderRows, ...]
 
 
@@ -147,7 +146,7 @@ class Decoder:
             qk = rms_norm(qk, (self.arch.head_dim,), eps=self.arch.rms_eps) * layer.qk_norm
         qk = rope.turn(qk, *turning)
         for side, new in zip(held, (qk[:, heads:], values), strict=True):
-            put(side, step.places, new)
+            put(side, step.kv_slots, new)
         return qk[:, :heads]
 
     def _attend(self, parts: Sequence[DecoderRows], held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:

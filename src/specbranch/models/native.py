@@ -105,12 +105,12 @@ class NativeRunner(TorchRunner):
         return self._context_length
 
     @property
-    def places(self) -> int:
-        """How many places the cache has, for all sequences together."""
+    def kv_slots(self) -> int:
+        """How many KV slots the cache has, for all sequences together."""
         return self.pool.pages * PAGE
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had: nobody holds them, though what lies there may be known, and no copy of a shared
         page will take them."""
         due = self.pool.copies_due(held.table for held in self._held.values())
@@ -144,7 +144,7 @@ class NativeRunner(TorchRunner):
         return looked_up(self.decoder.embedding, torch.tensor(tokens, device=self.device))
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places."""
+        """The sequence's KV slots."""
         return self._held[seq].slots
 
     def demand(self, seq: int, count: int) -> None:
@@ -175,10 +175,10 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
-            places = held.slots.extend(tokens)
-            self._reach(held, places.start, places.stop)
-            for start, stop in pieces(places, self.piece):
-                self._store(held.table, tokens[start - places.start : stop - places.start], start)
+            kv_slots = held.slots.extend(tokens)
+            self._reach(held, kv_slots.start, kv_slots.stop)
+            for start, stop in pieces(kv_slots, self.piece):
+                self._store(held.table, tokens[start - kv_slots.start : stop - kv_slots.start], start)
                 if self.prefix_cache:
                     held.read.note(held.slots.prefix, start, stop, self.piece)
         except BaseException:
@@ -189,8 +189,8 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
-            places = held.read.recall(tokens, before, self.piece)
-            held.slots.extend(tokens[before:places])
+            kv_slots = held.read.recall(tokens, before, self.piece)
+            held.slots.extend(tokens[before:kv_slots])
         except BaseException:
             self._give_up(seq, before)
             raise
@@ -221,7 +221,7 @@ class NativeRunner(TorchRunner):
         held.table.shrink(len(held.slots))
 
     def _rewind(self, seq: int, length: int) -> None:
-        """Forget places; what lies there is written over later."""
+        """Forget KV slots; what lies there is written over later."""
         held = self._held[seq]
         held.read.cut(length, self.piece)  # first, as an interrupt may come: more than is held must never be believed
         held.slots.truncate(length)
@@ -231,12 +231,12 @@ class NativeRunner(TorchRunner):
         self._held.pop(seq).table.shrink(0)
 
     def _move(self, seq: int, moves: np.ndarray, first: int) -> None:
-        """Copy places of the pool, those of the first row to those of the second; `first` is the lowest of these in
+        """Copy KV slots of the pool, those of the first row to those of the second; `first` is the lowest of these in
         the sequence."""
         self.memory.move(*self.transfer.up({"moves": moves})["moves"])
 
     def _reach(self, held: Held, start: int, stop: int) -> None:
-        """Have pages for the places up to `stop`, those from `start` on, which are to be written, nobody else's."""
+        """Have pages for the KV slots up to `stop`, those from `start` on, which are to be written, nobody else's."""
         try:
             held.table.reserve(start, stop, self._copy)
         except BaseException:
@@ -334,35 +334,35 @@ class NativeRunner(TorchRunner):
         """Bring rows of tails to the device."""
         own = [_line_arrays(rows) for rows in work]
         arrays = {f"{name} {number}": array for number, part in enumerate(own) for name, array in part.items()}
-        places = _page_and_place(np.concatenate([rows.places() for rows in work]))
+        kv_slots = _page_and_slot(np.concatenate([rows.kv_slots() for rows in work]))
         sent = self.transfer.up(
-            {"tokens": tokens_of(work), "positions": positions_of(work), "places": places, **arrays}
+            {"tokens": tokens_of(work), "positions": positions_of(work), "kv_slots": kv_slots, **arrays}
         )
         parts = [
             _part(rows, {name: sent[f"{name} {number}"] for name in own[number]}) for number, rows in enumerate(work)
         ]
-        return Step(sent["tokens"], sent["positions"], sent["places"], tuple(parts))
+        return Step(sent["tokens"], sent["positions"], sent["kv_slots"], tuple(parts))
 
     def _piece_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
         """Bring a piece of a text to the device, and which pages hold the text so far."""
         end = start + len(tokens)
-        places, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
+        kv_slots, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
         sent = self.transfer.up(
-            {"tokens": np.array(tokens, dtype=np.int64), "places": _page_and_place(places), "pages": pages}
+            {"tokens": np.array(tokens, dtype=np.int64), "kv_slots": _page_and_slot(kv_slots), "pages": pages}
         )
         positions = torch.arange(start, end, device=self.device)
         return Step(
-            sent["tokens"], positions, sent["places"], (DecoderRows(len(tokens), PieceView(sent["pages"], end)),)
+            sent["tokens"], positions, sent["kv_slots"], (DecoderRows(len(tokens), PieceView(sent["pages"], end)),)
         )
 
 
-def _page_and_place(flat: np.ndarray) -> np.ndarray:
-    """Which page places of the pool lie in, and where in it [2, places]."""
+def _page_and_slot(flat: np.ndarray) -> np.ndarray:
+    """Which page KV slots of the pool lie in, and where in it [2, KV slots]."""
     return np.stack(np.divmod(flat, PAGE))
 
 
 def _line_arrays(rows: Rows) -> Arrays:
-    """How many positions each row reads in common, the places of its own line, and how many those are."""
+    """How many positions each row reads in common, the KV slots of its own line, and how many those are."""
     shared = np.array([shared_end(position, rows.prefix) for position in rows.positions])
     lines = [rows.table.flat(rows.line(row, start)) for row, start in enumerate(shared)]
     own, counts = np.zeros((len(lines), max(map(len, lines))), dtype=np.int64), np.array([len(line) for line in lines])
@@ -397,22 +397,21 @@ def load_native(
     """Load a model folder, a GGUF file, an inflation or a Hub id. No device: the CPU; no dtype: float32 on a CPU,
     bfloat16 elsewhere.
 
-    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: places for all sequences together; nothing:
-    what there is room for. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`.
-    """
+    `weights`: how matrices are stored; nothing: in `dtype`. `cache_tokens`: KV slots for all sequences together;
+    nothing: what there is room for. `cache_dtype`: what keys and values are stored in; nothing: in `dtype`."""
     located = model if isinstance(model, Located) else locate(str(model))
-    place = torch.device(device or "cpu")
+    where = torch.device(device or "cpu")
     arch, source = open_model(located)
-    weights = usual_storage(source, place) if weights is None and dtype is None else weights
-    precision, stored = agreed(dtype, weights, place)
+    weights = usual_storage(source, where) if weights is None and dtype is None else weights
+    precision, stored = agreed(dtype, weights, where)
     context = arch.choose_context(context_length, shorten=shorten)
     if stored == "stored":
         refuse_floats(source)
     size = sum(stored_kinds(source).values()) if isinstance(source, GgufFile) and stored == "stored" else None
-    kept = kept_in(cache_dtype, precision, place)
-    pages = pool_pages(arch, precision, place, context, tail, cache_tokens, size, stored, kept)
-    held = read_weights(arch, source, place, precision, stored)
-    tell(held, stored, place)
+    kept = kept_in(cache_dtype, precision, where)
+    pages = pool_pages(arch, precision, where, context, tail, cache_tokens, size, stored, kept)
+    held = read_weights(arch, source, where, precision, stored)
+    tell(held, stored, where)
     return native_runner(Decoder(arch, held, context + tail), context, tail, pages, kept)
 
 

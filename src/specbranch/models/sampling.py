@@ -27,7 +27,7 @@ from specbranch.models.noise import Noise, winner
 from specbranch.models.reductions import argmax
 from specbranch.models.rows import TensorRow, collate, scored
 from specbranch.models.sample import Asked
-from specbranch.models.sheet import Arrays, is_noisy, places_of, sheet_of
+from specbranch.models.sheet import Arrays, draw_keys, is_noisy, sheet_of
 from specbranch.models.transfer import Transfer
 
 LEAST = 1e-300  # a weight that is still above 0 once normalised
@@ -68,7 +68,7 @@ class TorchSampler:
 
     def scores(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asked: Asked) -> tuple[Tensor, Tensor]:
         """Return logits over the vocabulary, and what is preferred among them: shaped, by the match rule with the
-        noise of their places."""
+        noise of their draws."""
         logits = self.logits(rows)
         return logits, self._scores(logits, spots, asked, None)[1]
 
@@ -153,13 +153,13 @@ class TorchSampler:
         # what such a row gets is not added to it
         silent = [spot.request.greedy or spot.request.by_ratio for spot in spots]
         noisy = spots[silent.index(False)]
-        places = places_of([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
+        draws = draw_keys([noisy if is_silent else spot for is_silent, spot in zip(silent, spots, strict=True)])
         rows = (
-            self._noise.rows(places, width)
+            self._noise.rows(draws, width)
             if columns is None
-            else [row[:width] for row in self._noise.rows_of(places, columns)]
+            else [row[:width] for row in self._noise.rows_of(draws, columns)]
         )
-        return rows[0].unsqueeze(0) if len(set(places)) == 1 else torch.stack(rows)
+        return rows[0].unsqueeze(0) if len(set(draws)) == 1 else torch.stack(rows)
 
     def _first_ids(self, width: int, device: torch.device) -> Tensor:
         """The first token ids on a GPU: this sampler's own, as others may be at work there on other streams."""
@@ -205,7 +205,7 @@ def told(line: list[float], top: int) -> TokenLogprobs:
 
 def _chosen(shaped: Tensor, spot: Spot) -> int:
     """Return the token of one row on a CPU [vocabulary], NO_TOKEN if its score is not finite, as NaN comes first."""
-    token = winner(shaped, *places_of([spot])) if is_noisy(spot) else int(shaped.numpy().argmax())
+    token = winner(shaped, *draw_keys([spot])) if is_noisy(spot) else int(shaped.numpy().argmax())
     return token if shaped[token] < torch.inf else NO_TOKEN
 
 

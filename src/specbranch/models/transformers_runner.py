@@ -84,8 +84,8 @@ def _check_spreading() -> None:
 
 def _check_spread(model: PreTrainedModel, name: str) -> None:
     """Raise unless all of a model lies on GPUs: what accelerate leaves to the host is fetched anew for every token."""
-    places: dict[str, Any] = getattr(model, "hf_device_map", {})
-    left_out = sorted({str(at) for at in places.values()} & {"cpu", "disk", "meta"})
+    devices: dict[str, Any] = getattr(model, "hf_device_map", {})
+    left_out = sorted({str(at) for at in devices.values()} & {"cpu", "disk", "meta"})
     if left_out:
         raise ModelError(
             f"{name} does not fit the {torch.cuda.device_count()} GPUs of this machine: part of it would lie on "
@@ -119,10 +119,10 @@ class _Sequence:
     def keep(self, nodes: Sequence[int], commit: int) -> None:
         """Keep the lines through the committed nodes as far as they are kept, none that another one goes on from."""
         self.slots.keep(nodes, commit)
-        place = {node: at - commit for at, node in enumerate(nodes)}
+        renumbered = {node: at - commit for at, node in enumerate(nodes)}
         kept: dict[tuple[int, ...], _Line] = {}
         for line in sorted(self.lines, key=lambda line: len(line.path)):
-            path = tuple(takewhile(place.__contains__, line.path))
+            path = tuple(takewhile(renumbered.__contains__, line.path))
             if path[:commit] == tuple(nodes[:commit]):
                 kept.setdefault(path, line)
         self.lines = []
@@ -130,7 +130,7 @@ class _Sequence:
             if not any(path == other[: len(path)] for other in kept if len(other) > len(path)):
                 if surplus := len(line.path) - len(path):
                     line.cache.crop(-surplus)
-                line.path = [place[node] for node in path[commit:]]
+                line.path = [renumbered[node] for node in path[commit:]]
                 self.lines.append(line)
 
     def rewind(self, length: int) -> None:
@@ -199,22 +199,22 @@ class TransformersRunner(TorchRunner):
         return found
 
     def _open(self, seq: int) -> None:
-        # a tail's worth of places beyond the context: a tree near the end needs more places than positions
+        # a tail's worth of KV slots beyond the context: a tree near the end needs more KV slots than positions
         self._held[seq] = _Sequence(Slots(self._context_length + self._tail, self._tail))
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places, to be read."""
+        """The sequence's KV slots, to be read."""
         return self._held[seq].slots
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
         """Read tokens in pieces that end at multiples of `piece`."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
-        places = held.slots.extend(tokens)
+        kv_slots = held.slots.extend(tokens)
         with self._forgetting(seq):
             cache = held.line_to(ROOT).cache
-            for start, stop in pieces(places, self.piece):
-                self.forward(cache, tokens[start - places.start : stop - places.start], last_row_only=True)
+            for start, stop in pieces(kv_slots, self.piece):
+                self.forward(cache, tokens[start - kv_slots.start : stop - kv_slots.start], last_row_only=True)
 
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:
         """Score new nodes, one forward for each unbranched run of them; one row a node."""

@@ -90,11 +90,11 @@ def _by_ratio(nodes: Sequence[tuple[Trial, int]], spots: Sequence[Spot]) -> Arra
         "attempt": np.full(len(nodes), -1),
     }
     for row, ((_, index), spot, some) in enumerate(zip(nodes, spots, tried, strict=True)):
-        place = spot.request.seed, spot.request.sample, spot.position
-        arrays["last"][row] = noise.uniform(*place, "residual" if some else "own")
+        draw = spot.request.seed, spot.request.sample, spot.position
+        arrays["last"][row] = noise.uniform(*draw, "residual" if some else "own")
         for attempt, one in enumerate(some):
             arrays["tried"][row, attempt], arrays["tried_q"][row, attempt] = one.token, one.q.prob(one.token)
-            arrays["accept"][row, attempt] = noise.uniform(*place, "accept", attempt)
+            arrays["accept"][row, attempt] = noise.uniform(*draw, "accept", attempt)
             arrays["q_ids"][row, attempt, : len(one.q.ids)], arrays["q_probs"][row, attempt, : len(one.q.ids)] = (
                 one.q.ids,
                 one.q.probs,

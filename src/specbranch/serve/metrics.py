@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from specbranch.answer import Output
-from specbranch.core.loop import DraftState, Places
+from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.scheduler import Snapshot
 from specbranch.serve.connections import CUTS, Connections
 from specbranch.serve.exposition import Histogram, Series, exposed
@@ -55,7 +55,7 @@ class ServerMetrics:
         self._drafted = _counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self._accepted = _counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._by_position = _counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the main line."
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their KV slot in the main line."
         )
         self._first = _histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._between = _histogram("inter_token_latency_seconds", "Between two events of a stream.", SHORT)
@@ -133,10 +133,10 @@ class ServerMetrics:
         self._connections.set(len(connections))
         for reason, count in connections.cuts.items():
             self._cut.set(count, reason=reason)
-        for places in snapshot.places:
-            self._free.set(places.free, model=places.of)
-            if places.of == "target":
-                self._cache.set(_held(places))
+        for kv_slots in snapshot.kv_slots:
+            self._free.set(kv_slots.free, model=kv_slots.of)
+            if kv_slots.of == "target":
+                self._cache.set(_held(kv_slots))
         for reason, count in limits.refused.items():
             self._refused.set(count, reason=reason)
         if (resident := _resident()) is not None:
@@ -156,8 +156,8 @@ class ServerMetrics:
         self._target_idle.add(stats["target_idle_seconds"])
 
 
-def _held(places: Places) -> float:
-    return 1 - places.free / places.total if places.total else 0.0
+def _held(kv_slots: KVSlots) -> float:
+    return 1 - kv_slots.free / kv_slots.total if kv_slots.total else 0.0
 
 
 def _resident() -> int | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from specbranch.training.distill.agreement import GREEDY
 
 from specbranch import LLM
 from specbranch.assembly import ModelChoice as Choice
@@ -22,6 +21,7 @@ from specbranch.core.slots import ROOT
 from specbranch.hrad.forecaster import TargetForecaster, features, reached
 from specbranch.hrad.network import Network
 from specbranch.hrad.predictor import Predictor, PredictorError
+from specbranch.training.distill.agreement import GREEDY
 from specbranch.training.hrad.collect import states_along
 from tiers import tiered
 from tiny_models import CONFIGS, saved, some_tokens, tiny

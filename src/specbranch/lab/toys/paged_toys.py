@@ -43,9 +43,9 @@ class PagedStates(MutableSequence[State]):
         # what moves within a tail lies behind all that others share of the page, as in the native runner
         self._memory[self._flat(place)] = state
 
-    def __delitem__(self, places: Any) -> None:
-        assert isinstance(places, slice) and places.stop is None
-        self._length = min(self._length, places.start)
+    def __delitem__(self, kv_slots: Any) -> None:
+        assert isinstance(kv_slots, slice) and kv_slots.stop is None
+        self._length = min(self._length, kv_slots.start)
         self.table.shrink(self._length)
 
     def insert(self, index: int, value: State) -> None:
@@ -84,12 +84,12 @@ class PagedToyRunner(ToyRunner):
         self._memory = [START] * (pages * page)
 
     @property
-    def places(self) -> int:
-        """How many places the cache has, for all sequences together."""
+    def kv_slots(self) -> int:
+        """How many KV slots the cache has, for all sequences together."""
         return self.pool.pages * self.pool.size
 
     @property
-    def places_free(self) -> int:
+    def kv_slots_free(self) -> int:
         """How many of them can be had, those left out that copies of shared pages will take."""
         due = self.pool.copies_due(states.table for states in self._states.values())
         return max(self.pool.free - due, 0) * self.pool.size

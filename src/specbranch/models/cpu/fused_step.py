@@ -153,10 +153,10 @@ class FusedStep:
 
     def _enter(self, rows: Rows, entries: np.ndarray) -> None:
         """Fill the entries of some rows, but for their counts, in the order of ENTRY."""
-        data, place = self.memory.data, self.memory.data.stride(4) * self.memory.data.element_size()
+        data, kv_slot = self.memory.data, self.memory.data.stride(4) * self.memory.data.element_size()
         pages = np.asarray(rows.table.pages, dtype=np.int64) * (data.stride(0) * data.element_size()) + data.data_ptr()
         behind = np.arange(rows.prefix, rows.start + len(rows.tokens))
-        tail = pages[behind // PAGE] + behind % PAGE * place
+        tail = pages[behind // PAGE] + behind % PAGE * kv_slot
         lines = _lines(rows, tail)
         entries[:, 0], entries[:, 1] = pages.ctypes.data, rows.prefix
         entries[:, 2] = tail[rows.start - rows.prefix :]
@@ -182,8 +182,8 @@ class FusedStep:
     def _add_norm(self, operations: Operations, weight: Tensor, rows: int, before: Linear, change: bool = True) -> None:
         arch, added = self.decoder.arch, self._at("change") if change else 0
         code, eps = self.kernels.addresses["norm"], float_bits(arch.rms_eps)
-        places = self._at("x"), added, weight.data_ptr(), self._at("h"), self._rounded(before)
-        operations.add(code, *places, rows, arch.hidden, eps)
+        pointers = self._at("x"), added, weight.data_ptr(), self._at("h"), self._rounded(before)
+        operations.add(code, *pointers, rows, arch.hidden, eps)
 
     def _rounded(self, layer: Linear) -> int:
         """Where the operation before a layer is to put its rows rounded; nowhere unless the layer wants them so."""
@@ -208,10 +208,10 @@ class FusedStep:
         operations.written = len(operations.rows)
         scale = float_bits(1.0 / math.sqrt(arch.head_dim))
         whole = arch.heads // arch.kv_heads * arch.head_dim % BLOCK == 0  # what one item computes
-        places = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
+        pointers = self._at("qkv"), table, self._at("seen"), self._rounded(layer.out) if whole else 0
         operations.attending.append(len(operations.rows))
         tables = self._parts.data_ptr(), self._arrived.data_ptr()
-        operations.add(attend, *places, *tables, rows, 1, self._most, index, scale)
+        operations.add(attend, *pointers, *tables, rows, 1, self._most, index, scale)
         if isinstance(layer.out, BlockLinear) and not whole:
             code, *arguments = layer.out.rounding(self._at("seen"), self._at("rounded"), rows)
             operations.add(code.address, *arguments)
@@ -222,7 +222,7 @@ class FusedStep:
 
 
 def _lines(rows: Rows, tail: np.ndarray) -> np.ndarray:
-    """List what each row sees behind the prefix, by addresses; a parent's place is below its child's, so these
+    """List what each row sees behind the prefix, by addresses; a parent's KV slot is below its child's, so these
     follow the line."""
     if len(rows.seen) == 1 and rows.seen[0] + 1 == 1 << len(tail):  # plain decoding
         return tail[None]

@@ -104,13 +104,13 @@ def _nothing_asked(rows: int) -> np.ndarray:
     return table
 
 
-def lead(choosing: Choosing, trials: Sequence[Trial], places: Sequence[Sequence[int]]) -> None:
+def lead(choosing: Choosing, trials: Sequence[Trial], row_numbers: Sequence[Sequence[int]]) -> None:
     """Write down which token leads to each node of the trials, whose rows lie here; of siblings with the same token,
     to the first."""
     at: list[int] = []
     above: list[int] = []
     said: list[int] = []
-    for trial, (root, *rows) in zip(trials, places, strict=True):
+    for trial, (root, *rows) in zip(trials, row_numbers, strict=True):
         tokens, parents = trial.order.tokens, trial.order.parents or range(-1, len(trial.order.tokens) - 1)
         at += rows
         above += [root if parent < 0 else rows[parent] for parent in parents]

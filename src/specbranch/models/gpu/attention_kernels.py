@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale, page_stride, slots,
               HEADS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
               PAGE: tl.constexpr, LINE: tl.constexpr):  # fmt: skip
-    """Attend to a row's own line, LINE places at a time, with the heads that share a key head."""
+    """Attend to a row's own line, LINE KV slots at a time, with the heads that share a key head."""
     g = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     at = row * HEADS + head * SHARE + g
@@ -27,11 +27,11 @@ def _own_line(q, keys, values, sums, tops, totals, count, own, row, head, scale,
     acc = tl.zeros((TILE, WIDTH), tl.float32)
     for begin in range(0, count, LINE):
         j = begin + tl.arange(0, LINE)
-        place = tl.load(own + j, mask=j < count, other=0)
-        place = (place // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM + (place % PAGE) * DIM
+        offset = tl.load(own + j, mask=j < count, other=0)
+        offset = (offset // PAGE).to(tl.int64) * page_stride + head * PAGE * DIM + (offset % PAGE) * DIM
         live = (j < count)[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + place[:, None] + d[None, :], mask=live, other=0.0)
-        v = tl.load(values + place[:, None] + d[None, :], mask=live, other=0.0)
+        k = tl.load(keys + offset[:, None] + d[None, :], mask=live, other=0.0)
+        v = tl.load(values + offset[:, None] + d[None, :], mask=live, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where((j < count)[None, :], scores, float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
@@ -73,10 +73,10 @@ def _read(queries, keys, values, end, start, most, scale, top, total, acc,
     """Add what BLOCK positions of a page give to what was read before."""
     d = tl.arange(0, WIDTH)
     j = start + tl.arange(0, BLOCK)
-    place = (j % PAGE)[:, None] * DIM + d[None, :]
+    offset = (j % PAGE)[:, None] * DIM + d[None, :]
     written = (j < most)[:, None] & (d < DIM)[None, :]  # what no row of the tile shares may be anything, NaN too
-    k = tl.load(keys + place, mask=written, other=0.0)
-    v = tl.load(values + place, mask=written, other=0.0)
+    k = tl.load(keys + offset, mask=written, other=0.0)
+    v = tl.load(values + offset, mask=written, other=0.0)
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(j[None, :] < end[:, None], scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1))

@@ -21,10 +21,10 @@ from specbranch.models.transfer import Reading
 
 @dataclass(slots=True)
 class Ahead:
-    """A step of plain decoding: each sequence's next token, as the device chose it, read at the next place."""
+    """A step of plain decoding: each sequence's next token, as the device chose it, read at the next KV slot."""
 
     rows: dict[int, int]  # by sequence
-    places: dict[int, tuple[int, int]]  # in the sequence, and in the pool
+    kv_slots: dict[int, tuple[int, int]]  # in the sequence, and in the pool
     lines: Reading
     tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
 
@@ -34,7 +34,7 @@ class Ahead:
             feed.seq in self.rows
             and list(feed.tokens) == [self.tokens.get(feed.seq)]
             and part.start == part.prefix
-            and self.places[feed.seq] == (part.start, int(part.places()[0]))
+            and self.kv_slots[feed.seq] == (part.start, int(part.kv_slots()[0]))
             for feed, part in zip(work, rows, strict=True)
         )
 

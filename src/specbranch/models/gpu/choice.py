@@ -72,15 +72,15 @@ class Chooser:
 
         rows, tiles, early = logits.shape[0], -(-self.width // TILE), begins_early(self._device)
         tops = logits.new_empty(rows, tiles, count, dtype=torch.float32)
-        places, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(4, rows, tiles)
+        columns, sums = torch.empty_like(tops, dtype=torch.int32), tops.new_empty(4, rows, tiles)
         lines = self._kept(rows, count)
         shared = {"COUNT": count, "LISTED": self._listed, "EARLY": early, "num_warps": 4, **launch(early)}
         per = choosing.stride(0)
         kernels.scan[(rows, tiles)](
-            logits, self._ids, choosing, tops, places, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
+            logits, self._ids, choosing, tops, columns, sums, self.width, logits.stride(0), per, TILE=TILE, **shared
         )  # fmt: skip
         kernels.settle[(rows,)](
-            self._ids, choosing, counts, tops, places, sums, self.picks, lines, self._arrived, self.width, per, tiles,
+            self._ids, choosing, counts, tops, columns, sums, self.picks, lines, self._arrived, self.width, per, tiles,
             lines.shape[1], ENTRIES=power_of_two(tiles * count), TILES=power_of_two(tiles), ROWS=power_of_two(rows),
             **shared,
         )  # fmt: skip

@@ -59,7 +59,7 @@ class TreeGrower:
     """Grows one tree at a time where its model is."""
 
     def __init__(self, graphs: Graphs, most_pages: int, spare: int, transfer: Transfer) -> None:
-        """`most_pages`: at most in a sequence's table; `spare`: the flat place for padding."""
+        """`most_pages`: at most in a sequence's table; `spare`: the flat KV slot for padding."""
         self._graphs, self._transfer = graphs, transfer
         self.tree = graphs.tree = DeviceTree(most_pages, transfer.device, spare)
 
@@ -75,9 +75,9 @@ class TreeGrower:
         parents = (NODES - len(growing.tree)) // growth.children - 1  # that may have children
         return max(min(slots.room - unread, growth.most, parents), 0)
 
-    def bucket(self, places: int) -> Bucket:
-        """The bucket of all steps of a tree behind so many places."""
-        return growing_bucket(places, self._graphs.step.least)
+    def bucket(self, kv_slots: int) -> Bucket:
+        """The bucket of all steps of a tree behind so many KV slots."""
+        return growing_bucket(kv_slots, self._graphs.step.least)
 
     def carries(self, moves: np.ndarray) -> bool:
         """Whether the first step of a tree can make these moves."""
@@ -125,8 +125,8 @@ class TreeGrower:
 
     def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int, read: TextRead | None = None) -> Tree:
         """Read the tree back, and add to the sequence what was read of it."""
-        nodes, places = self.tree.nodes(self._transfer.down(self.tree.held(count)))
-        _add_read(nodes, places, slots)
+        nodes, kv_slots = self.tree.nodes(self._transfer.down(self.tree.held(count)))
+        _add_read(nodes, kv_slots, slots)
         tree = GrowingTree(growing.tree)
         tree.nodes, tree.read = nodes, True
         text = len(growing.unread) if read is None else read.row + 1
@@ -140,7 +140,7 @@ def _spot(request: Request, slots: Slots, unread: int) -> Spot:
 
 
 def _noise(spot: Spot) -> NoiseKeys:
-    """The temperature, and the keys of a place and of those a tree may reach behind it."""
+    """The temperature, and the keys of a position and of those a tree may reach behind it."""
     request, temperature = spot.request, int(np.float32(temperature_of(spot)).view(np.int32))
     if not is_noisy(spot):
         return temperature, ()
@@ -148,8 +148,8 @@ def _noise(spot: Spot) -> NoiseKeys:
     return temperature, [key for position in positions for key in keys(request.seed, request.sample, position)]
 
 
-def _add_read(nodes: list[Node], places: list[int], slots: Slots) -> None:
-    """Add the nodes that were read of a tree to the tail, each at its place."""
-    new = sorted((place, n) for n, place in enumerate(places) if nodes[n].fed and place >= len(slots.tokens))
+def _add_read(nodes: list[Node], kv_slots: list[int], slots: Slots) -> None:
+    """Add the nodes that were read of a tree to the tail, each at its KV slot."""
+    new = sorted((kv_slot, n) for n, kv_slot in enumerate(kv_slots) if nodes[n].fed and kv_slot >= len(slots.tokens))
     above = [nodes[n].parent for _, n in new]
-    slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else places[parent] for parent in above])
+    slots.grow([nodes[n].token for _, n in new], [ROOT if parent == ROOT else kv_slots[parent] for parent in above])

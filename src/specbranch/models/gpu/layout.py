@@ -62,15 +62,15 @@ class Views:
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
-    slots: Tensor  # [rows] flat places that keys and values are written to
+    slots: Tensor  # [rows] flat KV slots that keys and values are written to
     shared: Tensor  # [rows] how many positions are read through the table
     own_count: Tensor  # [rows] length of the own line, at least 1
     groups: Tensor  # [groups, 2] first row and how many, one after the other; 0 where a group is padding
     tables: Tensor  # [groups, pages]
-    own: Tensor  # [rows, OWN] flat places in the order of positions; beyond `own_count` they mean nothing
+    own: Tensor  # [rows, OWN] flat KV slots in the order of positions; beyond `own_count` they mean nothing
     choosing: Tensor | None = None  # [fields of Choosing, at least rows]
     counts: Tensor | None = None  # how many moves there are, and how deep the longest way from a root is
-    # [2, some] flat places: what lies at the first is copied to the second, one after the other
+    # [2, some] flat KV slots: what lies at the first is copied to the second, one after the other
     moves: Tensor | None = None
 
 
@@ -80,13 +80,13 @@ def bucket_of(work: Sequence[Rows], least: Bucket = LEAST) -> Bucket:
     if not 0 < rows <= MOST_ROWS:
         raise ValueError(f"a step takes 1 to {MOST_ROWS} rows, not {rows}; deal them out first")
     groups = sum([-(-len(part.tokens) // GROUP_ROWS) for part in work])
-    places = max([part.start + len(part.tokens) for part in work])
-    found = power_of_four(rows), power_of_four(groups), power_of_two(-(-places // PAGE))
+    kv_slots = max([part.start + len(part.tokens) for part in work])
+    found = power_of_four(rows), power_of_four(groups), power_of_two(-(-kv_slots // PAGE))
     return Bucket(*map(max, found, least))
 
 
 def most_moves(rows: int) -> int:
-    """How many places a step of so many rows can move."""
+    """How many KV slots a step of so many rows can move."""
     return max(4 * rows, 2 * ALIGNED)
 
 
@@ -131,7 +131,7 @@ def pack(
     moves: np.ndarray | None = None,
     least: Bucket = LEAST,
 ) -> tuple[np.ndarray, Bucket]:
-    """Write rows out for a device; padding is written to, and read from, the flat place `spare`."""
+    """Write rows out for a device; padding is written to, and read from, the flat KV slot `spare`."""
     work = [part for part in work if part.tokens]
     bucket = bucket_of(work, least)
     packed = _blank(bucket, spare).copy()
@@ -166,14 +166,14 @@ class Sheet:
         self._said[1 : len(tokens)] = tokens[1:]
 
     def move(self, moves: np.ndarray | None) -> None:
-        """Have places moved before, or none."""
+        """Have KV slots moved before, or none."""
         self._counts[0] = count = 0 if moves is None else moves.shape[1]
         if moves is not None:
             self._moves[:, :count] = moves
 
 
 def padding(bucket: Bucket, spare: int) -> np.ndarray:
-    """A packed step without a row: it reads and writes the flat place `spare`."""
+    """A packed step without a row: it reads and writes the flat KV slot `spare`."""
     packed = _blank(bucket, spare).copy()
     _section(packed, bucket, OWN_LINES)[:] = spare
     return packed
@@ -198,7 +198,7 @@ def deepest(parents: np.ndarray | Tensor) -> int:
 
 
 def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> None:
-    """Write down the rows' positions, their places, how much they share, and their own lines, with their lengths."""
+    """Write down the rows' positions, their KV slots, how much they share, and their own lines, with their lengths."""
     positions, slots, shared, counts = per_row
     firsts = [max(part.prefix // GROUP - 1, 0) * GROUP for part in work]  # no own line begins before
     window = _window(work, firsts)
@@ -216,7 +216,7 @@ def _write_lines(work: Sequence[Rows], per_row: np.ndarray, own: np.ndarray) -> 
 
 
 class _Placed(NamedTuple):
-    """Where rows stand, how many positions each shares, and its own line, by places in the window."""
+    """Where rows stand, how many positions each shares, and its own line, by KV slots in the window."""
 
     positions: np.ndarray  # [rows]
     shared: np.ndarray  # [rows]
@@ -225,7 +225,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _Placed:
-    """Place rows behind prefixes that end at these places of the window."""
+    """Place rows behind prefixes that end at these KV slots of the window."""
     positions = tail.depth + prefix
     shared = np.maximum((positions & -GROUP) - GROUP, 0)
     if tail.deepest > GROUP:
@@ -233,7 +233,7 @@ def _placed(tail: _Tails, prefix: int | np.ndarray, end: int | np.ndarray) -> _P
     counts = positions - shared + 1
     longest = int(counts.max())
     if longest > OWN:
-        raise ValueError(f"a row's own line has {longest} places, {OWN} fit; commit before the tail grows so deep")
+        raise ValueError(f"a row's own line has {longest} KV slots, {OWN} fit; commit before the tail grows so deep")
     before = prefix - shared  # how much of a line is prefix
     lines = (end - before)[:, None] + _counting(longest)
     if tail.row.size:
@@ -248,7 +248,7 @@ def _placed_alone(seen: tuple[int, ...], prefix: int) -> _Placed:
 
 
 def _window(work: Sequence[Rows], firsts: Sequence[int]) -> np.ndarray:
-    """The flat places of every sequence from a place on up to its last row's, one sequence behind the other."""
+    """The flat KV slots of every sequence from a KV slot on up to its last row's, one sequence behind the other."""
     pieces: list[np.ndarray] = []
     for part, first in zip(work, firsts, strict=True):
         end = part.start + len(part.tokens)

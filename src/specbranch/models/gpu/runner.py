@@ -72,11 +72,13 @@ class GpuRunner(StepLauncher):
         with self._here(), self._grown(work) as rows:
             spots = [self.spot(ask.seq, ask.node, ask) for ask in asks]
             row_of = asking.rows_in(work, self._first_nodes(work))
-            places = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
-            here = len(places) == len(asks) > 0 and self._is_one_step(rows)
+            row_numbers = [row for ask in asks if (row := row_of(ask.seq, ask.node)) is not None]
+            here = len(row_numbers) == len(asks) > 0 and self._is_one_step(rows)
             count = asking.entries_of(asks, spots) if here else None
             if count is not None:
-                choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(places, spots, strict=True))
+                choosing = asking.choosing_of(
+                    sum(len(part.tokens) for part in rows), zip(row_numbers, spots, strict=True)
+                )
                 ran, lines = self._chosen(rows, choosing, count)
                 self._hold(work, wide(ran.logits), None)
             else:
@@ -84,7 +86,7 @@ class GpuRunner(StepLauncher):
                     work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {}
                 )
         if count is not None:
-            return asking.answers(asks, spots, lines()[places])
+            return asking.answers(asks, spots, lines()[row_numbers])
         if not asks:
             return []
         with self._here():
@@ -100,16 +102,16 @@ class GpuRunner(StepLauncher):
         held, read, self._ahead, self.grown_at, self.begun = self._held[growing.seq], self._read, None, None, None
         read = read if read is not None and read.ends(growing, len(held.slots)) else None
         room = self._grower.room(growing, held.slots, self._requests[growing.seq], read)
-        places = len(held.slots) + len(growing.unread) + room
+        kv_slots = len(held.slots) + len(growing.unread) + room
         if not room:
             return None
         try:
             with self._here():
                 try:
-                    self._reach(held, len(held.slots), places)
+                    self._reach(held, len(held.slots), kv_slots)
                 except CacheFull:  # step by step a tree may grow in what there is
                     return None
-                bucket = self._grower.bucket(places)
+                bucket = self._grower.bucket(kv_slots)
                 self._plant(growing, room, bucket, read)
                 if growing.receiver is not None:
                     self._grower.bring_sheet(growing.receiver.prepare())
@@ -217,10 +219,10 @@ class GpuRunner(StepLauncher):
         work = [feed for feed in work if feed.tokens]
         with self._here(), self._tapping(self._wanted(work)), self._grown(work) as rows:
             spots = [spot for trial in trials for spot in self._spots_of(trial)]
-            places = self._chosen_rows(work, rows, trials, spots)
-            if places is None:
+            row_numbers = self._chosen_rows(work, rows, trials, spots)
+            if row_numbers is None:
                 return self._verify_shaped(work, rows, trials, spots)
-            lines, at = self._lines(work, rows, trials, spots, places)
+            lines, at = self._lines(work, rows, trials, spots, row_numbers)
             said = self._go_on(rows, trials, spots, at)
 
         def judged() -> list[Judged]:
@@ -248,7 +250,7 @@ class GpuRunner(StepLauncher):
             return None
         with self._here():
             try:
-                self._reach(held, text.prefix, text.places)
+                self._reach(held, text.prefix, text.kv_slots)
             except CacheFull:  # once it is asked for, it waits for memory as any other order
                 return None
             if self._moves:
@@ -309,7 +311,7 @@ class GpuRunner(StepLauncher):
         rows: list[Rows],
         trials: Sequence[Trial],
         spots: Sequence[Spot],
-        places: list[list[int]],
+        row_numbers: list[list[int]],
     ) -> tuple[Reading, list[list[int]]]:
         """Start the step, unless it was started before; returns its lines, and which of them are the trials'."""
         ahead, self._ahead = self._ahead, None
@@ -321,12 +323,14 @@ class GpuRunner(StepLauncher):
                 self.received_right += 1
             else:
                 self.followed_right += 1
-            return ahead.lines, places
-        choosing = asking.choosing_of(sum(len(part.tokens) for part in rows), zip(chain(*places), spots, strict=True))
-        asking.lead(choosing, trials, places)
+            return ahead.lines, row_numbers
+        choosing = asking.choosing_of(
+            sum(len(part.tokens) for part in rows), zip(chain(*row_numbers), spots, strict=True)
+        )
+        asking.lead(choosing, trials, row_numbers)
         lines = self._chosen(rows, choosing, 1, timed=True)[1]
         self.begun = self._started
-        return lines, places
+        return lines, row_numbers
 
     def _go_on(
         self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]
@@ -340,12 +344,12 @@ class GpuRunner(StepLauncher):
         if not fits or not asking.are_chosen_in_graph(after):
             return None
         there = [
-            Rows(part.table, [-1 - place], part.start + 1, part.start + 1, [1])
-            for part, (place,) in zip(rows, at, strict=True)
+            Rows(part.table, [-1 - kv_slot], part.start + 1, part.start + 1, [1])
+            for part, (kv_slot,) in zip(rows, at, strict=True)
         ]
         _, lines = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
-        places = {trial.seq: (part.start, int(part.places()[0])) for trial, part in zip(trials, there, strict=True)}
-        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, places, lines)
+        kv_slots = {trial.seq: (part.start, int(part.kv_slots()[0])) for trial, part in zip(trials, there, strict=True)}
+        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, kv_slots, lines)
         return self._ahead.tokens
 
     def _write_chains(self, seq: int, part: Rows, root: int, done: Done) -> None:
@@ -355,7 +359,7 @@ class GpuRunner(StepLauncher):
 
     @torch.inference_mode()
     def _follow(self, trial: Trial, table: Table, found: Judged) -> Judged:
-        """Start the step that most likely follows on a verdict, at the places behind it, where all of them lie on a
+        """Start the step that most likely follows on a verdict, at the KV slots behind it, where all of them lie on a
         page that it keeps."""
         order, seq = trial.order, trial.seq
         if order.follows is None or self._moves or found.token == NO_TOKEN:
@@ -365,7 +369,7 @@ class GpuRunner(StepLauncher):
         room = min(-start % PAGE, self._context_length - start, GROUP_ROWS)
         if not isinstance(chain, tuple) or room < 1 + len(chain):
             return found
-        if not order.is_chain:  # what was taken has to move to its places
+        if not order.is_chain:  # what was taken has to move to its KV slots
             line = trial.line(found.path)
             self.keep(seq, line, len(line))
             found = Judged(found.path, found.token, kept=True)

@@ -69,7 +69,7 @@ NOW, PRICES, EDGE, FIRST, OTHER, LOOKED, ODDS, KEYS, MOVES_AT, PAGES_AT = (
     tl.constexpr(trees.AT[name])
     for name in ("now", "step", "edges", "first", "other", "looked", "odds", "keys", "moves", "pages")
 )
-TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN, ROW = (
+TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, SLOT, KNOWN, ROW = (
     tl.constexpr(trees.FIELDS.index(name))
     for name in [
         "token",
@@ -82,7 +82,7 @@ TOKEN, PARENT, CHANCE, REACH, DEPTH, RANK, SAID, LOOK, READ, SENT, PLACE, KNOWN,
         "look",
         "fed",
         "sent",
-        "place",
+        "kv_slot",
         "known",
         "row",
     ]
@@ -101,9 +101,9 @@ def _class_of(state, said):
 
 
 @triton.jit
-def _flat(state, place, live):
-    """Where places of the sequence lie in the pool."""
-    return tl.load(state + PAGES_AT + place // PAGE, mask=live, other=0.0).to(tl.int32) * PAGE + place % PAGE
+def _flat(state, kv_slot, live):
+    """Where KV slots of the sequence lie in the pool."""
+    return tl.load(state + PAGES_AT + kv_slot // PAGE, mask=live, other=0.0).to(tl.int32) * PAGE + kv_slot % PAGE
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _add_candidates(state, nodes, lines, across, count, now, live):
     tl.store(new + LOOK, nothing, mask=fresh)
     tl.store(new + READ, nothing, mask=fresh)
     tl.store(new + SENT, nothing, mask=fresh)
-    tl.store(new + PLACE, nothing - 1.0, mask=fresh)
+    tl.store(new + SLOT, nothing - 1.0, mask=fresh)
     tl.store(new + KNOWN, nothing, mask=fresh)
     tl.debug_barrier()
     _weigh(state, nodes, planted, now, live)
@@ -246,8 +246,8 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     now = tl.load(state + NOW + lane, mask=live, other=0.0).to(tl.int32)
     at = nodes + now * FIELDS
     prefix = tl.load(state + PREFIX).to(tl.int32)
-    place = tl.load(state + TAIL).to(tl.int32) + lane
-    tl.store(at + PLACE, place.to(tl.float64), mask=live)
+    kv_slot = tl.load(state + TAIL).to(tl.int32) + lane
+    tl.store(at + SLOT, kv_slot.to(tl.float64), mask=live)
     spare = tl.load(state + SPARE).to(tl.int32)
     depth = tl.load(at + DEPTH, mask=live, other=1.0).to(tl.int32)
     position = prefix + depth - 1
@@ -257,7 +257,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     token = tl.load(at + TOKEN, mask=live, other=0.0).to(tl.int32)
     tl.store(packed + lane, token)
     tl.store(packed + per + lane, tl.where(live, position, 0))
-    tl.store(packed + 2 * per + lane, tl.where(live, _flat(state, prefix + place, live), spare))
+    tl.store(packed + 2 * per + lane, tl.where(live, _flat(state, prefix + kv_slot, live), spare))
     tl.store(packed + 3 * per + lane, tl.where(live, shared, 0))
     tl.store(packed + 4 * per + lane, tl.where(live, length, 1))
     tl.store(packed + 5 * per + lane, tl.where(live, tl.load(state + TEMPERATURE).to(tl.int32), ONE))
@@ -280,12 +280,12 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
     tl.store(
         own + lane[:, None] * OWN + back[None, :], _flat(state, shared[:, None] + back[None, :], before), mask=before
     )
-    tl.debug_barrier()  # places are read now
+    tl.debug_barrier()  # KV slots are read now
     last = length - 1
     going = live
     while tl.max(going.to(tl.int32), 0) > 0:
         here = nodes + tl.maximum(now, 0) * FIELDS
-        behind = tl.load(here + PLACE, mask=going, other=0.0).to(tl.int32)
+        behind = tl.load(here + SLOT, mask=going, other=0.0).to(tl.int32)
         tl.store(own + lane * OWN + last, _flat(state, prefix + behind, going), mask=going)
         now = tl.load(here + PARENT, mask=going, other=-1.0).to(tl.int32)
         last -= 1

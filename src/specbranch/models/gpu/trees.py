@@ -41,7 +41,7 @@ from specbranch.models.kv import Table
 NODES = 1024  # at most in a tree
 LANES = GROUP_ROWS  # read at a time, at most
 ENTRIES = 8  # best tokens of a row that its choice tells
-MOVES = most_moves(LANES)  # places that may have to move before the first step
+MOVES = most_moves(LANES)  # KV slots that may have to move before the first step
 DEEPEST = GROUP  # below the text: so far a row's own line begins where its position says
 STEPS = 64  # of one growth, at most
 SHEET = 1024  # numbers that a target may have brought up with a tree
@@ -52,10 +52,10 @@ SCALARS = (
     "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
     "most", "lanes", "room", "planted",
 )  # fmt: skip
-# of a node; place: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
+# of a node; KV slot: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
 # verifies it
-FIELDS = (*Node._fields, "place", "known", "row")
-PLACE = FIELDS.index("place")
+FIELDS = (*Node._fields, "kv_slot", "known", "row")
+SLOT = FIELDS.index("kv_slot")
 KINDS = (np.int64, np.int64, np.float64, np.float64, np.int64, np.int64, np.float64, np.int64, np.bool_, np.bool_)
 LOOKED = LOOKS * STANDINGS
 PARTS = {
@@ -74,7 +74,7 @@ class DeviceTree:
     """The one tree that grows on a model's device at a time, and the code that makes it grow by a step."""
 
     def __init__(self, pages: int, device: torch.device, spare: int) -> None:
-        """`pages`: at most in a sequence's table; `spare`: the flat place for padding."""
+        """`pages`: at most in a sequence's table; `spare`: the flat KV slot for padding."""
         self._device, self._spare, self.first = device, spare, AT["pages"] + pages  # where nodes begin
         self.state = torch.zeros(self.first + NODES * len(FIELDS), dtype=torch.float64, device=device)
         self.sheet = self.state[AT["sheet"] : AT["sheet"] + SHEET]
@@ -148,7 +148,7 @@ class DeviceTree:
         return self.state[: self.first + count * len(FIELDS)]
 
     def nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
-        """The nodes of what was read back, and their places in the tail."""
+        """The nodes of what was read back, and their KV slots in the tail."""
         self._growth = None
         return self._nodes(read)
 
@@ -160,8 +160,8 @@ class DeviceTree:
     def _nodes(self, read: np.ndarray) -> tuple[list[Node], list[int]]:
         columns = read[self.first :].reshape(-1, len(FIELDS)).T
         numbers = [columns[at].astype(kind).tolist() for at, kind in enumerate(KINDS)]
-        places: list[int] = columns[PLACE].astype(np.int64).tolist()
-        return list(map(Node._make, zip(*numbers, strict=True))), places
+        kv_slots: list[int] = columns[SLOT].astype(np.int64).tolist()
+        return list(map(Node._make, zip(*numbers, strict=True))), kv_slots
 
     def _by_kernel(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         from specbranch.models.gpu.tree_kernels import grow
@@ -181,7 +181,7 @@ class DeviceTree:
         assert growth is not None
         now = dict(zip(SCALARS, state[: len(SCALARS)].tolist(), strict=True))
         count, width, tail, step, room = (int(now[name]) for name in ("count", "width", "tail", "step", "room"))
-        nodes, places = self._nodes(state[: self.first + count * len(FIELDS)])
+        nodes, kv_slots = self._nodes(state[: self.first + count * len(FIELDS)])
         growing = _growing_tree(nodes)
         read = state[AT["now"] : AT["now"] + width].astype(int).tolist()
         if read and read != [ROOT]:
@@ -194,11 +194,11 @@ class DeviceTree:
         readable = growing.readable(growth)[:room]
         chosen = growth.pace(now["spent"], [gain for _, gain in readable])
         nexts = sorted(n for n, _ in readable[:chosen])
-        places += [-1] * (len(growing.nodes) - count)
-        for place, n in enumerate(nexts, tail):
-            places[n] = place
+        kv_slots += [-1] * (len(growing.nodes) - count)
+        for kv_slot, n in enumerate(nexts, tail):
+            kv_slots[n] = kv_slot
         if nexts:
-            self._pack(packed, bucket, growing.nodes, nexts, places, now, with_moves=step == 0 and lines is None)
+            self._pack(packed, bucket, growing.nodes, nexts, kv_slots, now, with_moves=step == 0 and lines is None)
         now |= {
             "count": len(growing.nodes),
             "fed": sum(node.fed for node in growing.nodes),
@@ -209,12 +209,12 @@ class DeviceTree:
         now["spent"] += growth.seconds(now["spent"], chosen) if chosen else 0.0
         state[: len(SCALARS)] = [now[name] for name in SCALARS]
         state[AT["now"] : AT["now"] + chosen] = nexts
-        table = _numbers(growing.nodes, dict(enumerate(places)))
+        table = _numbers(growing.nodes, dict(enumerate(kv_slots)))
         state[self.first : self.first + len(table)] = table
         self._told[step] = 32 * len(growing.nodes) + chosen
 
     def _pack(
-        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], places: list[int],
+        self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], kv_slots: list[int],
         now: Mapping[str, float], with_moves: bool,
     ) -> None:  # fmt: skip
         """Write out the step that reads some nodes."""
@@ -225,7 +225,7 @@ class DeviceTree:
             [nodes[n].token for n in nexts],
             prefix + int(now["tail"]),
             prefix,
-            [_seen(nodes, places, n) for n in nexts],
+            [_seen(nodes, kv_slots, n) for n in nexts],
         )
         keys = state[AT["keys"] : AT["moves"]].astype(np.int64).astype(np.uint32).view(np.int32).reshape(-1, 2)
         noise = keys[[nodes[n].depth for n in nexts]].T if now["noisy"] else np.zeros((2, count), dtype=np.int32)
@@ -249,9 +249,9 @@ def wait_for(numbers: np.ndarray, at: int, device: torch.device) -> int:
     return said
 
 
-def growing_bucket(places: int, least: Bucket) -> Bucket:
-    """The bucket of all steps that grow a tree behind so many places."""
-    return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-places // PAGE)), least.pages))
+def growing_bucket(kv_slots: int, least: Bucket) -> Bucket:
+    """The bucket of all steps that grow a tree behind so many KV slots."""
+    return Bucket(max(LANES, least.rows), 1, max(power_of_two(-(-kv_slots // PAGE)), least.pages))
 
 
 def _growing_tree(nodes: list[Node]) -> GrowingTree:
@@ -260,11 +260,11 @@ def _growing_tree(nodes: list[Node]) -> GrowingTree:
     return growing
 
 
-def _seen(nodes: Sequence[Node], places: Sequence[int], n: int) -> int:
+def _seen(nodes: Sequence[Node], kv_slots: Sequence[int], n: int) -> int:
     """The nodes of the tail that a node sees, itself included, as bits."""
     bits = 0
     while n != ROOT:
-        bits |= 1 << places[n]
+        bits |= 1 << kv_slots[n]
         n = nodes[n].parent
     return bits
 
@@ -276,8 +276,8 @@ def _candidates(line: list[float], children: int) -> tuple[list[int], list[float
     return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
 
 
-def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
-    """Nodes as numbers, with their places and what is known of their children."""
+def _numbers(nodes: Sequence[Node], kv_slots: Mapping[int, int]) -> np.ndarray:
+    """Nodes as numbers, with their KV slots and what is known of their children."""
     count, fields = len(nodes), len(Node._fields)
     known = [0.0] * count
     for node in nodes:
@@ -285,6 +285,6 @@ def _numbers(nodes: Sequence[Node], places: Mapping[int, int]) -> np.ndarray:
             known[node.parent] += node.chance
     table = np.empty((count, len(FIELDS)))
     table[:, :fields] = np.fromiter(chain.from_iterable(nodes), np.float64, count * fields).reshape(count, fields)
-    table[:, fields] = [places.get(n, -1) for n in range(count)]
+    table[:, fields] = [kv_slots.get(n, -1) for n in range(count)]
     table[:, fields + 1], table[:, fields + 2] = known, 0
     return table.reshape(-1)
