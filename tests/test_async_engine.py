@@ -346,7 +346,9 @@ def test_whoever_looks_on_has_a_chunk_a_round_so_that_a_long_prompt_holds_up_nob
     rounds: list[Any] = []
     with load(pair) as llm:
         params, loop = SamplingParams(max_tokens=5, ignore_eos=True), llm.scheduler.loop
-        loop.limits = replace(loop.limits, prompt_tokens_alone=loop.limits.piece)  # as an AsyncLLM has them, but for 8
+        loop.limits = replace(
+            loop.limits, prompt_tokens_alone=loop.limits.prefill_chunk
+        )  # as an AsyncLLM has them, but for 8
         chunks = list(llm.modelled("c10").stream(list(range(5, 400)), params, lambda *told: rounds.append(told)))
     assert len(chunks) == len(rounds) and len([one for one in chunks if not one.pieces]) > 3
     assert "".join(one.text for one in chunks) == chunks[-1].output.text  # type: ignore[union-attr]

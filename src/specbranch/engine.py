@@ -130,8 +130,8 @@ class LLM:
         counts_memory = self._verifier.runner.kv_slots is not None
         self.max_batch = most if counts_memory or max_batch is not None else 1
         self._experiences = Experiences(profile or self._costs(), self._has_draft, file)
-        piece = self._verifier.runner.piece
-        limits = RoundLimits(piece=piece, prompt_tokens=piece)
+        prefill_chunk = self._verifier.runner.prefill_chunk
+        limits = RoundLimits(prefill_chunk=prefill_chunk, prompt_tokens=prefill_chunk)
         self._loop = Loop(self._parts.executor, costs=self._experiences.learned, limits=limits)
         self.scheduler = Scheduler(self._loop)
         weakref.finalize(self._loop, self._experiences.write, last=True)  # of the loop, for `using` shares it

@@ -30,13 +30,13 @@ MOST_ROUNDS = 20_000
 BEGINNING = tuple(random.Random(1).randrange(6) for _ in range(40))
 
 
-def toy(pages: int, page: int = 8, piece: int = 4, drift: float = 0.0, tail: int = 32) -> PagedToyRunner:
-    return PagedToyRunner(law(drift), pages, page, piece, 400, tail)
+def toy(pages: int, page: int = 8, prefill_chunk: int = 4, drift: float = 0.0, tail: int = 32) -> PagedToyRunner:
+    return PagedToyRunner(law(drift), pages, page, prefill_chunk, 400, tail)
 
 
 def desk(target: PagedToyRunner, draft: PagedToyRunner | None = None, **given: object) -> Scheduler:
     executor = Serial(Verifier(target), Drafter(draft) if draft else None)
-    limits = RoundLimits(piece=target.piece, prompt_tokens=target.piece)
+    limits = RoundLimits(prefill_chunk=target.prefill_chunk, prompt_tokens=target.prefill_chunk)
     return Scheduler(Loop(executor, limits=limits), **given)  # type: ignore[arg-type]
 
 
@@ -86,11 +86,11 @@ def requests(rng: random.Random, count: int, names: Sequence[str]) -> list[tuple
 @pytest.mark.parametrize("seed", tiered(range(60), quick=lambda seed: seed < 8 or seed in (19, 26)))
 def test_in_any_small_pool_every_text_is_that_of_the_request_alone(seed: int) -> None:
     rng = random.Random(seed)
-    page, piece = rng.choice(((1, 4), (8, 3), (8, 16), (32, 16), (64, 16), (64, 16)))
+    page, prefill_chunk = rng.choice(((1, 4), (8, 3), (8, 16), (32, 16), (64, 16), (64, 16)))
     names, tail = rng.choice(((("autoregressive",), 0), (NAMES, 24)))
     least = -(-(39 + 14 + tail) // page)  # the longest request alone, and its tail
-    target = toy(least + rng.choice((0, 0, 1, 3)), page, piece, tail=24)
-    draft = toy(rng.choice((1, 2, 4, least, 2 * least)), page, piece, DRIFT, tail=24)
+    target = toy(least + rng.choice((0, 0, 1, 3)), page, prefill_chunk, tail=24)
+    draft = toy(rng.choice((1, 2, 4, least, 2 * least)), page, prefill_chunk, DRIFT, tail=24)
     scheduler = desk(target, draft, ahead=rng.choice((1, 4)), most=rng.choice((2, 5, None)))
     left, asked = requests(rng, 14, names), list[tuple[Case, Session]]()
     while left:

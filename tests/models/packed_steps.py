@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.batch import Rows, dealt, rows_of_nodes, rows_of_piece
+from specbranch.models.batch import Rows, dealt, rows_of_chunk, rows_of_nodes
 from specbranch.models.decoder import Decoder
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.matrix import Matrix
@@ -34,7 +34,7 @@ class Line:
         """Append to the prefix."""
         kv_slots = self.slots.extend(tokens)
         self.table.reach(kv_slots.stop)
-        return rows_of_piece(self.table, tokens, kv_slots.start)
+        return rows_of_chunk(self.table, tokens, kv_slots.start)
 
     def grow(self, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
         """Add nodes to the tail."""

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from packed_steps import PAGES, Stepper, chain_with_siblings, decoder_of, expected_places, some_work
 from specbranch.core.pages import PAGE, Pool
 from specbranch.core.slots import ROOT, Slots
-from specbranch.models.batch import Rows, dealt, rows_of_piece, shared_end
+from specbranch.models.batch import Rows, dealt, rows_of_chunk, shared_end
 from specbranch.models.gpu.attention import attend_plainly, choose_attend
 from specbranch.models.gpu.layout import MOST_ROWS, OWN, Bucket, Views, bucket_of, pack, packed_size, views
 from specbranch.models.kv import Table
@@ -88,7 +88,7 @@ def test_what_a_row_shares_depends_on_its_position_alone() -> None:
 
 def test_a_long_chunk_dealt_out_to_steps_has_short_lines() -> None:
     table = Table(Pool(8), [5, 3, 1, 0])
-    for some in dealt([rows_of_piece(table, [1] * 600, 50)], 128):
+    for some in dealt([rows_of_chunk(table, [1] * 600, 50)], 128):
         step = packed_views(some)
         assert int(step.own_count.max()) <= 64
         assert places_seen(step, 0) == table.flat(np.arange(int(step.positions[0]) + 1)).tolist()
@@ -102,7 +102,7 @@ def test_a_line_that_does_not_fit_is_refused() -> None:
 
 def test_too_many_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="1 to 512 rows"):
-        bucket_of([rows_of_piece(Table(Pool(4), [0, 1, 2]), [1] * 513, 0)])
+        bucket_of([rows_of_chunk(Table(Pool(4), [0, 1, 2]), [1] * 513, 0)])
 
 
 def test_sections_lie_where_the_bucket_says_and_at_whole_cache_lines() -> None:

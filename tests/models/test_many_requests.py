@@ -68,7 +68,7 @@ def test_a_text_read_in_pieces_is_that_read_at_once(
     options = {"runner": runner, "device": "cpu", "context_length": 400, "prefix_cache": False}
     with LLM(pair[0], method="autoregressive", **options) as llm:
         model, text = llm.target_runner, tuple(prompts(1, 1)[0] * 330)
-        model.piece = 64  # type: ignore[misc]
+        model.prefill_chunk = 64  # type: ignore[misc]
         request = Request(SamplingParams(), 0, 250)
         rows = []
         for most in (None, 1, 64, 150):
@@ -81,7 +81,7 @@ def test_a_text_read_in_pieces_is_that_read_at_once(
             worker.leave(0)
             if most:
                 assert held[-1] == len(text) - 1 and held[0] == max(most // 64, 1) * 64
-                assert {at % 64 for at in held if at < 249} == {0}  # whole pieces, and all of the prompt but its last
+                assert {at % 64 for at in held if at < 249} == {0}  # whole chunks, and all of the prompt but its last
         for found in rows[1:]:
             assert found == rows[0] if exact else found == pytest.approx(rows[0], abs=1e-4)
 

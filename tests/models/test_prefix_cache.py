@@ -62,7 +62,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def made(kind: str, decoder: Decoder, chunk: int = 256, pages: int = 16) -> NativeRunner:
     runner = KINDS[kind](decoder, CONTEXT, pages=pages)
-    runner.piece = chunk
+    runner.prefill_chunk = chunk
     return runner
 
 
@@ -172,7 +172,7 @@ def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(kind: s
     asked = [BASES[0][:500], BASES[1][:200], BASES[1][200:300]]
     (text, read), (expected, whole) = (conversation(runner, asked) for runner in runners)
     assert text == expected
-    # prompts of 500, 730 and 860 tokens, the last of them a step; the first has whole pieces of 384, whole pages of 256
+    # prompts of 500, 730 and 860 tokens, the last of them a step; the first has whole chunks of 384, whole pages of 256
     assert read == [PromptRead(499, 0), PromptRead(473, 256), PromptRead(347, 512)]
     assert whole == [PromptRead(499, 0), PromptRead(729, 0), PromptRead(859, 0)]
 
@@ -354,11 +354,11 @@ def test_an_interrupt_at_any_line_leaves_pages_in_order_and_nothing_wrong_known(
 
 
 class Exercise:
-    """Random work on a runner with a tight pool. After every piece of it pages are in order, and what each open
+    """Random work on a runner with a tight pool. After every chunk of it pages are in order, and what each open
     sequence holds is what was last written there."""
 
     def __init__(self, kind: str, decoder: Decoder, reference: Reference, rng: random.Random) -> None:
-        self.runner = made(kind, decoder, reference.runner.piece, pages=9)
+        self.runner = made(kind, decoder, reference.runner.prefill_chunk, pages=9)
         self.reference, self.rng = reference, rng
         self.bits: dict[int, torch.Tensor] = {}
         self.numbers = iter(range(1 << 30))
@@ -393,13 +393,13 @@ class Exercise:
             assert torch.equal(held_bits(self.runner, seq), bits)
 
     def ask(self, seq: int) -> None:
-        """Read a prompt that begins like others, in pieces of whole chunks; it has the bits of reading it alone."""
+        """Read a prompt that begins like others, in chunks of whole chunks; it has the bits of reading it alone."""
         base, other = self.rng.sample(BASES, 2)
         shared, new = self.rng.choice((0, 20, 256, 300, 512, 600)), self.rng.choice((1, 30, 256))
         prompt = (*base[:shared], *other[:new], self.rng.randrange(2))
         self.runner.open(seq, GREEDY)
         self.bits[seq] = held_bits(self.runner, seq)
-        chunk, end = self.runner.piece, len(prompt) - 1
+        chunk, end = self.runner.prefill_chunk, len(prompt) - 1
         while (held := len(self.runner.slots(seq).prefix)) < end:
             stop = min((held // chunk + self.rng.choice((1, 2, 9))) * chunk, end)
             with self.interrupts():

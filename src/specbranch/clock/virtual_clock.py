@@ -122,8 +122,8 @@ class VirtualClock(Serial):
         reads = reads_of(orders)
         before = self._mean_held(reads)
         reached, short = self.target.read_on(reads)
-        pieces = self.target.rows_fed - fed - verified
-        charge.verified(pieces, before)  # a forward of its own
+        chunk_rows = self.target.rows_fed - fed - verified
+        charge.verified(chunk_rows, before)  # a forward of its own
         if self.metered:
             self.metered.charge = charge
         made, timed = self._drafted(drafts, charge.target_done, heads.update)
@@ -135,7 +135,7 @@ class VirtualClock(Serial):
         begun = start + charge.target_start
         drafted = timed.span() if timed else Span(0.0, 0.0)
         drafting = Span(start, start + charge.draft, drafted.tokens, drafted.prompts)
-        verifying = Span(begun, begun + charge.target, verified + pieces, self.target.prompts_read())
+        verifying = Span(begun, begun + charge.target, verified + chunk_rows, self.target.prompts_read())
         return reports_of(orders, made, verdicts, failed | short, drafting, verifying, self._without, reached)
 
     def _beginning(

@@ -50,13 +50,13 @@ DraftState = Literal["ready", "starting", "busy", "lost", "none"]
 class RoundLimits:
     """What one round may hold.
 
-    Texts are read in pieces of `piece` tokens: at most `prompt_tokens` of them beside rows of others, or as many as
-    there are others, and at most `prompt_tokens_alone` while nobody decodes; nothing: whole.
+    Texts are read in chunks of `prefill_chunk` tokens: at most `prompt_tokens` of them beside rows of others, or as
+    many as there are others, and at most `prompt_tokens_alone` while nobody decodes; nothing: whole.
     """
 
     rows: int = MOST_ROWS
     lanes: int = MOST_LANES
-    piece: int = 256
+    prefill_chunk: int = 256
     prompt_tokens: int | None = None
     prompt_tokens_alone: int | None = None
 
@@ -107,8 +107,8 @@ class _Seat:
     rounds: MethodRounds
     turn: int  # who is read to next among those whose texts are unread: the lowest
     wants: Orders | Offer
-    held: int | None = 0  # tokens that the target has read in pieces; nothing: all that it was told
-    draft_held: int = 0  # tokens that the draft was last told, or has read in pieces
+    held: int | None = 0  # tokens that the target has read in chunks; nothing: all that it was told
+    draft_held: int = 0  # tokens that the draft was last told, or has read in chunks
     lags: bool = False  # the draft was asked for something, and has too much to read first
     resting: bool = False
 
@@ -150,11 +150,11 @@ class _Budget:
     """How many tokens of texts a model may still read in a round."""
 
     left: int
-    piece: int
+    prefill_chunk: int
 
     def take(self, unread: int) -> int:
-        """Take whole pieces of what is unread, or all of it; returns how many tokens that is."""
-        taken = unread if unread <= self.left else self.left // self.piece * self.piece
+        """Take whole chunks of what is unread, or all of it; returns how many tokens that is."""
+        taken = unread if unread <= self.left else self.left // self.prefill_chunk * self.prefill_chunk
         self.left -= taken
         return taken
 
@@ -211,7 +211,7 @@ class Loop:
         """Run one round; returns the sessions that took part.
 
         Those that only draft go first, all together; the others wait, so that the target reads for all at once. Beside
-        its rows it reads on in the texts of others, a few pieces a round.
+        its rows it reads on in the texts of others, a few chunks a round.
         """
         restarts, self.short = self.executor.restarts, {}
         for seat in self._live.values():
@@ -310,12 +310,12 @@ class Loop:
         }
 
     def _with_target(self) -> dict[int, Orders]:
-        """The orders of a round of the target: of all that have read their texts, and pieces for the others."""
+        """The orders of a round of the target: of all that have read their texts, and chunks for the others."""
         self._grant_rows()
         limits, now = self.limits, {number: seat.orders for number, seat in self._ready().items() if seat.orders}
         most = limits.prompt_tokens if now else limits.prompt_tokens_alone
-        left = sys.maxsize if most is None else max(most, limits.piece, len(now))
-        target, draft = _Budget(left, limits.piece), _Budget(left, limits.piece)
+        left = sys.maxsize if most is None else max(most, limits.prefill_chunk, len(now))
+        target, draft = _Budget(left, limits.prefill_chunk), _Budget(left, limits.prefill_chunk)
         awake = sorted((seat for seat in self._live.values() if not seat.resting), key=lambda seat: seat.turn)
         ready = set(now)
         for seat in (one for one in awake if one.session.number not in ready):
@@ -326,7 +326,7 @@ class Loop:
         for seat in (one for one in awake if one.session.number in ready and limits.prompt_tokens is not None):
             if seat.draft_unread:
                 now[seat.session.number] = self._beside(seat, now[seat.session.number], draft)
-        # A step that is begun ahead would be forgotten when the next piece is read.
+        # A step that is begun ahead would be forgotten when the next chunk is read.
         return {n: _unhurried(one) for n, one in now.items()} if any(one.read for one in now.values()) else now
 
     def _beside(self, seat: _Seat, orders: Orders, draft: _Budget) -> Orders:
@@ -399,7 +399,7 @@ class Loop:
             _blame(session, error)
 
     def _ready(self) -> dict[int, _Seat]:
-        """The sessions whose texts are read as far as what they want presumes; others are read to in pieces first."""
+        """The sessions whose texts are read as far as what they want presumes; others are read to in chunks first."""
         awake = {number: seat for number, seat in self._live.items() if not seat.resting}
         if self.limits.prompt_tokens is None:
             return awake

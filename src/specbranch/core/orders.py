@@ -144,7 +144,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Have a model read on in the sequence `on`, all of it committed, by about `most` tokens: whole pieces of the
+    """Have a model read on in the sequence `on`, all of it committed, by about `most` tokens: whole chunks of the
     prompt, and behind it steps. Nothing is asked; the worker tells how far it has come (`Reached`)."""
 
     on: Context

@@ -1,7 +1,7 @@
 """Pages of a cache: who holds which, and what is known to lie in them, so that it need not be read again.
 
 Owns block tables, the counting of who shares a page, the bound, and the prefix cache: a page that was filled by reading
-a prompt in pieces is *known* by the digest of all tokens up to its last, and of how they were cut. It stays known when
+a prompt in chunks is *known* by the digest of all tokens up to its last, and of how they were cut. It stays known when
 nobody holds it any more (it is *idle* then), until its memory is needed: least recently held, first out. Knows no
 memory and no model. Invariants: a page is free, idle, or has as many users as tables name it; KV slot `i` of a sequence
 lies in page `i // size` of its table; nobody writes to a page that has another user, nor to known KV slots; a digest is
@@ -23,12 +23,12 @@ BROKEN = 16  # idle pages that are known in part are kept: they serve the same p
 Copy = tuple[int, int]  # from page, to page
 
 
-def pieces(kv_slots: range, piece: int) -> Iterator[tuple[int, int]]:
+def chunks(kv_slots: range, prefill_chunk: int) -> Iterator[tuple[int, int]]:
     """Cut KV slots at absolute multiples of a size, so that a prompt is cut alike however much of it was there
     before."""
     start = kv_slots.start
     while start < kv_slots.stop:
-        stop = min((start // piece + 1) * piece, kv_slots.stop)
+        stop = min((start // prefill_chunk + 1) * prefill_chunk, kv_slots.stop)
         yield start, stop
         start = stop
 
@@ -239,12 +239,12 @@ class PageTable:
 
 
 class ReadPrompt:
-    """What of a sequence was read as a prompt, in whole pieces from its beginning; makes its pages known, and finds
+    """What of a sequence was read as a prompt, in whole chunks from its beginning; makes its pages known, and finds
     known ones.
 
-    A piece ends at a multiple of the runner's `piece`, or where the prompt ends: it has the same bits wherever the same
-    text is cut alike. So pages of whole pieces serve every text that begins with them, those of a last, broken piece
-    only a prompt that ends there. What was written by steps, or behind a broken piece, serves nobody.
+    A chunk ends at a multiple of the runner's `prefill_chunk`, or where the prompt ends: it has the same bits wherever
+    the same text is cut alike. So pages of whole chunks serve every text that begins with them, those of a last, broken
+    chunk only a prompt that ends there. What was written by steps, or behind a broken chunk, serves nobody.
     """
 
     def __init__(self, table: PageTable) -> None:
@@ -252,41 +252,41 @@ class ReadPrompt:
         self.whole = 0  # KV slots
         self._marks: list[bytes] = []  # digests of the pages that `whole` fills
 
-    def note(self, text: Sequence[int], start: int, stop: int, piece: int) -> None:
-        """Note that a piece of a text was read."""
+    def note(self, text: Sequence[int], start: int, stop: int, prefill_chunk: int) -> None:
+        """Note that a chunk of a text was read."""
         if start != self.whole:
             return
-        if stop - start == piece:
+        if stop - start == prefill_chunk:
             self.whole = stop
         pool = self.table.pool
-        for at, digest in enumerate(list(self._digests(text, stop, piece)), len(self._marks)):
+        for at, digest in enumerate(list(self._digests(text, stop, prefill_chunk)), len(self._marks)):
             if (at + 1) * pool.size <= self.whole:
                 self._marks.append(digest)
             pool.learn(self.table.pages[at], Content(digest, min(stop - at * pool.size, pool.size)))
 
-    def recall(self, text: Sequence[int], held: int, piece: int) -> int:
+    def recall(self, text: Sequence[int], held: int, prefill_chunk: int) -> int:
         """Hold what is known of the beginning of a text instead, if that is more than the first `held` tokens;
         returns how many are held then."""
         pool, end = self.table.pool, len(text)
         pages, marks = self.table.pages[: len(self._marks)], list(self._marks)
-        for digest in self._digests(text, end, piece):
+        for digest in self._digests(text, end, prefill_chunk):
             if (page := pool.known(digest)) is None:
                 break
             pages.append(page)
             marks.append(digest)
         kv_slots = min(len(pages) * pool.size, end)
         if kv_slots < end:
-            kv_slots -= kv_slots % lcm(piece, pool.size)
+            kv_slots -= kv_slots % lcm(prefill_chunk, pool.size)
         if kv_slots <= held:
             return held
         self.table.exchange(pages[: -(-kv_slots // pool.size)])
-        self.whole = kv_slots - kv_slots % piece
+        self.whole = kv_slots - kv_slots % prefill_chunk
         self._marks = marks[: self.whole // pool.size]
         return kv_slots
 
-    def cut(self, length: int, piece: int) -> None:
+    def cut(self, length: int, prefill_chunk: int) -> None:
         """Forget all but the first KV slots."""
-        self.whole = min(self.whole, length - length % piece)
+        self.whole = min(self.whole, length - length % prefill_chunk)
         del self._marks[self.whole // self.table.pool.size :]
 
     def check(self) -> None:
@@ -296,13 +296,13 @@ class ReadPrompt:
             if known is not None and known.kv_slots == self.table.pool.size and known.digest != mark:
                 raise AssertionError(f"page {page} holds another text than it is known for")
 
-    def _digests(self, text: Sequence[int], end: int, piece: int) -> Iterator[bytes]:
+    def _digests(self, text: Sequence[int], end: int, prefill_chunk: int) -> Iterator[bytes]:
         """The digests of the pages of a text that ends there, from the first one that is not marked."""
-        size, whole = self.table.pool.size, end - end % piece
+        size, whole = self.table.pool.size, end - end % prefill_chunk
         before = self._marks[-1] if self._marks else b""
         for start in range(len(self._marks) * size, end, size):
             stop = min(start + size, end)
-            cut = array("q", (piece, 0 if stop <= whole else end, *text[start:stop]))
+            cut = array("q", (prefill_chunk, 0 if stop <= whole else end, *text[start:stop]))
             before = blake2b(before + cut.tobytes(), digest_size=32).digest()
             yield before
 

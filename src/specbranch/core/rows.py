@@ -52,7 +52,7 @@ class RowRunner(Generic[Row]):
     """A Runner over a model that scores nodes; what remains to be told is how it opens, reads, keeps and scores."""
 
     prefix_cache = True  # whether what was read of prompts is kept for others, where it can be
-    piece = 256  # tokens of a prompt that are read at once
+    prefill_chunk = 256  # tokens of a prompt that are read at once
     page = 1  # KV slots that are taken at once
 
     def __init__(self, sampler: Sampler[Row]) -> None:

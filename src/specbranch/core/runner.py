@@ -170,7 +170,7 @@ class Runner(Protocol):
         ...
 
     @property
-    def piece(self) -> int:
+    def prefill_chunk(self) -> int:
         """How many tokens of a prompt are read at once: it is cut at multiples of this, counted from its beginning,
         whoever reads it and whatever was read before, so that its bits depend on nothing else."""
         ...
@@ -213,7 +213,7 @@ class Runner(Protocol):
         ...
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Append tokens to the committed prefix, in pieces; nothing can be asked about them. The tail must be empty."""
+        """Append tokens to the committed prefix, in chunks; nothing can be asked about them. The tail must be empty."""
         ...
 
     def feed(self, work: Sequence[Feed]) -> None:

@@ -8,7 +8,7 @@ came; none is overtaken by one that came later. So where at most M are decoded a
 and there is memory for M, a request with k others before it is admitted after at most ⌊k / M⌋ · R rounds. Where memory
 is short the oldest of the highest priority is never preempted, so it is admitted after at most k · R rounds of its own
 kind. Once admitted, a request that has read its text takes part in every round of the target; while m texts are unread,
-one of p pieces is read within m · p such rounds, however long the others are.
+one of p chunks is read within m · p such rounds, however long the others are.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ TIMES = 3.0  # a round waits for so many times what the work should take …
 TIMES_LOST = 8.0  # … and a worker that takes so many times as long is lost
 READING = 1.0  # seconds of reading a text that a round takes into account; for more it does not wait
 UNMEASURED_TOKEN = 0.02  # seconds for each token of a text, as long as none was timed
-PIECE = 256  # tokens: a worker reads whole pieces of a prompt, and no runner has longer ones
+LONGEST_CHUNK = 256  # tokens: a worker reads whole chunks of a prompt, and no runner has longer ones
 READS = 64  # tokens from which on a round tells what reading takes
 FASTER, SLOWER = 0.1, 0.5  # how much of a new time is believed; what is too short does more harm
 
@@ -86,7 +86,7 @@ def _smoothed(before: float | None, now: float) -> float:
 
 def _to_read(order: DraftOrder) -> int:
     unread = len(order.on.tail)
-    return min(unread, max(order.most, PIECE)) if isinstance(order, Read) else unread
+    return min(unread, max(order.most, LONGEST_CHUNK)) if isinstance(order, Read) else unread
 
 
 def _steps(order: DraftOrder) -> int:

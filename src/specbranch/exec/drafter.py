@@ -112,7 +112,7 @@ class Drafter(Worker):
         return found
 
     def _reached(self, session: int, order: Read) -> Reached:
-        """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in pieces."""
+        """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in chunks."""
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, order.on, 0):
                 return Reached(self.read(session, order))

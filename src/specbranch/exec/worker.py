@@ -97,7 +97,7 @@ class Worker:
         return self._catch_up(session, rest, len(rest)), {n: kept.index(node) for n, node in held.items()}
 
     def read(self, session: int, order: Read) -> int:
-        """Read on in a sequence, by whole pieces of its prompt, then by steps; returns how many tokens of it are held.
+        """Read on in a sequence, by whole chunks of its prompt, then by steps; returns how many tokens of it are held.
 
         Bits are those of reading it at once: both cut a prompt at the same places.
         """
@@ -166,8 +166,8 @@ class Worker:
             yield
         except PoolFull:
             if before < self._prompt(session) and len(self.slots(session).prefix) > before:
-                # whole pages, as recalling may have exchanged the last one; whole pieces, so that bits stay the same
-                self.runner.rewind(session, before - before % lcm(self.runner.piece, self.runner.page))
+                # whole pages, as recalling may have exchanged the last one; whole chunks, so that bits stay the same
+                self.runner.rewind(session, before - before % lcm(self.runner.prefill_chunk, self.runner.page))
             raise
 
     def slots(self, session: int) -> Slots:
@@ -200,13 +200,13 @@ class Worker:
 
     def _read_prompt(self, session: int, unread: Sequence[int], most: int | None = None) -> None:
         """Read on in a prompt, of which all that is unread is given: to its end, or about `most` tokens of it in whole
-        pieces, but for what the cache knows of it. All reading of prompts begins here."""
-        held, before, piece = self._held[session], self.slots(session).prefix[:], self.runner.piece
+        chunks, but for what the cache knows of it. All reading of prompts begins here."""
+        held, before, prefill_chunk = self._held[session], self.slots(session).prefix[:], self.runner.prefill_chunk
         known = self.runner.recall(session, (*before, *unread)) - len(before)
         end = len(unread)
         if most is not None:
             at = len(before) + known
-            end = min((at // piece + max(most // piece, 1)) * piece - len(before), end)
+            end = min((at // prefill_chunk + max(most // prefill_chunk, 1)) * prefill_chunk - len(before), end)
         if known < end:
             self._extend(session, unread[known:end])
         held.prompt = held.prompt.plus(PromptRead(read=max(end - known, 0), cached=known))

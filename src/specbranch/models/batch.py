@@ -70,7 +70,7 @@ def rows_of_nodes(table: Table, slots: Slots, nodes: range) -> Rows:
     )
 
 
-def rows_of_piece(table: Table, tokens: Sequence[int], start: int) -> Rows:
+def rows_of_chunk(table: Table, tokens: Sequence[int], start: int) -> Rows:
     """Describe consecutive tokens of the prefix: each sees all before it and itself."""
     return Rows(table, tokens, start, start, [(2 << row) - 1 for row in range(len(tokens))])
 

@@ -16,6 +16,7 @@ from torch.nn.functional import rms_norm, silu
 
 from specbranch.core.pages import PAGE
 from specbranch.models import rope
+from specbranch.models.chunk_attention import choose_attend_chunk
 from specbranch.models.cpu.block_kernels import block_linear
 from specbranch.models.cpu.linear import Linear, choose_linear, small_linear, takes
 from specbranch.models.files.architecture import Architecture
@@ -24,7 +25,6 @@ from specbranch.models.files.stored_rows import looked_up
 from specbranch.models.files.weights import LayerWeights, Weights
 from specbranch.models.gpu.stored import StoredLinear
 from specbranch.models.kv import Memory, gathered, put, widened
-from specbranch.models.piece_attention import choose_attend_piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceView:
-    """What rows of a piece see: the text so far, each row what comes before it, and itself."""
+class ChunkView:
+    """What rows of a chunk see: the text so far, each row what comes before it, and itself."""
 
     pages: Tensor  # [pages]
-    end: int  # positions, with those of the piece
+    end: int  # positions, with those of the chunk
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRows:
-    """The rows of one sequence within a step: nodes of its tail, or a piece of its text."""
+    """The rows of one sequence within a step: nodes of its tail, or a chunk of its text."""
 
     rows: int
-    sees: Lines | PieceView
+    sees: Lines | ChunkView
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Decoder:
         self.head = _linear(weights.reduced.matrix if weights.reduced else weights.head, dtype)
         self.head_matrix = None if weights.reduced else _held(weights.head, self.head)
         self.cos, self.sin = rope.tables(arch.rope, arch.head_dim, positions, device, dtype)
-        self.attend_piece = choose_attend_piece(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
+        self.attend_chunk = choose_attend_chunk(device, dtype, arch.heads, arch.kv_heads, arch.head_dim)
 
     def forward(self, step: Step, memory: Memory, seen: list[Tensor] | None = None) -> Tensor:
         """Run every layer, writing keys and values; returns the last hidden states [rows, hidden], not yet normed.
@@ -151,14 +151,14 @@ class Decoder:
 
     def _attend(self, parts: Sequence[DecoderRows], held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         """Let the rows of each part attend to its own sequence; returns [rows, heads·head_dim]."""
-        pieces = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
-        seen = [self._attend_part(part.sees, held, piece) for part, piece in pieces]
+        split = zip(parts, torch.split(queries, [part.rows for part in parts]), strict=True)
+        seen = [self._attend_part(part.sees, held, rows) for part, rows in split]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def _attend_part(self, sees: Lines | PieceView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+    def _attend_part(self, sees: Lines | ChunkView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
         if isinstance(sees, Lines):
             return attend_lines(queries, *held, sees)
-        return self.attend_piece(
+        return self.attend_chunk(
             queries, *(widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in held)
         )
 

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from specbranch.config import WeightsName
-from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, pieces
+from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
 from specbranch.file_values import FileValues, read_object
 from specbranch.lab.inflation.recipe import Inflation, read_model
 from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
-from specbranch.models.batch import Rows, dealt, positions_of, rows_of_nodes, rows_of_piece, shared_end, tokens_of
+from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import Decoder, DecoderRows, Lines, PieceView, Step
+from specbranch.models.decoder import ChunkView, Decoder, DecoderRows, Lines, Step
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
@@ -44,11 +44,11 @@ from specbranch.models.storage import agreed, kept_in, name_of, refuse_floats, t
 
 log = logging.getLogger("specbranch")
 
-# Tokens of a prompt in one forward of the compiled step, which is as fast in pieces of 16 as of 32 or 64, and as torch
-# is in pieces of 256: 128 tokens of SmolLM2 take 0.95 s of one core, torch's 1.04; behind 900 others 1.55 against 1.46.
-# A step of 8 rows takes 0.08 s and a piece of 16 0.12, so that a round with both is shorter than three without; with 32
+# Tokens of a prompt in one forward of the compiled step, which is as fast in chunks of 16 as of 32 or 64, and as torch
+# is in chunks of 256: 128 tokens of SmolLM2 take 0.95 s of one core, torch's 1.04; behind 900 others 1.55 against 1.46.
+# A step of 8 rows takes 0.08 s and a chunk of 16 0.12, so that a round with both is shorter than three without; with 32
 # it would not be.
-COMPILED_PIECE = 16
+COMPILED_CHUNK = 16
 
 ALIKE = 1e-3  # how near the compiled step must come to the plain one
 ROUNDED_ALIKE = (
@@ -91,7 +91,7 @@ class NativeRunner(TorchRunner):
         # The last page is for padding.
         self.memory = Memory(decoder.arch, self.pool.pages + 1, self.device, cache_dtype or self.dtype)
         self._fused = self._trusted(fuse(decoder, self.memory))
-        self.piece = self.piece if self._fused is None else COMPILED_PIECE
+        self.prefill_chunk = self.prefill_chunk if self._fused is None else COMPILED_CHUNK
         self._held: dict[int, Held] = {}
 
     @property
@@ -170,17 +170,17 @@ class NativeRunner(TorchRunner):
 
     @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in pieces that end at multiples of `piece`, without scoring the vocabulary."""
+        """Read tokens in chunks that end at multiples of `prefill_chunk`, without scoring the vocabulary."""
         self._check_ids(tokens)
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
             kv_slots = held.slots.extend(tokens)
             self._reach(held, kv_slots.start, kv_slots.stop)
-            for start, stop in pieces(kv_slots, self.piece):
+            for start, stop in chunks(kv_slots, self.prefill_chunk):
                 self._store(held.table, tokens[start - kv_slots.start : stop - kv_slots.start], start)
                 if self.prefix_cache:
-                    held.read.note(held.slots.prefix, start, stop, self.piece)
+                    held.read.note(held.slots.prefix, start, stop, self.prefill_chunk)
         except BaseException:
             self._give_up(seq, before)
             raise
@@ -189,7 +189,7 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         before = len(held.slots.prefix)
         try:
-            kv_slots = held.read.recall(tokens, before, self.piece)
+            kv_slots = held.read.recall(tokens, before, self.prefill_chunk)
             held.slots.extend(tokens[before:kv_slots])
         except BaseException:
             self._give_up(seq, before)
@@ -200,7 +200,7 @@ class NativeRunner(TorchRunner):
         held = self._held[seq]
         if len(held.slots.prefix) > length:
             self._rewind(seq, length)
-        held.read.cut(length, self.piece)  # an interrupt may have come between the two
+        held.read.cut(length, self.prefill_chunk)  # an interrupt may have come between the two
         held.table.shrink(len(held.slots))
         self._settle()
 
@@ -223,7 +223,9 @@ class NativeRunner(TorchRunner):
     def _rewind(self, seq: int, length: int) -> None:
         """Forget KV slots; what lies there is written over later."""
         held = self._held[seq]
-        held.read.cut(length, self.piece)  # first, as an interrupt may come: more than is held must never be believed
+        held.read.cut(
+            length, self.prefill_chunk
+        )  # first, as an interrupt may come: more than is held must never be believed
         held.slots.truncate(length)
         held.table.shrink(length)
 
@@ -305,11 +307,11 @@ class NativeRunner(TorchRunner):
             )
 
     def _store(self, table: Table, tokens: Sequence[int], start: int) -> None:
-        """Read a piece."""
+        """Read a chunk."""
         if self._fused and len(tokens) <= STEP_ROWS:
-            self._fused.store([rows_of_piece(table, tokens, start)])
+            self._fused.store([rows_of_chunk(table, tokens, start)])
         else:
-            self.decoder.store(self._piece_step(table, tokens, start), self.memory)
+            self.decoder.store(self._chunk_step(table, tokens, start), self.memory)
 
     def _forward(self, work: list[Rows]) -> tuple[Tensor, Tensor | None]:
         """Score all rows; returns logits and, where they are tapped, hidden states."""
@@ -343,8 +345,8 @@ class NativeRunner(TorchRunner):
         ]
         return Step(sent["tokens"], sent["positions"], sent["kv_slots"], tuple(parts))
 
-    def _piece_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
-        """Bring a piece of a text to the device, and which pages hold the text so far."""
+    def _chunk_step(self, table: Table, tokens: Sequence[int], start: int) -> Step:
+        """Bring a chunk of a text to the device, and which pages hold the text so far."""
         end = start + len(tokens)
         kv_slots, pages = table.flat(np.arange(start, end)), np.array(table.pages[: -(-end // PAGE)], dtype=np.int64)
         sent = self.transfer.up(
@@ -352,7 +354,7 @@ class NativeRunner(TorchRunner):
         )
         positions = torch.arange(start, end, device=self.device)
         return Step(
-            sent["tokens"], positions, sent["kv_slots"], (DecoderRows(len(tokens), PieceView(sent["pages"], end)),)
+            sent["tokens"], positions, sent["kv_slots"], (DecoderRows(len(tokens), ChunkView(sent["pages"], end)),)
         )
 
 

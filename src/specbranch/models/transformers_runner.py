@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specbranch.core.pages import pieces
+from specbranch.core.pages import chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, CacheFull, ModelError, not_finite
@@ -207,13 +207,13 @@ class TransformersRunner(TorchRunner):
         return self._held[seq].slots
 
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:
-        """Read tokens in pieces that end at multiples of `piece`."""
+        """Read tokens in chunks that end at multiples of `prefill_chunk`."""
         held = self._held[seq]
         self._demand(len(held.slots.prefix) + len(tokens))
         kv_slots = held.slots.extend(tokens)
         with self._forgetting(seq):
             cache = held.line_to(ROOT).cache
-            for start, stop in pieces(kv_slots, self.piece):
+            for start, stop in chunks(kv_slots, self.prefill_chunk):
                 self.forward(cache, tokens[start - kv_slots.start : stop - kv_slots.start], last_row_only=True)
 
     def _score(self, work: Sequence[Feed]) -> list[list[TensorRow]]:

@@ -55,7 +55,7 @@ class ServerMetrics:
         self._drafted = _counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self._accepted = _counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._by_position = _counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their KV slot in the main line."
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the main path."
         )
         self._first = _histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self._between = _histogram("inter_token_latency_seconds", "Between two events of a stream.", SHORT)
@@ -69,7 +69,7 @@ class ServerMetrics:
         self._samples = _histogram("request_params_n", "Samples of a request.", SAMPLES)
         # ours
         self._rollback = _counter("rollback_tokens", "Drafted tokens that were thrown away.")
-        self._opened = _counter("branches_opened", "Places at which branches were prepared.")
+        self._opened = _counter("branches_opened", "Positions at which branches were prepared.")
         self._hit = _counter("branches_hit", "Branches that the target went on with.")
         self._draft_idle = _counter("draft_idle_seconds", "Time of decoding in which the draft did nothing.")
         self._target_idle = _counter("target_idle_seconds", "Time of decoding in which the target did nothing.")
@@ -81,7 +81,8 @@ class ServerMetrics:
         self._open = _gauge("requests_open", "Requests that were let in and are not answered.")
         self._connections = _gauge("connections_open", "Connections that are open.")
         self._cut = _counter("connections_cut", "Connections that were refused or cut off, by why.")
-        self._free = _gauge("cache_places_free", "Places of a model's cache that nobody holds.")
+        self._free = _gauge("kv_cache_slots_free", "KV slots of a model that no request holds.")
+        self._places = _gauge("cache_places_free", "Deprecated: the older name of kv_cache_slots_free.")
         for reason in ("stop", "length"):
             self._success.add(0, finished_reason=reason)
         self._by_position.add(0, position="0")
@@ -134,7 +135,8 @@ class ServerMetrics:
         for reason, count in connections.cuts.items():
             self._cut.set(count, reason=reason)
         for kv_slots in snapshot.kv_slots:
-            self._free.set(kv_slots.free, model=kv_slots.of)
+            for gauge in (self._free, self._places):
+                gauge.set(kv_slots.free, model=kv_slots.of)
             if kv_slots.of == "target":
                 self._cache.set(_held(kv_slots))
         for reason, count in limits.refused.items():

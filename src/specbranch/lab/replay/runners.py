@@ -38,7 +38,7 @@ class PlainSlots(Generic[Mark]):
     """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is
     told below it."""
 
-    piece = 256
+    prefill_chunk = 256
     kv_slots = None
     kv_slots_free = 0
     page = 1

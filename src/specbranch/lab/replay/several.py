@@ -33,7 +33,7 @@ ROOM = 256  # KV slots beyond the end of a text
 class OneEach:
     """A Runner that has another one for each sequence."""
 
-    piece = PlainSlots.piece
+    prefill_chunk = PlainSlots.prefill_chunk
     kv_slots = None
     kv_slots_free = 0
     page = 1

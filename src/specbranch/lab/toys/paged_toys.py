@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import Any
 
-from specbranch.core.pages import Copy, PageTable, Pool, ReadPrompt, check_shared, pieces
+from specbranch.core.pages import Copy, PageTable, Pool, ReadPrompt, check_shared, chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
 from specbranch.errors import CacheFull
@@ -66,7 +66,7 @@ class PagedStates(MutableSequence[State]):
 
 
 class PagedToyRunner(ToyRunner):
-    """A toy with `pages` pages of `page` places each, which reads prompts in pieces of `piece` tokens."""
+    """A toy with `pages` pages of `page` places each, which reads prompts in chunks of `prefill_chunk` tokens."""
 
     _states: dict[int, PagedStates]  # type: ignore[assignment] # what the toy does with its states is the same
 
@@ -75,12 +75,12 @@ class PagedToyRunner(ToyRunner):
         law: ToyLaw,
         pages: int = 1024,
         page: int = 8,
-        piece: int = 8,
+        prefill_chunk: int = 8,
         context_length: int = 4096,
         tail: int = TAIL,
     ) -> None:
         super().__init__(law, context_length, tail)
-        self.pool, self.piece, self.page = Pool(pages, page), piece, page
+        self.pool, self.prefill_chunk, self.page = Pool(pages, page), prefill_chunk, page
         self._memory = [START] * (pages * page)
 
     @property
@@ -116,20 +116,20 @@ class PagedToyRunner(ToyRunner):
         self._reach({seq: len(tokens)})
         super()._extend(seq, tokens)
         if self.prefix_cache:
-            for piece in pieces(range(start, len(slots.prefix)), self.piece):
-                states.read.note(slots.prefix, *piece, self.piece)
+            for prefill_chunk in chunks(range(start, len(slots.prefix)), self.prefill_chunk):
+                states.read.note(slots.prefix, *prefill_chunk, self.prefill_chunk)
 
     def _recall(self, seq: int, tokens: Sequence[int]) -> None:
         slots = self.slots(seq)
         before = len(slots.prefix)
-        slots.extend(tokens[before : self._states[seq].recall(tokens, self.piece)])
+        slots.extend(tokens[before : self._states[seq].recall(tokens, self.prefill_chunk)])
 
     def _score(self, work: Sequence[Feed]) -> list[list[Logits]]:
         self._reach({item.seq: len(item.tokens) for item in work})
         return super()._score(work)
 
     def _rewind(self, seq: int, length: int) -> None:
-        self._states[seq].read.cut(length, self.piece)
+        self._states[seq].read.cut(length, self.prefill_chunk)
         super()._rewind(seq, length)
 
     def _close(self, seq: int) -> None:

@@ -39,7 +39,7 @@ from specbranch.models.gpu.layout import (
 from specbranch.models.gpu.own_stream import OnStream, own_stream
 from specbranch.models.gpu.step import Graphs, Ran
 from specbranch.models.gpu.stream_clock import DeviceMoment, StreamClock
-from specbranch.models.model import PIECES, ProbeNetwork
+from specbranch.models.model import PREFILL_CHUNKS, ProbeNetwork
 from specbranch.models.native import NativeRunner
 from specbranch.models.rows import TensorRow
 from specbranch.models.sample import Asked
@@ -54,7 +54,7 @@ class StepLauncher(NativeRunner):
 
     def __init__(self, decoder: Decoder, context_length: int, tail: int = TAIL, pages: int | None = None) -> None:
         super().__init__(decoder, context_length, tail, pages)
-        self._fused, self.piece = None, PIECES["cuda"]
+        self._fused, self.prefill_chunk = None, PREFILL_CHUNKS["cuda"]
         self._stream = own_stream(self, self.device) if self.device.type == "cuda" else None
         self._clock = None if self._stream is None else StreamClock(self._stream)
         self.transfer.stream = self._stream
