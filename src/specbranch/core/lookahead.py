@@ -51,7 +51,7 @@ class NgramPool:
                 del held[next(iter(held))]
 
     def tree(self, first: int, deepest: int) -> Tree:
-        """Return what followed a token, as a tree no deeper than asked for; what was met last is its main line."""
+        """Return what followed a token, as a tree no deeper than asked for; what was met last is its main path."""
         nodes: list[Node] = []
         known: dict[tuple[int, int], int] = {}
         for rest in reversed(self._rests.get(first, {})):

@@ -152,9 +152,9 @@ class Planner:
         return growing.tree()
 
     def looks_up(self, tree: Tree, sent: list[int]) -> bool:
-        """Whether what is sent is nothing but one line of looked-up text, and something is begun with its verdict."""
-        line = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
-        return bool(sent) and line and self._begins_ahead
+        """Whether what is sent is nothing but one path of looked-up text, and something is begun with its verdict."""
+        is_path = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
+        return bool(sent) and is_path and self._begins_ahead
 
     def follows(self, tree: Tree, unread: int) -> Follows | None:
         """What comes after a round, and is begun with its verdict; None: nothing is begun like this."""

@@ -135,8 +135,8 @@ class RowRunner(Generic[Row]):
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
         """Keep some nodes of the tail, the first `commit` of them as prefix, and the rows behind all that is left."""
-        rows, line = self._rows[seq], [ROOT, *nodes]  # the row after k kept nodes of a line is that of line[k]
-        left = {at - commit - 1: rows[node] for at, node in enumerate(line) if at >= commit and node in rows}
+        rows, path = self._rows[seq], [ROOT, *nodes]  # the row after k kept nodes of a path is that of path[k]
+        left = {at - commit - 1: rows[node] for at, node in enumerate(path) if at >= commit and node in rows}
         # an interrupt may come now: nodes without rows are read again, rows of other nodes would be believed
         rows.clear()
         self._keep(seq, nodes, commit)

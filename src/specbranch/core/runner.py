@@ -91,7 +91,7 @@ class Trial:
         """The node of the order's token `index`, −1 for the root."""
         return self.nodes[index] if index >= 0 else self.root
 
-    def line(self, path: Sequence[int]) -> list[int]:
+    def nodes_on(self, path: Sequence[int]) -> list[int]:
         """The nodes from the prefix to the end of a path of the order's tokens."""
         return [*range(self.root + 1), *(self.nodes[index] for index in path)]
 
@@ -239,7 +239,7 @@ class Runner(Protocol):
         ...
 
     def keep(self, seq: int, nodes: Sequence[int], commit: int) -> None:
-        """Keep some nodes of the tail, the first `commit` of them, a line, as prefix; drop the rest (see
+        """Keep some nodes of the tail, the first `commit` of them, a path, as prefix; drop the rest (see
         Slots.keep)."""
         ...
 

@@ -59,10 +59,10 @@ class Slots:
         return range(start, start + len(tokens))
 
     def keep(self, nodes: Sequence[int], commit: int) -> list[Move]:
-        """Keep only `nodes`, in ascending order; the first `commit` of them, a line from the root, join the prefix.
+        """Keep only `nodes`, in ascending order; the first `commit` of them, a path from the root, join the prefix.
         Returns the moves.
 
-        The others, each below the end of that line, are renumbered from 0. Moves go to lower KV slots in ascending
+        The others, each below the end of that path, are renumbered from 0. Moves go to lower KV slots in ascending
         order, so they can be done one after the other in place."""
         if not 0 <= commit <= len(nodes):
             raise ValueError(f"{commit} of {len(nodes)} nodes cannot be committed")
@@ -85,7 +85,7 @@ class Slots:
         for node in nodes[commit:]:
             if renumbered.get(self.parents[node], -2) < ROOT:
                 raise ValueError(
-                    f"node {node} is no child of a node that stays in the tail, nor of the end of the line"
+                    f"node {node} is no child of a node that stays in the tail, nor of the end of the path"
                 )
 
     def truncate(self, length: int) -> None:
@@ -99,7 +99,7 @@ class Slots:
 
     @property
     def depth(self) -> int:
-        """How many nodes the longest line of the tail has."""
+        """How many nodes the longest path of the tail has."""
         depths = [0]  # of ROOT, then of each node
         for parent in self.parents:
             depths.append(depths[parent + 1] + 1)
@@ -107,11 +107,11 @@ class Slots:
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root down to `node`, itself included."""
-        line: list[int] = []
+        path: list[int] = []
         while node != ROOT:
-            line.append(node)
+            path.append(node)
             node = self.parents[node]
-        return line[::-1]
+        return path[::-1]
 
     def position(self, node: int) -> int:
         """The node's index in its sequence: how many tokens come before it."""
@@ -122,19 +122,19 @@ class Slots:
         return [*self.prefix, *(self.tokens[n] for n in self.path(node))]
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The longest line of nodes from the root that carries the beginning of `tokens`."""
+        """The longest path of nodes from the root that carries the beginning of `tokens`."""
         best: list[int] = []
-        lines: list[list[int]] = [[]]
+        paths: list[list[int]] = [[]]
         for token in tokens:
-            lines = [
-                [*line, node]
-                for line in lines
-                for node in self._children(line[-1] if line else ROOT)
+            paths = [
+                [*path, node]
+                for path in paths
+                for node in self._children(path[-1] if path else ROOT)
                 if self.tokens[node] == token
             ]
-            if not lines:
+            if not paths:
                 break
-            best = lines[0]
+            best = paths[0]
         return best
 
     def check(self) -> None:

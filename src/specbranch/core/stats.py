@@ -41,7 +41,7 @@ class Stats(Fates):
     drafted: int = 0
     rounds_all_accepted: int = 0
     rounds_rejected_inside: int = 0
-    rejections: int = 0  # rounds in which a token of the main line was rejected
+    rejections: int = 0  # rounds in which a token of the main path was rejected
     branch_points: int = 0
     branch_points_reached: int = 0  # those whose presumed tokens were all accepted, so that they could be hit
     branch_hits: int = 0
@@ -160,10 +160,10 @@ class Stats(Fates):
         """
         ended = taken <= len(path)
         good = min(taken, len(path))
-        line = tree.main_line(sent)
-        fates = Settled(0, *map(len, tree_standings(tree, sent, line, path, hit))).fates(ended)
+        main_path = tree.main_path(sent)
+        fates = Settled(0, *map(len, tree_standings(tree, sent, main_path, path, hit))).fates(ended)
         fates.add_chain(len(path), good, ended)
-        followed = len(set(line).intersection(path[:good]))
+        followed = len(set(main_path).intersection(path[:good]))
         self._verified(good, followed, fates.rejected > 0)
         end, points = path[-1] if path else ROOT, branch_points(tree)
         self.branch_points += len(points)
@@ -182,7 +182,7 @@ class Stats(Fates):
         self.unused += left
 
     def _verified(self, good: int, followed: int, missed: bool) -> None:
-        """Count a verdict that accepted `good` tokens. The main line was `followed` so far, and then `missed` unless
+        """Count a verdict that accepted `good` tokens. The main path was `followed` so far, and then `missed` unless
         it ended there."""
         self.target_forwards += 1
         self.rounds_all_accepted += not missed and good > 0
@@ -221,7 +221,7 @@ class Stats(Fates):
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics under their public names."""
-        line = self.drafted - self.losing - self.siblings
+        main_path = self.drafted - self.losing - self.siblings
         decoded = max(self.emitted - 1, 0)
         return {
             "tokens": self.emitted,
@@ -234,7 +234,7 @@ class Stats(Fates):
             "tokens_per_forward": _over(decoded, self.target_forwards),
             "drafted": self.drafted,
             "accepted": self.accepted,
-            "rollback_rate": _over(self.rejected + self.dropped, line),
+            "rollback_rate": _over(self.rejected + self.dropped, main_path),
             "rejections": self.rejections,
             "run_between_rejections": _over(decoded, self.rejections),
             "rollback": {FATE_NAMES[fate].counted: self.of(fate) for fate in THROWN_AWAY},

@@ -134,7 +134,7 @@ def _kind(tree: Tree, sent: list[int], growth: Growth | None) -> str:
         return "hedged"
     if not sent:
         return "plain"
-    line = tree.main_line(sent)
-    if all(tree.nodes[n].look for n in line):
+    main_path = tree.main_path(sent)
+    if all(tree.nodes[n].look for n in main_path):
         return "lookup"
-    return "chain" if len(line) == len(sent) else "tree"
+    return "chain" if len(main_path) == len(sent) else "tree"

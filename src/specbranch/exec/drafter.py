@@ -93,7 +93,7 @@ class Drafter(Worker):
                 rest, _ = self.settle(session, on, NO_TREE)
                 self.runner.demand(session, len(rest))
                 if self.grows_trees.read_ahead(Feed(session, tuple(rest), chain_after(ROOT, 0, len(rest)))):
-                    self.commit_line(session, range(len(rest)))
+                    self.commit_path(session, range(len(rest)))
 
     @property
     def begun(self) -> Callable[[], float] | None:
@@ -147,27 +147,27 @@ class Drafter(Worker):
         cannot read is left out."""
         work: list[Feed] = []
         asks: list[Ask] = []
-        lines: dict[int, list[int]] = {}
+        paths: dict[int, list[int]] = {}
         for session, order in orders.items():
             with suppress(CacheFull), self.releasing(session):  # a text there is no memory for goes on without a draft
                 if not self._out_of_reach(session, order.on, order.plan.length):
-                    feed, line = self._aligned(session, order)
+                    feed, path = self._aligned(session, order)
                     work.append(feed)
-                    lines[session] = line
-                    asks += _asks(session, order, line)
+                    paths[session] = path
+                    asks += _asks(session, order, path)
         answers = iter(self.propose(work, asks))
         # all but the pending tokens join the prefix, so that the next order can build on them
-        for session, line in lines.items():
-            self.runner.keep(session, line[1:], len(line) - 1 - orders[session].pending)
-        return [lane for session in lines for lane in self._opened(session, orders[session], answers)]
+        for session, path in paths.items():
+            self.runner.keep(session, path[1:], len(path) - 1 - orders[session].pending)
+        return [lane for session in paths for lane in self._opened(session, orders[session], answers)]
 
     def _aligned(self, session: int, order: Draft) -> tuple[Feed, list[int]]:
-        """Return what is to be fed of an order's context, and the nodes of its line once that is done, ROOT first."""
+        """Return what is to be fed of an order's context, and the nodes of its path once that is done, ROOT first."""
         end, rest = self.align(session, order.on, order.pending)
         tail = len(self.slots(session).tokens)
         self.runner.demand(session, len(rest))
-        line = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
-        return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), line
+        path = [ROOT, *self.slots(session).path(end), *range(tail, tail + len(rest))]
+        return Feed(session, tuple(rest), chain_after(end, tail, len(rest))), path
 
     def _out_of_reach(self, session: int, on: Context, length: int) -> bool:
         """Whether the text has outgrown a draft with a shorter context or a smaller vocabulary; it goes on without
@@ -262,15 +262,15 @@ def _check(numbers: Iterable[float]) -> None:
         raise NoNumber("it is sure of its tokens to a degree that is no number")
 
 
-def _asks(session: int, order: Draft, line: list[int]) -> list[Ask]:
+def _asks(session: int, order: Draft, path: list[int]) -> list[Ask]:
     """What is asked at the nodes where an order's lanes begin."""
-    plan, start = order.plan, len(line) - 1 - order.pending
+    plan, start = order.plan, len(path) - 1 - order.pending
     if plan.length < 1:
         return []
     if not plan.forks:
-        return [Ask(session, line[start + order.pending], measure=plan.measure, attempt=order.number)]
+        return [Ask(session, path[start + order.pending], measure=plan.measure, attempt=order.number)]
     return [
-        Ask(session, line[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks
+        Ask(session, path[start + after], width, plan.heads, plan.measure, order.number) for after, width in plan.forks
     ]
 
 

@@ -41,7 +41,7 @@ class _GrowingOrder:
     def commit_text(self) -> None:
         """Commit what was unread of the text, now that it is read."""
         if self.rest:
-            self.worker.commit_line(self.session, range(len(self.rest)))
+            self.worker.commit_path(self.session, range(len(self.rest)))
 
     def readable(self) -> list[tuple[int, float]]:
         """What may be read next, and what it promises, best first."""

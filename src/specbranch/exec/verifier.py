@@ -131,8 +131,8 @@ class Verifier(Worker):
             heed(verdicts)
         for trial, one in sound:
             if not one.kept:
-                line = trial.line(one.path)
-                self.runner.keep(trial.seq, line, len(line))
+                kept = trial.nodes_on(one.path)
+                self.runner.keep(trial.seq, kept, len(kept))
         return verdicts
 
     def margin(self, session: int, tokens: Sequence[int], first: int, second: int) -> float:

@@ -1,7 +1,7 @@
 """A worker's hold on its sequences: what the model has read, and how to bring that in line with an order.
 
 Owns `align`, the one operation behind branch choice, rollback, retry and recovery. Invariants: after `align` the tail
-holds exactly the line the order states, the committed part of it in the prefix, and every fed node can still be asked
+holds exactly the path the order states, the committed part of it in the prefix, and every fed node can still be asked
 about, also where the order was carried out before, in part or whole. Whether a token is read as part of the prompt or
 as a step hangs on its position and the prompt's length alone.
 """
@@ -76,7 +76,7 @@ class Worker:
     def align(self, session: int, on: Context, pending: int = 0) -> tuple[int, list[int]]:
         """Bring the cache in line with `on`, whose last `pending` tokens are uncommitted.
 
-        Returns the node the line ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
+        Returns the node the path ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
         """
         unread, path = self._unread(session, on, pending, asked=pending + 1)
         committed = len(unread) - pending
@@ -139,8 +139,8 @@ class Worker:
         self.runner.rewind(session, length)
         return (*before, *on.tail)[length:]
 
-    def commit_line(self, session: int, nodes: Sequence[int]) -> None:
-        """Make a line of nodes from the root part of the prefix, and forget all others."""
+    def commit_path(self, session: int, nodes: Sequence[int]) -> None:
+        """Make a path of nodes from the root part of the prefix, and forget all others."""
         self.runner.keep(session, nodes, len(nodes))
 
     def propose(self, work: Sequence[Feed], asks: Sequence[Ask]) -> list[Proposal]:
@@ -194,7 +194,7 @@ class Worker:
             work = [Feed(session, tuple(rest[:count]), chain_after(ROOT, 0, count))]
             self._count(work)
             self.runner.feed(work)
-            self.commit_line(session, range(count))
+            self.commit_path(session, range(count))
             rest, committed = rest[count:], committed - count
         return rest
 

@@ -3,7 +3,7 @@ it sees.
 
 Owns what a row sees, on every device. Invariant: a row sees its ancestors in the order of their *positions*. Those
 before `shared_end` are read where they lie, as every row of the sequence has them in common; the others, the row's own
-line, are listed one by one. Where the one ends and the other begins depends on the row's position alone, as long as
+path, are listed one by one. Where the one ends and the other begins depends on the row's position alone, as long as
 its tail is at most GROUP deep.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from specbranch.core.slots import ROOT, Slots
 from specbranch.models.kv import Table
 
-GROUP = 32  # positions: a row's own line is its last two groups
+GROUP = 32  # positions: a row's own path is its last two groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Rows:
         of positions."""
         return _bits(self.seen, self.start + len(self.tokens) - self.prefix)
 
-    def line(self, row: int, start: int) -> np.ndarray:
+    def path(self, row: int, start: int) -> np.ndarray:
         """The KV slots, in the sequence, of what a row sees from a position on, itself last."""
         tail = np.flatnonzero(self.behind()[row]) + self.prefix
         return np.concatenate((np.arange(start, self.prefix), tail[max(start - self.prefix, 0) :]))

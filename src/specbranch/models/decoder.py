@@ -28,15 +28,15 @@ from specbranch.models.kv import Memory, gathered, put, widened
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """What rows of the tail see: the first `shared` positions in common, then each its own line, one by one in
+class OwnPaths:
+    """What rows of the tail see: the first `shared` positions in common, then each its own path, one by one in
     the pool."""
 
     pages: Sequence[int]
     most_shared: int
     shared: Tensor  # [rows]
-    own: Tensor  # [rows, longest line]
-    counts: Tensor  # [rows], of each line
+    own: Tensor  # [rows, longest path]
+    counts: Tensor  # [rows], of each path
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DecoderRows:
     """The rows of one sequence within a step: nodes of its tail, or a chunk of its text."""
 
     rows: int
-    sees: Lines | ChunkView
+    sees: OwnPaths | ChunkView
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ class Decoder:
         seen = [self._attend_part(part.sees, held, rows) for part, rows in split]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def _attend_part(self, sees: Lines | ChunkView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
-        if isinstance(sees, Lines):
-            return attend_lines(queries, *held, sees)
+    def _attend_part(self, sees: OwnPaths | ChunkView, held: tuple[Tensor, Tensor], queries: Tensor) -> Tensor:
+        if isinstance(sees, OwnPaths):
+            return attend_own_paths(queries, *held, sees)
         return self.attend_chunk(
             queries, *(widened(gathered(side, sees.pages, sees.end), queries.dtype) for side in held)
         )
@@ -170,29 +170,29 @@ class Decoder:
         return rms_norm(x, (self.arch.hidden,), weight, self.arch.rms_eps)
 
 
-def attend_lines(queries: Tensor, keys: Tensor, values: Tensor, lines: Lines) -> Tensor:
-    """Attend by positions: what is shared page by page, where it lies, then each row's own line."""
+def attend_own_paths(queries: Tensor, keys: Tensor, values: Tensor, paths: OwnPaths) -> Tensor:
+    """Attend by positions: what is shared page by page, where it lies, then each row's own path."""
     rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # [kv_heads, rows, group, head_dim]
     grouped = queries.view(rows, kv_heads, -1, head_dim).transpose(0, 1) * head_dim**-0.5
     flat = grouped.reshape(kv_heads, -1, head_dim)
-    at = lines.own // PAGE, lines.own % PAGE
+    at = paths.own // PAGE, paths.own % PAGE
     # [kv_heads, rows, own, head_dim]
     own_keys, own_values = (
         widened(whole[at[0], :, at[1]].permute(2, 0, 1, 3), queries.dtype) for whole in (keys, values)
     )
     # what lies beyond may be anything
-    ends = [min(PAGE, lines.most_shared - start) for start in range(0, lines.most_shared, PAGE)]
-    pages = [(page, end) for page, end in zip(lines.pages, ends, strict=False)]
+    ends = [min(PAGE, paths.most_shared - start) for start in range(0, paths.most_shared, PAGE)]
+    pages = [(page, end) for page, end in zip(paths.pages, ends, strict=False)]
     seen = [widened(keys[page, :, :end], queries.dtype) for page, end in pages]
     common = [(flat @ some.mT).view(kv_heads, rows, -1, some.shape[1]) for some in seen]
-    hidden = [torch.arange(lines.most_shared, device=queries.device) >= lines.shared[:, None]]
-    hidden.append(torch.arange(lines.own.shape[1], device=queries.device) >= lines.counts[:, None])
+    hidden = [torch.arange(paths.most_shared, device=queries.device) >= paths.shared[:, None]]
+    hidden.append(torch.arange(paths.own.shape[1], device=queries.device) >= paths.counts[:, None])
     scores = _wide(torch.cat((*common, grouped @ own_keys.mT), dim=-1)).masked_fill_(
         torch.cat(hidden, -1)[:, None], -torch.inf
     )
-    *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, lines.own.shape[1]], dim=-1)
+    *shares, own = torch.split(scores.softmax(dim=-1).to(queries.dtype), [*ends, paths.own.shape[1]], dim=-1)
     out = own @ own_values
     for (page, end), share in zip(pages, shares, strict=True):
         found = widened(values[page, :, :end], queries.dtype)

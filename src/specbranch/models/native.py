@@ -26,7 +26,7 @@ from specbranch.lab.inflation.recipe import Inflation, read_model
 from specbranch.lab.inflation.tensors import InflatedSource, inflated_architecture
 from specbranch.models.batch import Rows, dealt, positions_of, rows_of_chunk, rows_of_nodes, shared_end, tokens_of
 from specbranch.models.cpu.fused_step import STEP_ROWS, FusedStep, fuse
-from specbranch.models.decoder import ChunkView, Decoder, DecoderRows, Lines, Step
+from specbranch.models.decoder import ChunkView, Decoder, DecoderRows, OwnPaths, Step
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.block_reader import stored_kinds
 from specbranch.models.files.gguf_file import GgufFile
@@ -334,7 +334,7 @@ class NativeRunner(TorchRunner):
 
     def _step(self, work: Sequence[Rows]) -> Step:
         """Bring rows of tails to the device."""
-        own = [_line_arrays(rows) for rows in work]
+        own = [_path_arrays(rows) for rows in work]
         arrays = {f"{name} {number}": array for number, part in enumerate(own) for name, array in part.items()}
         kv_slots = _page_and_slot(np.concatenate([rows.kv_slots() for rows in work]))
         sent = self.transfer.up(
@@ -363,20 +363,20 @@ def _page_and_slot(flat: np.ndarray) -> np.ndarray:
     return np.stack(np.divmod(flat, PAGE))
 
 
-def _line_arrays(rows: Rows) -> Arrays:
-    """How many positions each row reads in common, the KV slots of its own line, and how many those are."""
+def _path_arrays(rows: Rows) -> Arrays:
+    """How many positions each row reads in common, the KV slots of its own path, and how many those are."""
     shared = np.array([shared_end(position, rows.prefix) for position in rows.positions])
-    lines = [rows.table.flat(rows.line(row, start)) for row, start in enumerate(shared)]
-    own, counts = np.zeros((len(lines), max(map(len, lines))), dtype=np.int64), np.array([len(line) for line in lines])
-    for held, line in zip(own, lines, strict=True):
-        held[: len(line)], held[len(line) :] = line, line[0]
+    paths = [rows.table.flat(rows.path(row, start)) for row, start in enumerate(shared)]
+    own, counts = np.zeros((len(paths), max(map(len, paths))), dtype=np.int64), np.array([len(path) for path in paths])
+    for held, path in zip(own, paths, strict=True):
+        held[: len(path)], held[len(path) :] = path, path[0]
     return {"shared": shared, "own": own, "counts": counts}
 
 
 def _part(rows: Rows, sent: Mapping[str, Tensor]) -> DecoderRows:
     most_shared = shared_end(max(rows.positions), rows.prefix)
     return DecoderRows(
-        len(rows.tokens), Lines(rows.table.pages, most_shared, sent["shared"], sent["own"], sent["counts"])
+        len(rows.tokens), OwnPaths(rows.table.pages, most_shared, sent["shared"], sent["own"], sent["counts"])
     )
 
 

@@ -90,7 +90,7 @@ class TorchSampler:
         return {**arrays, "by_entropy": np.array(by_entropy, dtype=np.float32)} if any(by_entropy) else arrays
 
     def candidates(self, rows: Sequence[TensorRow], spots: Sequence[Spot], asks: Sequence[Ask], asked: Asked) -> Tensor:
-        """Return a line of numbers for each row, on its device: confidence, then the tokens of its best entries,
+        """Return a row of numbers for each row, on its device: confidence, then the tokens of its best entries,
         then their scores."""
         logits, columns = scored(rows)
         logits = logits[:, : self.width(columns)]
@@ -192,14 +192,14 @@ class TensorLaw:
         )
 
 
-def proposed(spots: Sequence[Spot], asks: Sequence[Ask], lines: np.ndarray) -> list[Proposal]:
+def proposed(spots: Sequence[Spot], asks: Sequence[Ask], results: np.ndarray) -> list[Proposal]:
     """Make proposals of what `candidates` says."""
-    return [_proposal(spot, ask, line) for spot, ask, line in zip(spots, asks, lines.tolist(), strict=True)]
+    return [_proposal(spot, ask, result) for spot, ask, result in zip(spots, asks, results.tolist(), strict=True)]
 
 
-def told(line: list[float], top: int) -> TokenLogprobs:
+def told(result: list[float], top: int) -> TokenLogprobs:
     """Make log-probabilities of the ids and values that `sample.logprobs` gives for a row, one behind the other."""
-    first, *rest = _entries_of(line)
+    first, *rest = _entries_of(result)
     return TokenLogprobs(first[1], tuple(_ranked(rest)[:top]))
 
 

@@ -86,7 +86,7 @@ class FusedStep:
         self.scored = arch.head_rows if decoder.columns is None else len(decoder.columns.ids)
         self._header = np.zeros(5, dtype=np.int64)
         self._times = StepTimes()
-        self._lines: list[np.ndarray] = []  # what the table of rows points to
+        self._paths: list[np.ndarray] = []  # what the table of rows points to
 
     def store(self, work: Sequence[Rows]) -> None:
         """Write the keys and values of some rows, and compute nothing that they do not need."""
@@ -132,7 +132,7 @@ class FusedStep:
         torch.index_select(self.decoder.cos, 0, turned, out=self.buffers["cos"][:rows])
         torch.index_select(self.decoder.sin, 0, turned, out=self.buffers["sin"][:rows])
         self.table[:rows, 3] = positions + 1
-        self._lines.clear()
+        self._paths.clear()
         first = 0
         for some in work:
             self._enter(some, self.table[first : first + len(some.tokens)])
@@ -157,11 +157,11 @@ class FusedStep:
         pages = np.asarray(rows.table.pages, dtype=np.int64) * (data.stride(0) * data.element_size()) + data.data_ptr()
         behind = np.arange(rows.prefix, rows.start + len(rows.tokens))
         tail = pages[behind // PAGE] + behind % PAGE * kv_slot
-        lines = _lines(rows, tail)
+        paths = _paths(rows, tail)
         entries[:, 0], entries[:, 1] = pages.ctypes.data, rows.prefix
         entries[:, 2] = tail[rows.start - rows.prefix :]
-        entries[:, 4] = lines.ctypes.data + np.arange(len(lines)) * lines.strides[0]
-        self._lines += [pages, lines]
+        entries[:, 4] = paths.ctypes.data + np.arange(len(paths)) * paths.strides[0]
+        self._paths += [pages, paths]
 
     def _listed(self, rows: int) -> Operations:
         """List the operations of a step over so many rows."""
@@ -221,17 +221,17 @@ class FusedStep:
         return self.buffers[buffer].data_ptr()
 
 
-def _lines(rows: Rows, tail: np.ndarray) -> np.ndarray:
+def _paths(rows: Rows, tail: np.ndarray) -> np.ndarray:
     """List what each row sees behind the prefix, by addresses; a parent's KV slot is below its child's, so these
-    follow the line."""
+    follow the path."""
     if len(rows.seen) == 1 and rows.seen[0] + 1 == 1 << len(tail):  # plain decoding
         return tail[None]
     seen = rows.behind()
-    lines = np.zeros((len(seen), int(seen.sum(axis=1).max())), dtype=np.int64)
-    for line, one in zip(lines, seen, strict=True):
+    paths = np.zeros((len(seen), int(seen.sum(axis=1).max())), dtype=np.int64)
+    for path, one in zip(paths, seen, strict=True):
         found = tail[one]
-        line[: len(found)] = found
-    return lines
+        path[: len(found)] = found
+    return paths
 
 
 def fuse(decoder: Decoder, memory: Memory) -> FusedStep | None:

@@ -58,10 +58,10 @@ def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
     return next((count for count in COUNTS if count >= least), None)
 
 
-def answers(asks: Sequence[Ask], spots: Sequence[Spot], lines: np.ndarray) -> list[Proposal]:
-    """Make proposals of what lines say of the rows that were asked about."""
-    told = lines[:, CONFIDENCE:].copy()
-    told[:, 1] = np.where([ask.measure == "entropy" for ask in asks], lines[:, BOUND], lines[:, CONFIDENCE])
+def answers(asks: Sequence[Ask], spots: Sequence[Spot], results: np.ndarray) -> list[Proposal]:
+    """Make proposals of what results say of the rows that were asked about."""
+    told = results[:, CONFIDENCE:].copy()
+    told[:, 1] = np.where([ask.measure == "entropy" for ask in asks], results[:, BOUND], results[:, CONFIDENCE])
     return proposed(spots, asks, told[:, 1:])
 
 

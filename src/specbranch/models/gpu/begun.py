@@ -25,7 +25,7 @@ class Ahead:
 
     rows: dict[int, int]  # by sequence
     kv_slots: dict[int, tuple[int, int]]  # in the sequence, and in the pool
-    lines: Reading
+    results: Reading
     tokens: dict[int, int] = field(default_factory=dict)  # what was chosen and read, once that is known
 
     def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:
@@ -42,9 +42,11 @@ class Ahead:
 class Received:
     """A step that verifies a tree."""
 
-    def __init__(self, seq: int, table: Table, start: int, read: Reading, lines: Reading, begun: DeviceMoment) -> None:
+    def __init__(
+        self, seq: int, table: Table, start: int, read: Reading, results: Reading, begun: DeviceMoment
+    ) -> None:
         """`read`: the token and the parent of each of its rows, behind how many these are; `begun`: when it was."""
-        self.seq, self.lines, self.begun = seq, lines, begun
+        self.seq, self.results, self.begun = seq, results, begun
         self._start, self._read = start, read
         self._pages = table.pages[: -(-(start + GROUP_ROWS) // PAGE)]
 
@@ -64,7 +66,7 @@ class Followed:
     seq: int
     rows: Rows
     pages: list[int]
-    lines: Reading
+    results: Reading
     begun: DeviceMoment
 
     def reads(self, work: Sequence[Feed], rows: Sequence[Rows]) -> bool:

@@ -103,7 +103,7 @@ def scan(logits, ids, choosing, tops, columns, sums, width, stride, per,
 
 
 @triton.jit(do_not_specialize=["width", "per", "tiles", "across"])
-def settle(ids, choosing, counts, tops, columns, sums, picks, lines, arrived, width, per, tiles, across,
+def settle(ids, choosing, counts, tops, columns, sums, picks, results, arrived, width, per, tiles, across,
            ENTRIES: tl.constexpr, COUNT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, LISTED: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
     """One row's token, confidence and best entries; the last row to come follows the chosen tokens from every root."""
@@ -111,7 +111,7 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, lines, arrived, wi
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0)
-    line = lines + row * across
+    result = results + row * across
     e = tl.arange(0, ENTRIES)
     held = e < tiles * COUNT
     score = tl.load(tops + row * tiles * COUNT + e, mask=held, other=float("-inf"))
@@ -120,9 +120,9 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, lines, arrived, wi
     t = tl.arange(0, TILES)
     own = tl.load(tops + (row * tiles + t) * COUNT, mask=t < tiles, other=float("-inf"))
     part = tl.load(sums + row * tiles + t, mask=t < tiles, other=0.0)
-    tl.store(line + CONFIDENCE, 1.0 / tl.sum(part * tl.exp2((own - best) * LOG2_E), 0))
+    tl.store(result + CONFIDENCE, 1.0 / tl.sum(part * tl.exp2((own - best) * LOG2_E), 0))
     if COUNT > 1:
-        tl.store(line + BOUND, _bound(sums + row * tiles + t, tl.num_programs(0) * tiles, t < tiles))
+        tl.store(result + BOUND, _bound(sums + row * tiles + t, tl.num_programs(0) * tiles, t < tiles))
     for rank in tl.static_range(COUNT):
         top = tl.max(score, 0)
         at = tl.min(tl.where(score == top, column, NOWHERE), 0)
@@ -130,9 +130,9 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, lines, arrived, wi
         token = tl.load(ids + column).to(tl.int32) if LISTED else column
         if rank == 0:
             tl.store(picks + row, token)
-            tl.store(line, token.to(tl.float32))
-        tl.store(line + BEFORE + rank, token.to(tl.float32))
-        tl.store(line + BEFORE + COUNT + rank, top)
+            tl.store(result, token.to(tl.float32))
+        tl.store(result + BEFORE + rank, token.to(tl.float32))
+        tl.store(result + BEFORE + COUNT + rank, top)
         score = tl.where(column == at, float("-inf"), score)
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -146,4 +146,4 @@ def settle(ids, choosing, counts, tops, columns, sums, picks, lines, arrived, wi
             said = tl.load(choosing + 5 * per + way, mask=live, other=0)
             reached = reached & ((said == -1) | (said == tl.load(picks + above, cache_modifier=".cg")))
             way = above
-        tl.store(lines + r * across + 1, reached.to(tl.float32), mask=live)
+        tl.store(results + r * across + 1, reached.to(tl.float32), mask=live)

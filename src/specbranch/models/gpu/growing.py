@@ -46,7 +46,7 @@ class TextRead:
 
     seq: int
     length: int
-    lines: Tensor  # as long as nothing else was run
+    results: Tensor  # as long as nothing else was run
     row: int  # of its last token
     begun: DeviceMoment
 
@@ -110,7 +110,7 @@ class TreeGrower:
 
     def choose(self, bucket: Bucket, read: TextRead | None = None) -> None:
         """Have the first step chosen, of a tree whose text was read before."""
-        self.tree.grow(None if read is None else read.lines, self._graphs.input, bucket)
+        self.tree.grow(None if read is None else read.results, self._graphs.input, bucket)
 
     def steps(self, bucket: Bucket, done: Done, launch: Callable[[Bucket], None]) -> tuple[list[int], int]:
         """Launch the steps that the device chooses; returns how many nodes each read, and how many there are in the

@@ -152,8 +152,8 @@ class StepLauncher(NativeRunner):
         return ran, self._read_later(ran, len(choosing.said))
 
     def _read_later(self, ran: Ran, rows: int) -> Reading:
-        assert ran.lines is not None
-        return self.transfer.later(ran.lines[:rows])
+        assert ran.results is not None
+        return self.transfer.later(ran.results[:rows])
 
     def _start(
         self, rows: list[Rows], choosing: Choosing, count: int, tree_step: Bucket | None = None, timed: bool = False

@@ -79,14 +79,14 @@ class GpuRunner(StepLauncher):
                 choosing = asking.choosing_of(
                     sum(len(part.tokens) for part in rows), zip(row_numbers, spots, strict=True)
                 )
-                ran, lines = self._chosen(rows, choosing, count)
+                ran, results = self._chosen(rows, choosing, count)
                 self._hold(work, wide(ran.logits), None)
             else:
                 sent = self._launch(
                     work, rows, self.sampler.proposing(spots, asks, self.decoder.columns) if asks else {}
                 )
         if count is not None:
-            return asking.answers(asks, spots, lines()[row_numbers])
+            return asking.answers(asks, spots, results()[row_numbers])
         if not asks:
             return []
         with self._here():
@@ -148,8 +148,8 @@ class GpuRunner(StepLauncher):
                 step = self._packed([rows], asking.choosing_of(count, [(count - 1, spot)]), moves)
             ran = self._run_packed(*step, moves, ENTRIES, timed=True)
             self._hold([feed], wide(ran.logits), None)
-        assert ran.lines is not None
-        self._read = TextRead(seq, spot.position, ran.lines, count - 1, self._started)
+        assert ran.results is not None
+        self._read = TextRead(seq, spot.position, ran.results, count - 1, self._started)
         self.texts_read += 1
         return True
 
@@ -201,15 +201,15 @@ class GpuRunner(StepLauncher):
 
     def _lane_steps(self, steps: LaneSteps, count: int, hear: Hear) -> int:
         """Take steps until somebody has heard enough; one more may be under way then, which is as if it were not."""
-        lines = self._chosen(*steps.step(0), count)[1]
+        results = self._chosen(*steps.step(0), count)[1]
         for number in range(steps.lanes.steps):
             ahead = self._chosen(*steps.step(number + 1), count)[1] if number + 1 < steps.lanes.steps else None
-            told = lines()
+            told = results()
             goes_on = hear(asking.answers(steps.asks, steps.spots, told))
             steps.heard(number, told[:, 0].astype(int).tolist())
             if not goes_on or ahead is None:
                 return number + 1
-            lines = ahead
+            results = ahead
         return 0
 
     @torch.inference_mode()
@@ -222,17 +222,17 @@ class GpuRunner(StepLauncher):
             row_numbers = self._chosen_rows(work, rows, trials, spots)
             if row_numbers is None:
                 return self._verify_shaped(work, rows, trials, spots)
-            lines, at = self._lines(work, rows, trials, spots, row_numbers)
+            results, at = self._results(work, rows, trials, spots, row_numbers)
             said = self._go_on(rows, trials, spots, at)
 
         def judged() -> list[Judged]:
             follows = len(trials) == 1 and trials[0].order.follows is not None and rows[0].start == rows[0].prefix
             if follows:
-                self._write_chains(trials[0].seq, rows[0], at[0][0], lines.ready)
-            found = _judged(trials, at, lines(), said)
+                self._write_chains(trials[0].seq, rows[0], at[0][0], results.ready)
+            found = _judged(trials, at, results(), said)
             return [self._follow(trials[0], rows[0].table, found[0])] if follows else found
 
-        return Verdicts(judged, lines.ready)
+        return Verdicts(judged, results.ready)
 
     def receiver(self, seq: int, on: Context, sending: SendingLater) -> Receiver | None:
         """Who is to be given a tree that grows behind a text, of which all but the last token is committed."""
@@ -274,10 +274,12 @@ class GpuRunner(StepLauncher):
             transfer.mark(self._stream).wait(around)  # before another tree is written there
             with self._moving():
                 ran = self._graphs.run_brought(bucket, 0, 1)
-            assert ran.lines is not None
-            lines = transfer.later(ran.lines)
+            assert ran.results is not None
+            results = transfer.later(ran.results)
         self.received += 1
-        self._ahead = Received(seq, held.table, text.prefix, transfer.later(self._receiver.read, around), lines, begun)
+        self._ahead = Received(
+            seq, held.table, text.prefix, transfer.later(self._receiver.read, around), results, begun
+        )
 
     def _spots_of(self, trial: Trial) -> list[Spot]:
         """Where the tokens after a trial's root and after each of its nodes will stand."""
@@ -305,7 +307,7 @@ class GpuRunner(StepLauncher):
             return None
         return asking.trial_rows(trials, asking.rows_in(work, self._first_nodes(work)))
 
-    def _lines(
+    def _results(
         self,
         work: Sequence[Feed],
         rows: list[Rows],
@@ -313,24 +315,24 @@ class GpuRunner(StepLauncher):
         spots: Sequence[Spot],
         row_numbers: list[list[int]],
     ) -> tuple[Reading, list[list[int]]]:
-        """Start the step, unless it was started before; returns its lines, and which of them are the trials'."""
+        """Start the step, unless it was started before; returns its results, and which of them are the trials'."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not self._moves and ahead.reads(work, rows):
             if isinstance(ahead, Ahead):
-                return ahead.lines, [[ahead.rows[trial.seq]] for trial in trials]
+                return ahead.results, [[ahead.rows[trial.seq]] for trial in trials]
             self.begun = ahead.begun
             if isinstance(ahead, Received):
                 self.received_right += 1
             else:
                 self.followed_right += 1
-            return ahead.lines, row_numbers
+            return ahead.results, row_numbers
         choosing = asking.choosing_of(
             sum(len(part.tokens) for part in rows), zip(chain(*row_numbers), spots, strict=True)
         )
         asking.lead(choosing, trials, row_numbers)
-        lines = self._chosen(rows, choosing, 1, timed=True)[1]
+        results = self._chosen(rows, choosing, 1, timed=True)[1]
         self.begun = self._started
-        return lines, row_numbers
+        return results, row_numbers
 
     def _go_on(
         self, rows: list[Rows], trials: Sequence[Trial], spots: Sequence[Spot], at: list[list[int]]
@@ -347,9 +349,9 @@ class GpuRunner(StepLauncher):
             Rows(part.table, [-1 - kv_slot], part.start + 1, part.start + 1, [1])
             for part, (kv_slot,) in zip(rows, at, strict=True)
         ]
-        _, lines = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
+        _, results = self._chosen(there, asking.choosing_of(len(there), enumerate(after)), 1)
         kv_slots = {trial.seq: (part.start, int(part.kv_slots()[0])) for trial, part in zip(trials, there, strict=True)}
-        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, kv_slots, lines)
+        self._ahead = Ahead({trial.seq: row for row, trial in enumerate(trials)}, kv_slots, results)
         return self._ahead.tokens
 
     def _write_chains(self, seq: int, part: Rows, root: int, done: Done) -> None:
@@ -370,8 +372,8 @@ class GpuRunner(StepLauncher):
         if not isinstance(chain, tuple) or room < 1 + len(chain):
             return found
         if not order.is_chain:  # what was taken has to move to its KV slots
-            line = trial.line(found.path)
-            self.keep(seq, line, len(line))
+            kept = trial.nodes_on(found.path)
+            self.keep(seq, kept, len(kept))
             found = Judged(found.path, found.token, kept=True)
         tokens = (found.token, *chain)
         with self._here():
@@ -380,10 +382,10 @@ class GpuRunner(StepLauncher):
             if step is None:
                 rows = chain_rows(table, tokens, start)
                 step = self._packed([rows], chain_choosing(self._requests[seq], rows), moves)
-            lines = self._read_later(self._run_packed(*step, moves, 1, timed=True), len(tokens))
+            results = self._read_later(self._run_packed(*step, moves, 1, timed=True), len(tokens))
         self.followed += 1
         pages = table.pages[: start // PAGE + 1]
-        self._ahead = Followed(seq, chain_rows(table, tokens, start), pages, lines, self._started)
+        self._ahead = Followed(seq, chain_rows(table, tokens, start), pages, results, self._started)
         return found
 
     def _verify_shaped(
@@ -406,10 +408,10 @@ class GpuRunner(StepLauncher):
             self._picked(sample.unscaled(logits, sent), sent["choice"]), sample.shape(logits, sent), sent
         )
         said = self._probed(of_trials, tokens) if any(trial.wants_forecast for trial in trials) else None
-        lines = self.transfer.later(verdict.lines(logits, tokens, reached, top, said))
+        results = self.transfer.later(verdict.results(logits, tokens, reached, top, said))
         told = [said is not None and row.states is not None for row in of_trials]
         return Verdicts(
-            lambda: verdict.judged(trials, lines(), top, 0 if said is None else said.shape[1], told), lines.ready
+            lambda: verdict.judged(trials, results(), top, 0 if said is None else said.shape[1], told), results.ready
         )
 
     def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
@@ -441,10 +443,10 @@ class GpuRunner(StepLauncher):
 
 
 def _judged(
-    trials: Sequence[Trial], at: Sequence[Sequence[int]], lines: np.ndarray, said: dict[int, int] | None
+    trials: Sequence[Trial], at: Sequence[Sequence[int]], results: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
-    """Make verdicts of lines; notes what each sequence says, where a step was started that presumes it."""
-    told, found = lines[:, : CONFIDENCE + 1].tolist(), []
+    """Make verdicts of results; notes what each sequence says, where a step was started that presumes it."""
+    told, found = results[:, : CONFIDENCE + 1].tolist(), []
     for trial, (root, *nodes) in zip(trials, at, strict=True):
         path = tuple([index for index, row in enumerate(nodes) if told[row][1]])
         way = [told[root], *(told[nodes[index]] for index in path)]

@@ -26,7 +26,7 @@ FIELDS, EDGES = tl.constexpr(len(trees.FIELDS)), tl.constexpr(trees.PARTS["edges
 BEFORE, CONFIDENCE, ONE, OWN, PAGE, GROUP = (tl.constexpr(n) for n in (_BEFORE, _CONFIDENCE, _ONE, _OWN, _PAGE, _GROUP))
 CHUNK = tl.constexpr(8)  # nodes looked through at a time
 SMALL = tl.constexpr(256)  # nodes of a tree as most are
-BACK = tl.constexpr(2 * trees.DEEPEST)  # positions of the text that a row may have in its own line
+BACK = tl.constexpr(2 * trees.DEEPEST)  # positions of the text that a row may have in its own path
 ROOT, NOWHERE = tl.constexpr(-1), tl.constexpr(2147483647)
 
 COUNT, FED, SPENT, WIDTH, TAIL, PREFIX, ASKED, STEP, SPARE, PAGES_HELD, MOVED, TEMPERATURE, NOISY = (
@@ -107,17 +107,17 @@ def _flat(state, kv_slot, live):
 
 
 @triton.jit
-def _add_candidates(state, nodes, lines, across, count, now, live):
+def _add_candidates(state, nodes, results, across, count, now, live):
     """Take in what the draft proposes after the nodes read last; returns how many nodes there are then."""
     lane = tl.arange(0, LANES)
     rank = tl.arange(0, ENTRIES)
     is_root = now == ROOT
-    line = lines + tl.where(is_root, tl.load(state + ASKED).to(tl.int32), lane) * across
-    top = tl.load(line + BEFORE + ENTRIES, mask=live, other=0.0).to(tl.float64)
-    sure = tl.load(line + CONFIDENCE, mask=live, other=0.0).to(tl.float64)
+    result = results + tl.where(is_root, tl.load(state + ASKED).to(tl.int32), lane) * across
+    top = tl.load(result + BEFORE + ENTRIES, mask=live, other=0.0).to(tl.float64)
+    sure = tl.load(result + CONFIDENCE, mask=live, other=0.0).to(tl.float64)
     there = live[:, None] & (rank < tl.load(state + CHILDREN).to(tl.int32))[None, :]
-    token = tl.load(line[:, None] + BEFORE + rank[None, :], mask=there, other=0.0).to(tl.int32)
-    score = tl.load(line[:, None] + BEFORE + ENTRIES + rank[None, :], mask=there, other=float("-inf")).to(tl.float64)
+    token = tl.load(result[:, None] + BEFORE + rank[None, :], mask=there, other=0.0).to(tl.int32)
+    score = tl.load(result[:, None] + BEFORE + ENTRIES + rank[None, :], mask=there, other=float("-inf")).to(tl.float64)
     there = there & (score > float("-inf"))
     said = sure[:, None] * tl.exp(tl.where(there, score - top[:, None], 0.0))
     chance = tl.load(state + tl.where(rank == 0, FIRST, OTHER)[None, :] + _class_of(state, said))
@@ -301,7 +301,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
 
 
 @triton.jit(do_not_specialize=["across", "per", "begin", "pages"])
-def grow(state, lines, packed, groups, tables, own, counts, moves, told, across, per, begin, pages):
+def grow(state, results, packed, groups, tables, own, counts, moves, told, across, per, begin, pages):
     """Take in what was said of the nodes read last, choose what is read next, and write that step out."""
     nodes = state + begin
     count = tl.load(state + COUNT).to(tl.int32)
@@ -316,7 +316,7 @@ def grow(state, lines, packed, groups, tables, own, counts, moves, told, across,
         noted = live & (now >= 0)
         tl.store(nodes + tl.maximum(now, 0) * FIELDS + READ, lane.to(tl.float64) * 0.0 + 1.0, mask=noted)
         fed += tl.sum(noted.to(tl.int32), 0)
-        count = _add_candidates(state, nodes, lines, across, count, now, live)
+        count = _add_candidates(state, nodes, results, across, count, now, live)
     width = count * 0
     if count <= SMALL:
         width = _choose(state, nodes, count, fed, spent, SMALL)

@@ -42,7 +42,7 @@ NODES = 1024  # at most in a tree
 LANES = GROUP_ROWS  # read at a time, at most
 ENTRIES = 8  # best tokens of a row that its choice tells
 MOVES = most_moves(LANES)  # KV slots that may have to move before the first step
-DEEPEST = GROUP  # below the text: so far a row's own line begins where its position says
+DEEPEST = GROUP  # below the text: so far a row's own path begins where its position says
 STEPS = 64  # of one growth, at most
 SHEET = 1024  # numbers that a target may have brought up with a tree
 LOST = 10.0  # seconds without a word from the device after which it is asked what happened
@@ -134,9 +134,10 @@ class DeviceTree:
             torch.cuda.current_stream(self._device).synchronize()
         self._told.fill_(-1)
 
-    def grow(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
-        """Take in what lines say of the nodes read last, choose what is read next, and write that step to `packed`."""
-        (self._by_kernel if self._device.type == "cuda" else self._plainly)(lines, packed, bucket)
+    def grow(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+        """Take in what results say of the nodes read last, choose what is read next, and write that step to
+        `packed`."""
+        (self._by_kernel if self._device.type == "cuda" else self._plainly)(results, packed, bucket)
 
     def told(self, step: int) -> tuple[int, int]:
         """Wait for a step; returns how many nodes there are, and how many are to be read next."""
@@ -163,19 +164,19 @@ class DeviceTree:
         kv_slots: list[int] = columns[SLOT].astype(np.int64).tolist()
         return list(map(Node._make, zip(*numbers, strict=True))), kv_slots
 
-    def _by_kernel(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+    def _by_kernel(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         from specbranch.models.gpu.tree_kernels import grow
 
         step = views(packed, bucket)
         assert step.counts is not None and step.moves is not None and bucket.rows == LANES
-        across = 0 if lines is None else lines.shape[1]
+        across = 0 if results is None else results.shape[1]
         grow[(1,)](
-            self.state, self.state if lines is None else lines, packed, step.groups, step.tables, step.own, step.counts,
-            step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first, bucket.pages,
+            self.state, self.state if results is None else results, packed, step.groups, step.tables, step.own,
+            step.counts, step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first, bucket.pages,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def _plainly(self, lines: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
+    def _plainly(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         """Do the same by the tree's own code, on the host."""
         state, growth = self.state.numpy(), self._growth
         assert growth is not None
@@ -187,9 +188,9 @@ class DeviceTree:
         if read and read != [ROOT]:
             growing.feed(read)
         for row, n in enumerate(read):
-            assert lines is not None
+            assert results is not None
             growing.add_candidates(
-                n, growth, *_candidates(lines[int(now["asked"]) if n == ROOT else row].tolist(), growth.children)
+                n, growth, *_candidates(results[int(now["asked"]) if n == ROOT else row].tolist(), growth.children)
             )
         readable = growing.readable(growth)[:room]
         chosen = growth.pace(now["spent"], [gain for _, gain in readable])
@@ -198,7 +199,7 @@ class DeviceTree:
         for kv_slot, n in enumerate(nexts, tail):
             kv_slots[n] = kv_slot
         if nexts:
-            self._pack(packed, bucket, growing.nodes, nexts, kv_slots, now, with_moves=step == 0 and lines is None)
+            self._pack(packed, bucket, growing.nodes, nexts, kv_slots, now, with_moves=step == 0 and results is None)
         now |= {
             "count": len(growing.nodes),
             "fed": sum(node.fed for node in growing.nodes),
@@ -269,9 +270,9 @@ def _seen(nodes: Sequence[Node], kv_slots: Sequence[int], n: int) -> int:
     return bits
 
 
-def _candidates(line: list[float], children: int) -> tuple[list[int], list[float]]:
-    """The tokens that a line proposes, and what the draft itself gives each."""
-    confidence, tokens, scores = line[CONFIDENCE], line[BEFORE : BEFORE + ENTRIES], line[BEFORE + ENTRIES :]
+def _candidates(result: list[float], children: int) -> tuple[list[int], list[float]]:
+    """The tokens that a row of results proposes, and what the draft itself gives each."""
+    confidence, tokens, scores = result[CONFIDENCE], result[BEFORE : BEFORE + ENTRIES], result[BEFORE + ENTRIES :]
     possible = [(int(token), score) for token, score in zip(tokens, scores, strict=True) if score > -np.inf][:children]
     return [token for token, _ in possible], [confidence * exp(score - scores[0]) for _, score in possible]
 
