@@ -185,11 +185,11 @@ class Overheard(Process):
     """Notes what the child is told."""
 
     def __init__(self, target: Verifier, recipe: Recipe) -> None:
-        self.told: list[Any] = []
+        self.sent_messages: list[Any] = []
         super().__init__(target, recipe)
 
     def _post(self, message: WireMessage) -> None:
-        self.told.append(message)
+        self.sent_messages.append(message)
         super()._post(message)
 
 

@@ -170,11 +170,11 @@ def test_what_is_told_aside_is_what_the_reference_tells(name: str, both: tuple[N
             for verifier in verifiers:
                 verifier.open(seq, replace(request, prompt_length=len(text)))
         found = [verifier.judge(verifier.score(orders, {})[0], {}) for verifier in verifiers]
-        assert [(v.path, v.token, v.told) for v in found[0].values()] == [
-            (v.path, v.token, v.told) for v in found[1].values()
+        assert [(v.path, v.token, v.guessed) for v in found[0].values()] == [
+            (v.path, v.token, v.guessed) for v in found[1].values()
         ]
-        assert [len(v.told) for v in found[1].values()] == [
-            len(order.aside.told) for order in orders.values() if order.aside
+        assert [len(v.guessed) for v in found[1].values()] == [
+            len(order.aside.guessed) for order in orders.values() if order.aside
         ]
         for seq, verifier in itertools.product(orders, verifiers):
             verifier.leave(seq)

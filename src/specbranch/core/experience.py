@@ -85,8 +85,8 @@ class Tally:
         return tuple(true / seen for true, seen in zip(self.true, self.seen, strict=True))
 
 
-Told = Literal["first", "other", "cover", "looked", "shift", "pace"]
-News = tuple[Told, int, float]  # what an observation is of, its class, and how it came out
+Learned = Literal["first", "other", "cover", "looked", "shift", "pace"]
+News = tuple[Learned, int, float]  # what an observation is of, its class, and how it came out
 
 
 @dataclass(slots=True)
@@ -122,13 +122,13 @@ class Insight:
                     found += met * (share - price)
         return found / free
 
-    def learn(self, of: Told, at: int, value: float) -> None:
+    def learn(self, of: Learned, at: int, value: float) -> None:
         """Take in an observation, and note it where news are wanted."""
         self.take(of, at, value)
         if self.news is not None:
             self.news.append((of, at, value))
 
-    def take(self, of: Told, at: int, value: float) -> None:
+    def take(self, of: Learned, at: int, value: float) -> None:
         """Take in an observation: whether a candidate of class `at` was right. "shift": how much more often than
         expected. "pace": the seconds of a round that gave `at` tokens."""
         match of:

@@ -24,7 +24,7 @@ class FateName(NamedTuple):
 
     traced: str  # in a round of a trace
     counted: str  # in a request's statistics; what is thrown away stands under "rollback" there
-    told: str  # behind their number, in a sentence
+    phrase: str  # behind their number, in a sentence
     reason: str = ""  # why they were thrown away
 
 

@@ -368,9 +368,9 @@ class Loop:
             self.trace.record(session.number, orders, reports)
         self._note_read(seat, orders, reports)
         if orders is seat.wants or orders.verify or reports.error:
-            told = replace(reports, drafting=None) if isinstance(orders.draft, Read) else reports
-            self._send(seat, told)
-            self._clock(session, told, before == 0)
+            received = replace(reports, drafting=None) if isinstance(orders.draft, Read) else reports
+            self._send(seat, received)
+            self._clock(session, received, before == 0)
         if session.on_round:
             _watched(session, session.on_round, orders, reports, session.stats.emitted - before)
 
@@ -381,17 +381,17 @@ class Loop:
         elif reports.reached is not None:
             seat.held = reports.reached
         if orders.draft is not None:
-            told = reports.draft_reached
-            seat.draft_held = len(seat.session.tokens) if told is None else told
+            received = reports.draft_reached
+            seat.draft_held = len(seat.session.tokens) if received is None else received
             seat.lags = seat.lags and seat.draft_unread > 0
 
-    def _send(self, seat: _Seat, told: Reports | Grant) -> None:
+    def _send(self, seat: _Seat, received: Reports | Grant) -> None:
         session = seat.session
-        if isinstance(told, Reports) and told.error:
-            session.fail(told.error)
+        if isinstance(received, Reports) and received.error:
+            session.fail(received.error)
             return
         try:
-            seat.wants = seat.rounds.send(told)
+            seat.wants = seat.rounds.send(received)
         except StopIteration:
             if not session.finished:
                 session.fail(RuntimeError("the method ended before its session"))

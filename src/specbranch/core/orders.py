@@ -162,14 +162,14 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """Tokens that are read and never taken; after those in `told` the verdict tells what the target says.
+    """Tokens that are read and never taken; after those in `guessed` the verdict tells what the target says.
 
     `parents[i]` is the index of token i's parent among them, -1 for the root.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    told: tuple[int, ...]
+    guessed: tuple[int, ...]
 
     def depth(self, node: int) -> int:
         """Return how many of its tokens lead to a node, itself included."""
@@ -247,7 +247,7 @@ class Verdict:
     token: int
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each accepted node, then one for `token`
     signal: Signal | None = None  # H-RAD's, made where the features live
-    told: tuple[int, ...] = ()  # what the target says after the nodes of the order's `aside` that were to be told
+    guessed: tuple[int, ...] = ()  # what the target says after the nodes of the order's `aside` that were to be told
 
 
 @dataclass(frozen=True, slots=True)

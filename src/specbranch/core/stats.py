@@ -264,23 +264,23 @@ class Stats(Fates):
         }
 
     @classmethod
-    def from_summary(cls, told: Mapping[str, Any]) -> Self:
+    def from_summary(cls, summary: Mapping[str, Any]) -> Self:
         """Build from what `summary` told, the clock beginning at 0; what is not told (methods from outside and earlier
         versions tell less) is 0."""
-        counts = {**told, **told.get("rollback", {})}
+        counts = {**summary, **summary.get("rollback", {})}
         plain: dict[str, Any] = {name: counts.get(public) or 0 for name, public in AS_THEY_ARE.items()}
-        first, decode = told["ttft_seconds"], told["decode_seconds"]
-        tells_positions = "accepted_by_position" in told  # earlier versions told only what was tested
+        first, decode = summary["ttft_seconds"], summary["decode_seconds"]
+        tells_positions = "accepted_by_position" in summary  # earlier versions told only what was tested
         return cls(
             **plain,
             first_token=first,
             finished=first + decode,
-            draft_busy=_busy(decode, told.get("draft_idle_seconds")),
-            target_busy=_busy(decode, told.get("target_idle_seconds")),
-            hits_at=list(told.get("branch_hits_by_position", ())),
-            tested_at=list(told["tested_by_position"]) if tells_positions else [],
-            accepted_at=list(told["accepted_by_position"]) if tells_positions else [],
-            choices=_choices(told.get("tokens_by_method", {}), told["tokens"]),
+            draft_busy=_busy(decode, summary.get("draft_idle_seconds")),
+            target_busy=_busy(decode, summary.get("target_idle_seconds")),
+            hits_at=list(summary.get("branch_hits_by_position", ())),
+            tested_at=list(summary["tested_by_position"]) if tells_positions else [],
+            accepted_at=list(summary["accepted_by_position"]) if tells_positions else [],
+            choices=_choices(summary.get("tokens_by_method", {}), summary["tokens"]),
         )
 
     def go_on_with(self, other: Stats) -> None:

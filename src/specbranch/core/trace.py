@@ -65,23 +65,23 @@ class Trace:
         if isinstance(orders.draft, Grow):
             self._trees[session].see(reports.tree or orders.draft.tree, number)
         if reports.drafting:
-            told = _grown(orders, reports) if isinstance(orders.draft, Grow) else _branched(reports)
-            self.events.append(_event(session, number, "draft", reports.drafting, pending, **told))
+            notes = _grown(orders, reports) if isinstance(orders.draft, Grow) else _branched(reports)
+            self.events.append(_event(session, number, "draft", reports.drafting, pending, **notes))
         if reports.verifying:
-            told = self._judged(session, number, orders.verify, reports.verdict)
-            self.events.append(_event(session, number, "target", reports.verifying, pending, **told))
+            notes = self._judged(session, number, orders.verify, reports.verdict)
+            self.events.append(_event(session, number, "target", reports.verifying, pending, **notes))
 
     def _judged(self, session: int, number: int, order: Verify | None, verdict: Verdict | None) -> dict[str, Any]:
         if order is None or verdict is None:
             return {}
-        told: dict[str, Any] = {
+        notes: dict[str, Any] = {
             "accepted": len(verdict.path),
             "tokens": order.taken(verdict.path, verdict.token),
             "refused": tuple(token for node, token in enumerate(order.tokens) if node not in verdict.path),
         }
         if order.parents is not None:
-            told["used"], told["settled"] = self._trees[session].judge(order, verdict, number)
-        return told
+            notes["used"], notes["settled"] = self._trees[session].judge(order, verdict, number)
+        return notes
 
     def write_jsonl(self, path: Path) -> None:
         """Write one JSON object an event."""
@@ -116,9 +116,9 @@ class _Followed:
         path = [sent[node] for node in verdict.path]
         hit = tree.child(path[-1] if path else ROOT, verdict.token)
         used = tuple(given[node] for node in (*path, hit) if node is not None)
-        told = tree_standings(tree, sent, tree.main_path(sent), path, hit)
-        rounds = sorted({given[node] for nodes in told for node in nodes})
-        settled = [Settled(at, *(sum(given[node] == at for node in nodes) for nodes in told)) for at in rounds]
+        notes = tree_standings(tree, sent, tree.main_path(sent), path, hit)
+        rounds = sorted({given[node] for nodes in notes for node in nodes})
+        settled = [Settled(at, *(sum(given[node] == at for node in nodes) for nodes in notes)) for at in rounds]
         top = () if hit is None else list(self._given)[hit]
         self._tree = NO_TREE if hit is None else below(tree, hit)
         self._given = {path: self._given[top + path] for path in _paths(self._tree)}

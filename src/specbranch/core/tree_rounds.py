@@ -54,9 +54,9 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Me
     planner.begin(len(session.tokens), session.batch_size)
     session.stats.begin(tree.read)
     tree = planner.looked_up(tree)
-    offered = planner.lane_offer(tree, session.untold) if session.room > 1 else None
+    offered = planner.lane_offer(tree, session.unsent) if session.room > 1 else None
     may: LaneGrant = (yield offered) if offered else LaneGrant(False)
-    if growth := _within(session, planner.while_waiting(tree, session.untold, may)):
+    if growth := _within(session, planner.while_waiting(tree, session.unsent, may)):
         orders = Orders(draft=session.grow(tree, growth, planner.sending(session.room)))
         reports = yield orders
         tree = _grown(session, planner, tree, orders, reports)
@@ -67,7 +67,7 @@ def _planned_round(session: Session, planner: Planner, tree: Tree, meanwhile: Me
     # What is begun with a verdict is begun sooner than a draft beside the target can help.
     begins = growth is None and planner.looks_up(tree, sent)
     growth = None if begins else _within(session, planner.while_verifying(tree, grant))
-    follows = None if growth else planner.follows(tree, session.untold)
+    follows = None if growth else planner.follows(tree, session.unsent)
     verify = session.verify_tree(chosen(tree, sent), follows=follows)
     orders = Orders(session.grow(tree, growth) if growth else None, verify, meanwhile)
     meanwhile.add(_count_kind, session, tree, sent, growth)

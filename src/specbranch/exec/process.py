@@ -40,7 +40,7 @@ from specbranch.exec.messages import (
     WireMessage,
     Work,
 )
-from specbranch.exec.serial import told_whole
+from specbranch.exec.serial import sent_whole
 from specbranch.exec.verifier import Scored, Verifier
 from specbranch.exec.wire import BadMessage, from_bytes, to_bytes
 
@@ -321,7 +321,7 @@ class Process:
         if work.late:
             self._work = None
             return
-        work.orders = told_whole(work.orders, sessions)
+        work.orders = sent_whole(work.orders, sessions)
         self._allow(work)
         self._post(Work(work.ticket, work.orders))
         if work.target_done:  # sent before, but not of this work

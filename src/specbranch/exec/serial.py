@@ -140,9 +140,9 @@ def draft_or_whole(
 ) -> dict[int, Drafted]:
     """Draft; a worker that has lost a sequence is told it whole."""
     stale = {session for session, order in orders.items() if drafter.stale(session, order.on)}
-    return drafter.draft(told_whole(orders, stale), done, announce)
+    return drafter.draft(sent_whole(orders, stale), done, announce)
 
 
-def told_whole(orders: Mapping[int, DraftOrder], stale: Container[int]) -> dict[int, DraftOrder]:
+def sent_whole(orders: Mapping[int, DraftOrder], stale: Container[int]) -> dict[int, DraftOrder]:
     """Return the orders, those of the stale sessions with everything that came before."""
     return {session: replace(o, on=o.on.whole()) if session in stale else o for session, o in orders.items()}

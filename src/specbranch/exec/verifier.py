@@ -31,7 +31,7 @@ class Scored:
     a sampled head."""
 
     judged: tuple[Trial, ...]
-    told: tuple[Trial, ...]
+    guessed: tuple[Trial, ...]
     verdicts: Verdicts
     waiting: tuple[Trial, ...]
     last: Verdicts | None = None  # of those that waited, once they were told their heads
@@ -76,7 +76,7 @@ class Verifier(Worker):
         """
         work: list[Feed] = []
         trials: list[Trial] = []
-        told: list[Trial] = []
+        guessed: list[Trial] = []
         failed: dict[int, SpecBranchError] = {}
         for session, order in orders.items():
             try:
@@ -87,11 +87,11 @@ class Verifier(Worker):
             else:
                 work += [feed] if feed.tokens else []
                 trials.append(_with_head(trial, heads or {}))
-                told += _told(trial)
+                guessed += _guesses(trial)
         waiting = tuple(trial for trial in trials if heads is None and self.request(trial.seq).by_ratio)
         judged = tuple(trial for trial in trials if heads is not None or not self.request(trial.seq).by_ratio)
         self._count(work)
-        return Scored(judged, tuple(told), self.runner.verify(work, (*judged, *told)), waiting), failed
+        return Scored(judged, tuple(guessed), self.runner.verify(work, (*judged, *guessed)), waiting), failed
 
     def read_on(self, orders: Mapping[int, Read]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
         """Read on in texts of which nothing is asked yet; returns how much is held of each, and who cannot be
@@ -119,7 +119,7 @@ class Verifier(Worker):
         assert scored.last
         judged = [*found[: len(scored.judged)], *scored.last()]
         said: dict[int, list[int]] = {}
-        for trial, one in zip(scored.told, found[len(scored.judged) :], strict=True):
+        for trial, one in zip(scored.guessed, found[len(scored.judged) :], strict=True):
             said.setdefault(trial.seq, []).append(one.token)
         sound = [
             (trial, one)
@@ -165,27 +165,27 @@ class Verifier(Worker):
         trial = Trial(session, order, root, nodes, None, logprobs, wants_forecast, order.allowed)
         return Feed(session, (*rest, *order.tokens, *aside.tokens), (*chain_after(ROOT, 0, len(rest)), *below)), trial
 
-    def _verdict(self, trial: Trial, found: Judged, told: tuple[int, ...]) -> Verdict:
+    def _verdict(self, trial: Trial, found: Judged, guessed: tuple[int, ...]) -> Verdict:
         signal = None
         if trial.wants_forecast and self.forecaster is not None:
             signal = self.forecaster.signal(found.said, len(trial.order.on) + len(found.path))
-        return Verdict(found.path, found.token, found.logprobs, signal, told)
+        return Verdict(found.path, found.token, found.logprobs, signal, guessed)
 
 
-def _is_finite(found: Judged, told: Sequence[int]) -> bool:
+def _is_finite(found: Judged, guessed: Sequence[int]) -> bool:
     """Whether every row that was looked at has finite scores; one that is not spoils all log-probabilities of its row,
     even if no token of it could be chosen."""
-    return NO_TOKEN not in (found.token, *told) and not any(math.isnan(one.logprob) for one in found.logprobs or ())
+    return NO_TOKEN not in (found.token, *guessed) and not any(math.isnan(one.logprob) for one in found.logprobs or ())
 
 
-def _told(trial: Trial) -> list[Trial]:
+def _guesses(trial: Trial) -> list[Trial]:
     """Ask for the target's token after those nodes aside of which it is to be told: each is a trial of nothing at
     that node."""
     aside, first = trial.order.aside, trial.root + 1 + len(trial.nodes)
     if aside is None:
         return []
     on = len(trial.order.on)
-    return [Trial(trial.seq, Verify(Context(on + aside.depth(node), ())), first + node, ()) for node in aside.told]
+    return [Trial(trial.seq, Verify(Context(on + aside.depth(node), ())), first + node, ()) for node in aside.guessed]
 
 
 def _with_head(trial: Trial, heads: Mapping[int, Branch]) -> Trial:

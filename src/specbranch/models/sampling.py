@@ -119,7 +119,7 @@ class TorchSampler:
         """Return the log-probability of `token` and of the `top` most likely, before any shaping."""
         logits = self.logits([row])
         ids, logs = sample.logprobs(logits, self._sent({"tokens": np.array([token])})["tokens"], top)
-        return told(self._transfer.down(torch.cat([ids.double(), logs], dim=-1))[0].tolist(), top)
+        return logprobs_of(self._transfer.down(torch.cat([ids.double(), logs], dim=-1))[0].tolist(), top)
 
     def logits(self, rows: Sequence[TensorRow]) -> Tensor:
         """The rows' logits over the vocabulary, before any shaping."""
@@ -197,7 +197,7 @@ def proposed(spots: Sequence[Spot], asks: Sequence[Ask], results: np.ndarray) ->
     return [_proposal(spot, ask, result) for spot, ask, result in zip(spots, asks, results.tolist(), strict=True)]
 
 
-def told(result: list[float], top: int) -> TokenLogprobs:
+def logprobs_of(result: list[float], top: int) -> TokenLogprobs:
     """Make log-probabilities of the ids and values that `sample.logprobs` gives for a row, one behind the other."""
     first, *rest = _entries_of(result)
     return TokenLogprobs(first[1], tuple(_ranked(rest)[:top]))

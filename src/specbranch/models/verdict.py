@@ -22,7 +22,7 @@ from specbranch.core.runner import NO_TOKEN, Judged, Trial
 from specbranch.core.slots import ROOT
 from specbranch.models import sample
 from specbranch.models.sample import Asked
-from specbranch.models.sampling import told as told_logprobs
+from specbranch.models.sampling import logprobs_of
 from specbranch.models.sheet import Arrays
 
 
@@ -139,11 +139,11 @@ def results(logits: Tensor, tokens: Tensor, reached: Tensor, top: int | None, sa
 
 
 def judged(
-    trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, told: Sequence[bool]
+    trials: Sequence[Trial], found: np.ndarray, top: int | None, width: int, probed: Sequence[bool]
 ) -> list[Judged]:
     """Make verdicts of the results that were read; the last `width` numbers of each are a probe's, where it was told
     anything of the row."""
-    results = [[*result, own] for result, own in zip(found.tolist(), told, strict=True)]
+    results = [[*result, own] for result, own in zip(found.tolist(), probed, strict=True)]
     ends = np.cumsum([len(trial.nodes) + 1 for trial in trials]).tolist()
     return [
         _judged(trial, results[end - len(trial.nodes) - 1 : end], top, width)
@@ -157,10 +157,10 @@ def _judged(trial: Trial, found: list[list[float]], top: int | None, width: int)
     logprobs = None
     if trial.logprobs is not None and top is not None:
         logprobs = tuple(
-            told_logprobs(_cut(result[2 : len(result) - width - 1], trial.logprobs), trial.logprobs) for result in ends
+            logprobs_of(_cut(result[2 : len(result) - width - 1], trial.logprobs), trial.logprobs) for result in ends
         )
-    *last, is_told = ends[-1]
-    said = tuple(last[len(last) - width :]) if trial.wants_forecast and is_told else None
+    *last, is_probed = ends[-1]
+    said = tuple(last[len(last) - width :]) if trial.wants_forecast and is_probed else None
     return Judged(path, int(ends[-1][0]), logprobs, said)
 
 

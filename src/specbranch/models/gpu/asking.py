@@ -60,9 +60,9 @@ def entries_of(asks: Sequence[Ask], spots: Sequence[Spot]) -> int | None:
 
 def answers(asks: Sequence[Ask], spots: Sequence[Spot], results: np.ndarray) -> list[Proposal]:
     """Make proposals of what results say of the rows that were asked about."""
-    told = results[:, CONFIDENCE:].copy()
-    told[:, 1] = np.where([ask.measure == "entropy" for ask in asks], results[:, BOUND], results[:, CONFIDENCE])
-    return proposed(spots, asks, told[:, 1:])
+    numbers = results[:, CONFIDENCE:].copy()
+    numbers[:, 1] = np.where([ask.measure == "entropy" for ask in asks], results[:, BOUND], results[:, CONFIDENCE])
+    return proposed(spots, asks, numbers[:, 1:])
 
 
 def choosing_of(rows: int, spots: Iterable[tuple[int, Spot]]) -> Choosing:

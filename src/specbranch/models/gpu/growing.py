@@ -116,11 +116,11 @@ class TreeGrower:
         """Launch the steps that the device chooses; returns how many nodes each read, and how many there are in the
         end."""
         widths: list[int] = []
-        count, width = self.tree.told(0)
+        count, width = self.tree.reported(0)
         while width and len(widths) < STEPS and not done():
             launch(bucket)
             widths.append(width)
-            count, width = self.tree.told(len(widths))
+            count, width = self.tree.reported(len(widths))
         return widths, count
 
     def grown(self, growing: Growing, slots: Slots, steps: list[int], count: int, read: TextRead | None = None) -> Tree:

@@ -204,9 +204,9 @@ class GpuRunner(StepLauncher):
         results = self._chosen(*steps.step(0), count)[1]
         for number in range(steps.lanes.steps):
             ahead = self._chosen(*steps.step(number + 1), count)[1] if number + 1 < steps.lanes.steps else None
-            told = results()
-            goes_on = hear(asking.answers(steps.asks, steps.spots, told))
-            steps.heard(number, told[:, 0].astype(int).tolist())
+            numbers = results()
+            goes_on = hear(asking.answers(steps.asks, steps.spots, numbers))
+            steps.heard(number, numbers[:, 0].astype(int).tolist())
             if not goes_on or ahead is None:
                 return number + 1
             results = ahead
@@ -409,9 +409,9 @@ class GpuRunner(StepLauncher):
         )
         said = self._probed(of_trials, tokens) if any(trial.wants_forecast for trial in trials) else None
         results = self.transfer.later(verdict.results(logits, tokens, reached, top, said))
-        told = [said is not None and row.states is not None for row in of_trials]
+        probed = [said is not None and row.states is not None for row in of_trials]
         return Verdicts(
-            lambda: verdict.judged(trials, results(), top, 0 if said is None else said.shape[1], told), results.ready
+            lambda: verdict.judged(trials, results(), top, 0 if said is None else said.shape[1], probed), results.ready
         )
 
     def _picked(self, logits: Tensor, choice: Tensor) -> Tensor:
@@ -446,10 +446,10 @@ def _judged(
     trials: Sequence[Trial], at: Sequence[Sequence[int]], results: np.ndarray, said: dict[int, int] | None
 ) -> list[Judged]:
     """Make verdicts of results; notes what each sequence says, where a step was started that presumes it."""
-    told, found = results[:, : CONFIDENCE + 1].tolist(), []
+    numbers, found = results[:, : CONFIDENCE + 1].tolist(), []
     for trial, (root, *nodes) in zip(trials, at, strict=True):
-        path = tuple([index for index, row in enumerate(nodes) if told[row][1]])
-        way = [told[root], *(told[nodes[index]] for index in path)]
+        path = tuple([index for index, row in enumerate(nodes) if numbers[row][1]])
+        way = [numbers[root], *(numbers[nodes[index]] for index in path)]
         # a row whose logits are not all finite has no confidence
         token = NO_TOKEN if math.isnan(sum(row[CONFIDENCE] for row in way)) else int(way[-1][0])
         found.append(Judged(path, token))

@@ -204,7 +204,7 @@ class Graphs:
             for tensor, before in zip(changed, held, strict=True):
                 tensor.copy_(before)
             if self.tree is not None:
-                self.tree.forget_told()
+                self.tree.forget_reported()
         log.info(
             "Captured a step of %s, %d layers tapped, %d chosen, in %.2f s.",
             size,

@@ -301,7 +301,7 @@ def _write_rows(state, nodes, packed, groups, tables, own, counts, moves, across
 
 
 @triton.jit(do_not_specialize=["across", "per", "begin", "pages"])
-def grow(state, results, packed, groups, tables, own, counts, moves, told, across, per, begin, pages):
+def grow(state, results, packed, groups, tables, own, counts, moves, reported, across, per, begin, pages):
     """Take in what was said of the nodes read last, choose what is read next, and write that step out."""
     nodes = state + begin
     count = tl.load(state + COUNT).to(tl.int32)
@@ -339,4 +339,4 @@ def grow(state, results, packed, groups, tables, own, counts, moves, told, acros
     tl.store(state + TAIL, tail + width)
     tl.store(state + ROOM, room - width)
     tl.debug_barrier()
-    tl.store(told + step, 32 * count + width)
+    tl.store(reported + step, 32 * count + width)

@@ -79,7 +79,7 @@ class DeviceTree:
         self.state = torch.zeros(self.first + NODES * len(FIELDS), dtype=torch.float64, device=device)
         self.sheet = self.state[AT["sheet"] : AT["sheet"] + SHEET]
         # After each step: how many nodes there are, times 32, and how many are read next.
-        self._told = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._reported = torch.full((STEPS + 1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._growth: Growth | None = None
 
     def planted(
@@ -119,29 +119,29 @@ class DeviceTree:
         if nodes:
             array[self.first :] = _numbers(nodes, growing.held)
         if self._growth is not None:  # one that was broken off: it may have something to tell yet
-            self.forget_told()
+            self.forget_reported()
         self._growth = growth
-        self._told.numpy().fill(-1)
+        self._reported.numpy().fill(-1)
         return array
 
     def clear(self) -> None:
         """Have no tree: then nothing grows."""
         self.state.zero_()
 
-    def forget_told(self) -> None:
+    def forget_reported(self) -> None:
         """Forget what was told, once nothing is under way."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._told.fill_(-1)
+        self._reported.fill_(-1)
 
     def grow(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
         """Take in what results say of the nodes read last, choose what is read next, and write that step to
         `packed`."""
         (self._by_kernel if self._device.type == "cuda" else self._plainly)(results, packed, bucket)
 
-    def told(self, step: int) -> tuple[int, int]:
+    def reported(self, step: int) -> tuple[int, int]:
         """Wait for a step; returns how many nodes there are, and how many are to be read next."""
-        said = wait_for(self._told.numpy(), step, self._device)
+        said = wait_for(self._reported.numpy(), step, self._device)
         return said >> 5, said & 31
 
     def held(self, count: int) -> Tensor:
@@ -172,8 +172,8 @@ class DeviceTree:
         across = 0 if results is None else results.shape[1]
         grow[(1,)](
             self.state, self.state if results is None else results, packed, step.groups, step.tables, step.own,
-            step.counts, step.moves, self._told, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first, bucket.pages,
-            num_warps=1, enable_fp_fusion=False,
+            step.counts, step.moves, self._reported, across, -(-bucket.rows // ALIGNED) * ALIGNED, self.first,
+            bucket.pages, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _plainly(self, results: Tensor | None, packed: Tensor, bucket: Bucket) -> None:
@@ -212,7 +212,7 @@ class DeviceTree:
         state[AT["now"] : AT["now"] + chosen] = nexts
         table = _numbers(growing.nodes, dict(enumerate(kv_slots)))
         state[self.first : self.first + len(table)] = table
-        self._told[step] = 32 * len(growing.nodes) + chosen
+        self._reported[step] = 32 * len(growing.nodes) + chosen
 
     def _pack(
         self, packed: Tensor, bucket: Bucket, nodes: Sequence[Node], nexts: list[int], kv_slots: list[int],
