@@ -298,10 +298,10 @@ class Wanderer(Planner):
         stats = self.session.stats
         return random.Random(hash((purpose, tuple(self.session.tokens), stats.rejected, stats.losing, stats.siblings)))
 
-    def lane_offer(self, tree: Tree, unread: int) -> None:
+    def lane_offer(self, tree: Tree, uncomputed: int) -> None:
         """Nobody is asked."""
 
-    def while_waiting(self, tree: Tree, unread: int, grant: LaneGrant) -> Growth | None:
+    def while_waiting(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         return self._any("alone") if self._random("whether").random() < 0.6 else None
 
     def while_verifying(self, tree: Tree, grant: RowGrant) -> Growth | None:

@@ -71,8 +71,8 @@ def test_nothing_is_granted_without_costs_nor_without_offers() -> None:
     assert granted({7: unknown})[7].count == 0 and granted({}) == {} and let_draft({}) == {}
 
 
-def lanes(gain: float, costs: CostProfile, rate: float = 60.0, unread: int = 1) -> LaneOffer:
-    return LaneOffer((gain,), unread, rate, rate, costs, 100)
+def lanes(gain: float, costs: CostProfile, rate: float = 60.0, uncomputed: int = 1) -> LaneOffer:
+    return LaneOffer((gain,), uncomputed, rate, rate, costs, 100)
 
 
 def allowed(offers: dict[int, LaneOffer], waiting: float = 0.0, others: int = 0) -> set[int]:
@@ -94,8 +94,8 @@ def test_beside_others_that_draft_anyway_only_what_is_added_is_paid() -> None:
 
 
 def test_what_is_unread_for_long_is_paid_over_many_steps() -> None:
-    assert not allowed({1: lanes(0.5, MIXED, unread=60)})
-    assert allowed({number: lanes(0.5, MIXED, unread=60) for number in range(4)}) == set(range(4))
+    assert not allowed({1: lanes(0.5, MIXED, uncomputed=60)})
+    assert allowed({number: lanes(0.5, MIXED, uncomputed=60) for number in range(4)}) == set(range(4))
 
 
 def test_steps_are_priced_by_what_a_second_is_worth_to_all_and_alone_by_the_session_itself() -> None:

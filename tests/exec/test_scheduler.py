@@ -255,7 +255,7 @@ def test_a_cancelled_request_is_gone_within_a_round_also_while_its_prompt_is_rea
     long = desk.submit(Case((1,) * 300, 0.7, 4, ENDINGS[0]), config_of("speculative", "match"))
     for _ in range(4):
         scheduler.step()
-    assert scheduler.snapshot().reading == 1 and len(executor.target.slots(long.session.number).prefix) == 4 * CHUNK  # type: ignore[attr-defined]
+    assert scheduler.snapshot().prefilling == 1 and len(executor.target.slots(long.session.number).prefix) == 4 * CHUNK  # type: ignore[attr-defined]
     assert long.ticket
     scheduler.cancel(long.ticket)
     with pytest.raises(KeyError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specbranch.core.orders import PromptRead
+from specbranch.core.orders import PrefillCount
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.models.gpu.runner import GpuRunner
@@ -111,8 +111,8 @@ def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(both: l
     chunk = both[0].prefill_chunk
     lengths, before = [4499, 5229, 5559], [0, 4499, 5229]  # the last token of each is a step
     cached = [length - length % chunk for length in before]
-    assert found == [PromptRead(length - known, known) for length, known in zip(lengths, cached, strict=True)]
-    assert whole == [PromptRead(length, 0) for length in lengths]
+    assert found == [PrefillCount(length - known, known) for length, known in zip(lengths, cached, strict=True)]
+    assert whole == [PrefillCount(length, 0) for length in lengths]
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "lookup"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specbranch import LLM, AsyncLLM, SamplingParams
-from specbranch.core.orders import Context, Read
+from specbranch.core.orders import Context, Prefill
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
@@ -90,7 +90,7 @@ def _read_on(worker: Worker, text: Sequence[int], most: int) -> list[int]:
     held = [0]
     while held[-1] < len(text) - 1:
         base = held[-1]
-        held.append(worker.read(0, Read(Context(base, tuple(text[base:-1]), text), most)))
+        held.append(worker.read(0, Prefill(Context(base, tuple(text[base:-1]), text), most)))
     return held[1:]
 
 

@@ -23,7 +23,7 @@ from specbranch.core import pages
 from specbranch.core.experience import Experience
 from specbranch.core.loop import Loop
 from specbranch.core.methods import find_method
-from specbranch.core.orders import Context, PromptRead, Verify
+from specbranch.core.orders import Context, PrefillCount, Verify
 from specbranch.core.pages import PAGE
 from specbranch.core.request import Request
 from specbranch.core.runner import Feed
@@ -146,10 +146,10 @@ def test_what_steps_wrote_is_read_again(kind: str, decoder: Decoder) -> None:
     assert torch.equal(held_bits(runner, 1), bits) and torch.equal(row(runner, 1, text[-1]), logits)
 
 
-def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[list[int], list[PromptRead]]:
+def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[list[int], list[PrefillCount]]:
     """Turns of a chat, each the text so far and what is asked then; returns the whole text, and what was read of each
     prompt."""
-    text, found = list[int](), list[PromptRead]()
+    text, found = list[int](), list[PrefillCount]()
     for number, words in enumerate(asked):
         text += words
         verifier, base = Verifier(runner), 0
@@ -159,7 +159,7 @@ def conversation(runner: NativeRunner, asked: list[tuple[int, ...]]) -> tuple[li
             base = len(text)
             text.append(verifier.judge(scored, {})[number].token)
             assert not failed
-        found.append(verifier.prompts_read()[number])
+        found.append(verifier.prefill_counts()[number])
         verifier.leave(number)
         runner.check()
     return text, found
@@ -173,8 +173,8 @@ def test_a_second_turn_reads_the_answer_the_broken_piece_and_what_is_new(kind: s
     (text, read), (expected, whole) = (conversation(runner, asked) for runner in runners)
     assert text == expected
     # prompts of 500, 730 and 860 tokens, the last of them a step; the first has whole chunks of 384, whole pages of 256
-    assert read == [PromptRead(499, 0), PromptRead(473, 256), PromptRead(347, 512)]
-    assert whole == [PromptRead(499, 0), PromptRead(729, 0), PromptRead(859, 0)]
+    assert read == [PrefillCount(499, 0), PrefillCount(473, 256), PrefillCount(347, 512)]
+    assert whole == [PrefillCount(499, 0), PrefillCount(729, 0), PrefillCount(859, 0)]
 
 
 def decoded(

@@ -115,8 +115,8 @@ def test_each_row_is_penalised_by_its_own_ancestors() -> None:
 
 
 def test_history_is_read_only_when_a_penalty_needs_it() -> None:
-    unread = _spot(temperature=0.7, top_p=0.9, logit_bias={3: 1.0})._replace(history=_never)
-    shape(_logits(), [unread])
+    uncomputed = _spot(temperature=0.7, top_p=0.9, logit_bias={3: 1.0})._replace(history=_never)
+    shape(_logits(), [uncomputed])
     with pytest.raises(AssertionError, match="history was read"):
         shape(_logits(), [_spot(repetition_penalty=1.1)._replace(history=_never)])
 

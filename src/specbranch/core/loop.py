@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal, Protocol
 
-from specbranch.core.costs import MOST_UNREAD, LearnedCosts
+from specbranch.core.costs import MOST_UNCOMPUTED, LearnedCosts
 from specbranch.core.market import MOST_LANES, MOST_ROWS, Grant, LaneOffer, Offer, RowOffer, granted, let_draft
 from specbranch.core.methods import MethodRounds
-from specbranch.core.orders import Context, Draft, Orders, Read, Reports
+from specbranch.core.orders import Context, Draft, Orders, Prefill, Reports
 from specbranch.core.request import Request
 from specbranch.core.session import RoundWatcher, Session
 from specbranch.core.trace import Trace
@@ -118,16 +118,16 @@ class _Seat:
         return self.wants if isinstance(self.wants, Orders) else None
 
     @property
-    def unread(self) -> int:
+    def uncomputed(self) -> int:
         """How much of its text the target has still to read, but for the last token, which is a step."""
         return 0 if self.held is None else max(len(self.session.tokens) - 1 - self.held, 0)
 
     @property
-    def draft_unread(self) -> int:
+    def draft_uncomputed(self) -> int:
         """The same of the draft, where it is asked for anything; what a round reads by the way does not count."""
         asked = self.lags or (isinstance(self.wants, Orders) and self.wants.draft is not None)
-        unread = len(self.session.tokens) - 1 - self.draft_held
-        return unread if asked and unread > MOST_UNREAD else 0
+        uncomputed = len(self.session.tokens) - 1 - self.draft_held
+        return uncomputed if asked and uncomputed > MOST_UNCOMPUTED else 0
 
     @property
     def needs_draft(self) -> bool:
@@ -135,10 +135,10 @@ class _Seat:
         draft = self.orders.draft if self.orders else None
         return self.session.request.by_ratio and not (isinstance(draft, Draft) and draft.plan.length == 0)
 
-    def read(self, held: int, most: int) -> Read:
+    def prefill(self, held: int, most: int) -> Prefill:
         """An order to read on."""
         tokens = self.session.tokens
-        return Read(Context(held, tuple(tokens[held : len(tokens) - 1]), tokens), most)
+        return Prefill(Context(held, tuple(tokens[held : len(tokens) - 1]), tokens), most)
 
     def restart(self) -> None:
         """The workers hold nothing of it any more."""
@@ -152,9 +152,9 @@ class _Budget:
     left: int
     prefill_chunk: int
 
-    def take(self, unread: int) -> int:
+    def take(self, uncomputed: int) -> int:
         """Take whole chunks of what is unread, or all of it; returns how many tokens that is."""
-        taken = unread if unread <= self.left else self.left // self.prefill_chunk * self.prefill_chunk
+        taken = uncomputed if uncomputed <= self.left else self.left // self.prefill_chunk * self.prefill_chunk
         self.left -= taken
         return taken
 
@@ -254,10 +254,10 @@ class Loop:
         """Have a live session take part in no round for a while, or take part again."""
         self._live[session.number].resting = resting
 
-    def unread(self, session: Session) -> int:
+    def uncomputed(self, session: Session) -> int:
         """How much of a live session's text the target has still to read."""
         seat = self._live.get(session.number)
-        return seat.unread if seat else 0
+        return seat.uncomputed if seat else 0
 
     def leave(self, session: Session) -> None:
         """Let a session go, finished or not, and free what it held."""
@@ -319,36 +319,36 @@ class Loop:
         awake = sorted((seat for seat in self._live.values() if not seat.resting), key=lambda seat: seat.turn)
         ready = set(now)
         for seat in (one for one in awake if one.session.number not in ready):
-            if orders := self._reading(seat, target, draft):
+            if orders := self._prefilling(seat, target, draft):
                 now[seat.session.number] = orders
         if target.left == left:
             draft.left *= DRAFT_PIECES
         for seat in (one for one in awake if one.session.number in ready and limits.prompt_tokens is not None):
-            if seat.draft_unread:
+            if seat.draft_uncomputed:
                 now[seat.session.number] = self._beside(seat, now[seat.session.number], draft)
         # A step that is begun ahead would be forgotten when the next chunk is read.
-        return {n: _unhurried(one) for n, one in now.items()} if any(one.read for one in now.values()) else now
+        return {n: _unhurried(one) for n, one in now.items()} if any(one.prefill for one in now.values()) else now
 
     def _beside(self, seat: _Seat, orders: Orders, draft: _Budget) -> Orders:
         """A session's orders while its draft reads on: without what was to be drafted."""
         seat.lags = True
-        if not (taken := draft.take(seat.draft_unread)):
+        if not (taken := draft.take(seat.draft_uncomputed)):
             return replace(orders, draft=None)
         seat.turn = next(self._turns)
-        return replace(orders, draft=seat.read(seat.draft_held, taken))
+        return replace(orders, draft=seat.prefill(seat.draft_held, taken))
 
-    def _reading(self, seat: _Seat, target: _Budget, draft: _Budget) -> Orders | None:
+    def _prefilling(self, seat: _Seat, target: _Budget, draft: _Budget) -> Orders | None:
         """What is read for a session in this round; its own orders, once these find nothing more to read than that."""
-        unread, draft_unread = seat.unread, seat.draft_unread
-        taken, draft_taken = target.take(unread), draft.take(draft_unread)
-        if (taken, draft_taken) == (unread, draft_unread) and seat.orders:
+        uncomputed, draft_uncomputed = seat.uncomputed, seat.draft_uncomputed
+        taken, draft_taken = target.take(uncomputed), draft.take(draft_uncomputed)
+        if (taken, draft_taken) == (uncomputed, draft_uncomputed) and seat.orders:
             return seat.orders
         if not taken and not draft_taken:
             return None
         seat.turn = next(self._turns)
         return Orders(
-            seat.read(seat.draft_held, draft_taken) if draft_taken else None,
-            read=seat.read(seat.held or 0, taken) if taken else None,
+            seat.prefill(seat.draft_held, draft_taken) if draft_taken else None,
+            prefill=seat.prefill(seat.held or 0, taken) if taken else None,
         )
 
     def _advance(self, seat: _Seat, orders: Orders, reports: Reports) -> None:
@@ -368,7 +368,7 @@ class Loop:
             self.trace.record(session.number, orders, reports)
         self._note_read(seat, orders, reports)
         if orders is seat.wants or orders.verify or reports.error:
-            received = replace(reports, drafting=None) if isinstance(orders.draft, Read) else reports
+            received = replace(reports, drafting=None) if isinstance(orders.draft, Prefill) else reports
             self._send(seat, received)
             self._clock(session, received, before == 0)
         if session.on_round:
@@ -383,7 +383,7 @@ class Loop:
         if orders.draft is not None:
             received = reports.draft_reached
             seat.draft_held = len(seat.session.tokens) if received is None else received
-            seat.lags = seat.lags and seat.draft_unread > 0
+            seat.lags = seat.lags and seat.draft_uncomputed > 0
 
     def _send(self, seat: _Seat, received: Reports | Grant) -> None:
         session = seat.session
@@ -407,7 +407,7 @@ class Loop:
         return {
             number: seat
             for number, seat in awake.items()
-            if not seat.unread and not (seat.draft_unread and (waits_for_draft or seat.needs_draft))
+            if not seat.uncomputed and not (seat.draft_uncomputed and (waits_for_draft or seat.needs_draft))
         }
 
     def _leave_out_drafts(self) -> None:
@@ -415,7 +415,7 @@ class Loop:
         if self.limits.prompt_tokens is None:
             return
         for seat in self._ready().values():
-            if seat.orders and seat.orders.verify is None and seat.draft_unread:
+            if seat.orders and seat.orders.verify is None and seat.draft_uncomputed:
                 seat.lags = True
                 self._send(seat, Reports())
                 if seat.session.finished:

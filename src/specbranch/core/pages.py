@@ -238,7 +238,7 @@ class PageTable:
         return -(-kv_slots // self.pool.size)
 
 
-class ReadPrompt:
+class PrefilledPrompt:
     """What of a sequence was read as a prompt, in whole chunks from its beginning; makes its pages known, and finds
     known ones.
 

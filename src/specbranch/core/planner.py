@@ -20,7 +20,17 @@ from specbranch.core.orders import Following, Follows, Orders, Reports
 from specbranch.core.sending import Sending, SendingLater, candidates
 from specbranch.core.slots import ROOT
 from specbranch.core.stance import Stance
-from specbranch.core.trees import UNREAD, GrowingTree, Growth, Node, Tree, class_of, look_class, match_class, standing
+from specbranch.core.trees import (
+    NO_PREFILL,
+    GrowingTree,
+    Growth,
+    Node,
+    Tree,
+    class_of,
+    look_class,
+    match_class,
+    standing,
+)
 
 # A node read while the target works is worth at most this share of what it costs to read it later: of its part of a
 # step that all sessions share.
@@ -156,15 +166,15 @@ class Planner:
         is_path = all(tree.nodes[n].look and tree.nodes[n].parent == above for above, n in pairwise((ROOT, *sent)))
         return bool(sent) and is_path and self._begins_ahead
 
-    def follows(self, tree: Tree, unread: int) -> Follows | None:
+    def follows(self, tree: Tree, uncomputed: int) -> Follows | None:
         """What comes after a round, and is begun with its verdict; None: nothing is begun like this."""
-        return partial(self._following, tree, unread) if self._begins_ahead else None
+        return partial(self._following, tree, uncomputed) if self._begins_ahead else None
 
     @property
     def _begins_ahead(self) -> bool:
         return self._batch_size == 1 and self.costs.begins_ahead
 
-    def _following(self, tree: Tree, unread: int, behind: tuple[int, ...]) -> Following:
+    def _following(self, tree: Tree, uncomputed: int, behind: tuple[int, ...]) -> Following:
         """What is looked up behind a verdict, if anything, unless the draft will be asked before; not known where that
         has something to say already."""
         node: int | None = ROOT
@@ -173,12 +183,13 @@ class Planner:
         if node is not None and tree.nodes[node].fed:
             return None
         words, tokens = self._ngrams.find(LOOKED, behind) if self._ngrams else (0, ())
-        chance = self._chances.looked[look_class(match_class(words), UNREAD)] if tokens else 0.0
-        offer = self._first_offer(1.0 - chance, unread + len(behind)) if self._knows_draft else None
+        chance = self._chances.looked[look_class(match_class(words), NO_PREFILL)] if tokens else 0.0
+        offer = self._first_offer(1.0 - chance, uncomputed + len(behind)) if self._knows_draft else None
         return "draft" if offer is not None and pays_alone(offer) else tokens
 
-    def lane_offer(self, tree: Tree, unread: int) -> LaneOffer | None:
-        """What the draft might read while the target waits; None: nothing. `unread`: tokens it has to read first."""
+    def lane_offer(self, tree: Tree, uncomputed: int) -> LaneOffer | None:
+        """What the draft might read while the target waits; None: nothing. `uncomputed`: tokens it has to read
+        first."""
         growth = self._growth
         if not self._knows_draft:
             return None
@@ -190,16 +201,16 @@ class Planner:
                 if worth
                 else None
             )
-        return self._first_offer(gains[0], unread)
+        return self._first_offer(gains[0], uncomputed)
 
-    def _first_offer(self, gain: float, unread: int) -> LaneOffer:
+    def _first_offer(self, gain: float, uncomputed: int) -> LaneOffer:
         """Have the draft say what follows the text; `gain`: how likely that is not known."""
         growth, plain = self._growth, 1.0 / self._target_seconds(self._batch_size)
         first_rate = FIRST * self._rate + (1.0 - FIRST) * plain
         gain *= growth.worth * (self.insight.promise(growth.row_price) if self._batch_size > 1 else 1.0)
-        return LaneOffer((gain,), max(unread, 1), self._rate, first_rate, self.costs, self._context)
+        return LaneOffer((gain,), max(uncomputed, 1), self._rate, first_rate, self.costs, self._context)
 
-    def while_waiting(self, tree: Tree, unread: int, grant: LaneGrant) -> Growth | None:
+    def while_waiting(self, tree: Tree, uncomputed: int, grant: LaneGrant) -> Growth | None:
         """How to grow a tree while the target waits; None: go on with what there is."""
         growth, costs = self._growth, self.costs
         if not self._can_draft or not costs.knows_target:
@@ -211,7 +222,7 @@ class Planner:
             return replace(growth, step=grant.steps) if grant.steps else growth
         # a setup that was measured too long once must not keep a draft from ever being asked again
         once = min(costs.draft_setup + costs.host, 2.0 * self._target_seconds(1))
-        if not tree.read and self.experience.affords(once + costs.draft_seconds(max(unread, 1), self._context)):
+        if not tree.read and self.experience.affords(once + costs.draft_seconds(max(uncomputed, 1), self._context)):
             return replace(growth, step=(0.0,), most=0)
         return None
 

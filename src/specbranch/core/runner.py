@@ -133,11 +133,11 @@ Done = Callable[[], bool]  # whether the target is
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A tree to be grown behind a sequence: `unread` of its text is read first, `held` tells where what was read of
+    """A tree to be grown behind a sequence: `uncomputed` of its text is read first, `held` tells where what was read of
     the tree lies."""
 
     seq: int
-    unread: tuple[int, ...]
+    uncomputed: tuple[int, ...]
     tree: Tree
     held: Mapping[int, int]  # numbers in the tree to nodes of the tail
     growth: Growth

@@ -60,7 +60,7 @@ class Snapshot:
 
     running: int = 0
     waiting: int = 0
-    reading: int = 0  # of those running: their prompts are being read
+    prefilling: int = 0  # of those running: their prompts are not computed yet
     resting: int = 0  # of those running: nobody takes what they say
     rounds: int = 0
     tokens: int = 0  # emitted
@@ -187,7 +187,7 @@ class Scheduler:
         return Snapshot(
             running=len(live),
             waiting=len(self._waiting),
-            reading=sum(self.loop.unread(ticket.session) > 0 for ticket in live),
+            prefilling=sum(self.loop.uncomputed(ticket.session) > 0 for ticket in live),
             resting=sum(ticket.resting for ticket in live),
             rounds=counts.rounds,
             tokens=counts.tokens,
@@ -288,7 +288,7 @@ class Scheduler:
 
     def _promised(self, kv_slots: KVSlots, session: Session) -> int:
         length = len(session.tokens)
-        held = length - 1 - self.loop.unread(session)  # the last token is a step
+        held = length - 1 - self.loop.uncomputed(session)  # the last token is a step
         return kv_slots.missing(length + self._ahead(session), held)
 
     def _ahead(self, session: Session) -> int:

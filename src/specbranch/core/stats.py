@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Self
 
 from specbranch.core.fates import FATE_NAMES, FATES, THROWN_AWAY, Fates, Settled, branch_points, tree_standings
-from specbranch.core.orders import UNREAD, Branch, Reports, Span, Verdict
+from specbranch.core.orders import NO_PREFILL, Branch, Reports, Span, Verdict
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import Tree
 
@@ -109,7 +109,7 @@ class Stats(Fates):
     def note_prompt(self, session: int, reports: Reports) -> None:
         """Count what both models read of the prompt, and what they had no need to read."""
         target, draft = (
-            span.prompts.get(session, UNREAD) if span is not None else UNREAD
+            span.prompts.get(session, NO_PREFILL) if span is not None else NO_PREFILL
             for span in (reports.verifying, reports.drafting)
         )
         self.prompt_tokens_read += target.read

@@ -39,7 +39,7 @@ class Chances:
 
 
 # what a draft says of a token that was looked up: nothing yet, the first, among others, not a word
-UNREAD, FIRST, OTHER, ABSENT = range(4)
+NO_PREFILL, FIRST, OTHER, ABSENT = range(4)
 STANDINGS = 4
 MATCHES = (2, 3, 4, 5, 9, 17)  # between classes of how many words match before it
 LOOKS = len(MATCHES) + 1
@@ -59,7 +59,7 @@ def standing(node: Node, parent_read: bool) -> int:
     """Return what the draft says of a looked-up token."""
     if node.said > 0.0:
         return OTHER if node.rank else FIRST
-    return ABSENT if parent_read else UNREAD
+    return ABSENT if parent_read else NO_PREFILL
 
 
 def class_of(said: float) -> int:
@@ -251,7 +251,7 @@ class GrowingTree:
             if not new:  # what is new has no children
                 known = next((n for n, node in enumerate(nodes) if node.parent == here and node.token == token), None)
             if known is None:
-                chance = chances.looked[look_class(look, ABSENT if read else UNREAD)]
+                chance = chances.looked[look_class(look, ABSENT if read else NO_PREFILL)]
                 reach *= chance
                 nodes.append(Node(token, here, chance, reach, depth, 1, 0.0, look))
                 here, read, new = len(nodes) - 1, False, True

@@ -127,7 +127,7 @@ def _work(channel: Channel, drafter: Drafter, work: Work, backlog: deque[WireMes
         channel.send(Broken(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     else:
-        span = Span(start, time.perf_counter(), drafter.rows_fed - fed, drafter.prompts_read())
+        span = Span(start, time.perf_counter(), drafter.rows_fed - fed, drafter.prefill_counts())
         channel.send(RoundDrafted(work.ticket, made, span))
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from specbranch.core.costs import MOST_UNREAD
-from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Reached, Read, Sparse
+from specbranch.core.costs import MOST_UNCOMPUTED
+from specbranch.core.orders import Branch, Context, Draft, Drafted, DraftOrder, Grow, Prefill, Reached, Sparse
 from specbranch.core.runner import Ask, Done, Feed, Lanes, NoNumber, Proposal, RunsAhead
 from specbranch.core.slots import ROOT
 from specbranch.core.trees import NO_TREE, Tree
@@ -76,7 +76,11 @@ class Drafter(Worker):
         return {
             **(self._branches(chains, done, announce) if chains else {}),
             **(self._trees(trees, done) if trees else {}),
-            **{session: self._reached(session, order) for session, order in orders.items() if isinstance(order, Read)},
+            **{
+                session: self._reached(session, order)
+                for session, order in orders.items()
+                if isinstance(order, Prefill)
+            },
         }
 
     def make_ready(self, session: int, done: Done) -> None:
@@ -86,7 +90,7 @@ class Drafter(Worker):
 
     def read_ahead(self, session: int, on: Context) -> None:
         """Read a text behind which a tree is to grow next, where that needs not be waited for."""
-        if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNREAD:
+        if self.grows_trees is None or not self.lets_grow or len(on.tail) > MOST_UNCOMPUTED:
             return
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, on, 1):
@@ -111,7 +115,7 @@ class Drafter(Worker):
         _check(proposal.confidence for proposal in found)
         return found
 
-    def _reached(self, session: int, order: Read) -> Reached:
+    def _reached(self, session: int, order: Prefill) -> Reached:
         """Read on in a text; of one that the draft cannot read or hold nothing is left to be read in chunks."""
         with suppress(CacheFull), self.releasing(session):
             if not self._out_of_reach(session, order.on, 0):

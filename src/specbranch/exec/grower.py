@@ -32,7 +32,7 @@ class _GrowingOrder:
             node if node.fed == (n in held) else node._replace(fed=n in held) for n, node in enumerate(order.tree.nodes)
         ]
 
-    def unread_text(self) -> Feed:
+    def uncomputed_text(self) -> Feed:
         """What has to be read of the text before anything can grow."""
         if self.rest:
             self.growing.steps.append(len(self.rest))
@@ -114,7 +114,7 @@ def _read_texts(worker: Worker, trees: list[_GrowingOrder]) -> float:
         return 0.0
     unasked = [tree for tree in trees if not tree.growing.read]
     proposals = worker.propose(
-        [tree.unread_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
+        [tree.uncomputed_text() for tree in trees], [tree.ask(len(tree.rest) - 1) for tree in unasked]
     )
     for tree in trees:
         tree.commit_text()

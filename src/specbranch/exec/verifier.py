@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbranch.core.forecast import Forecaster
-from specbranch.core.orders import UNREAD, Aside, Branch, Context, Read, Receiver, Verdict, Verify
+from specbranch.core.orders import NO_PREFILL, Aside, Branch, Context, Prefill, Receiver, Verdict, Verify
 from specbranch.core.runner import NO_TOKEN, Feed, Head, Judged, ReceivesTrees, Runner, Trial, Verdicts
 from specbranch.core.sending import SendingLater
 from specbranch.core.slots import ROOT
@@ -56,7 +56,7 @@ class Verifier(Worker):
     @property
     def begun(self) -> Callable[[], float] | None:
         """When the last verification began, which may be before it was asked for; nothing: when it was."""
-        read = any(held.prompt is not UNREAD for held in self._held.values())  # before that step, in the same order
+        read = any(held.prompt is not NO_PREFILL for held in self._held.values())  # before that step, in the same order
         return self._receives.begun if self._receives and not read else None
 
     def receiver(self, session: int, on: Context, sending: SendingLater) -> Receiver | None:
@@ -93,7 +93,7 @@ class Verifier(Worker):
         self._count(work)
         return Scored(judged, tuple(guessed), self.runner.verify(work, (*judged, *guessed)), waiting), failed
 
-    def read_on(self, orders: Mapping[int, Read]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
+    def prefill(self, orders: Mapping[int, Prefill]) -> tuple[dict[int, int], dict[int, SpecBranchError]]:
         """Read on in texts of which nothing is asked yet; returns how much is held of each, and who cannot be
         served."""
         reached: dict[int, int] = {}

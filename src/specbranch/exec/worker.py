@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import lcm
 
-from specbranch.core.orders import UNREAD, Context, PromptRead, Read
+from specbranch.core.orders import NO_PREFILL, Context, Prefill, PrefillCount
 from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Done, Feed, GrowsTrees, Proposal, Runner, RunsAhead
 from specbranch.core.slots import ROOT, Slots
@@ -35,7 +35,7 @@ class Holding:
 
     request: Request
     out_of_reach: bool = False  # the text holds what this model cannot read
-    prompt: PromptRead = UNREAD  # since it was last told
+    prompt: PrefillCount = NO_PREFILL  # since it was last told
 
 
 class Worker:
@@ -61,11 +61,11 @@ class Worker:
         if self._held.pop(session, None):
             self.runner.close(session)
 
-    def prompts_read(self) -> dict[int, PromptRead]:
+    def prefill_counts(self) -> dict[int, PrefillCount]:
         """Return what was read of the sessions' prompts since this was last asked."""
-        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not UNREAD}
+        found = {session: held.prompt for session, held in self._held.items() if held.prompt is not NO_PREFILL}
         for session in found:
-            self._held[session].prompt = UNREAD
+            self._held[session].prompt = NO_PREFILL
         return found
 
     def stale(self, session: int, on: Context) -> bool:
@@ -78,10 +78,10 @@ class Worker:
 
         Returns the node the path ends at so far (ROOT: the prefix) and the tokens still to be fed after it.
         """
-        unread, path = self._unread(session, on, pending, asked=pending + 1)
-        committed = len(unread) - pending
+        uncomputed, path = self._uncomputed(session, on, pending, asked=pending + 1)
+        committed = len(uncomputed) - pending
         self.runner.keep(session, path, min(len(path), committed))
-        rest = unread[len(path) :]
+        rest = uncomputed[len(path) :]
         return len(self.slots(session).tokens) - 1, self._catch_up(session, rest, committed - len(path))
 
     def settle(self, session: int, on: Context, tree: Tree) -> tuple[list[int], dict[int, int]]:
@@ -89,29 +89,29 @@ class Worker:
 
         Returns the tokens still to be fed, and where the nodes of the tree lie that were read.
         """
-        unread, path = self._unread(session, on, 0, asked=0 if tree.read else 1)
-        rest = unread[len(path) :]
+        uncomputed, path = self._uncomputed(session, on, 0, asked=0 if tree.read else 1)
+        rest = uncomputed[len(path) :]
         held = {} if rest else _held_nodes(self.slots(session), path[-1] if path else ROOT, tree)
         kept = sorted(held.values())
         self.runner.keep(session, [*path, *kept], len(path))
         return self._catch_up(session, rest, len(rest)), {n: kept.index(node) for n, node in held.items()}
 
-    def read(self, session: int, order: Read) -> int:
+    def read(self, session: int, order: Prefill) -> int:
         """Read on in a sequence, by whole chunks of its prompt, then by steps; returns how many tokens of it are held.
 
         Bits are those of reading it at once: both cut a prompt at the same places.
         """
         on = order.on.whole() if self.stale(session, order.on) else order.on
-        unread, path = self._unread(session, on, 0, asked=0)
+        uncomputed, path = self._uncomputed(session, on, 0, asked=0)
         self.runner.keep(session, path, len(path))
-        rest = unread[len(path) :]
+        rest = uncomputed[len(path) :]
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
-            self._read_prompt(session, rest[:prompt], order.most)
+            self._prefill(session, rest[:prompt], order.most)
         else:
             self._catch_up(session, rest[: order.most], len(rest[: order.most]), at_once=0)
         return len(self.slots(session).prefix)
 
-    def _unread(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
+    def _uncomputed(self, session: int, on: Context, pending: int, asked: int) -> tuple[list[int], list[int]]:
         """Go back to where `on` and the prefix part; returns the tokens beyond, and the nodes of the tail that carry
         the first of them.
 
@@ -121,15 +121,15 @@ class Worker:
         held, settled = len(slots.prefix), len(on) - pending
         if held < on.base:
             raise Stale(f"session {session}: {held} tokens held, {on.base} presumed")
-        unread = on.tail[held - on.base :]
+        uncomputed = on.tail[held - on.base :]
         alike = on.base + _alike(slots.prefix[on.base :], on.tail)
         if min(alike, settled) < held or (asked and settled == held and not self.runner.knows(session, ROOT)):
-            unread = self._go_back(session, on, min(alike, settled - 1))
-        answered = len(unread) - asked  # of those before, nothing is asked
+            uncomputed = self._go_back(session, on, min(alike, settled - 1))
+        answered = len(uncomputed) - asked  # of those before, nothing is asked
         nodes = takewhile(
-            lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(unread))
+            lambda at: at[0] < answered or self.runner.knows(session, at[1]), enumerate(slots.find(uncomputed))
         )
-        return list(unread), [node for _, node in nodes]
+        return list(uncomputed), [node for _, node in nodes]
 
     def _go_back(self, session: int, on: Context, length: int) -> tuple[int, ...]:
         """Forget all but the first tokens, of a prompt that is not whole all of it; returns what is to be read of
@@ -186,7 +186,7 @@ class Worker:
         """Read the prompt but for its last token, then by steps all but a few of the committed tokens; returns those
         left to feed."""
         if (prompt := self._prompt(session) - len(self.slots(session).prefix)) > 0:
-            self._read_prompt(session, rest[:prompt])
+            self._prefill(session, rest[:prompt])
             rest, committed = rest[prompt:], committed - prompt
         while committed > at_once:
             most = max(self.slots(session).room, 1)  # without room the cache says so
@@ -198,18 +198,18 @@ class Worker:
             rest, committed = rest[count:], committed - count
         return rest
 
-    def _read_prompt(self, session: int, unread: Sequence[int], most: int | None = None) -> None:
+    def _prefill(self, session: int, uncomputed: Sequence[int], most: int | None = None) -> None:
         """Read on in a prompt, of which all that is unread is given: to its end, or about `most` tokens of it in whole
-        chunks, but for what the cache knows of it. All reading of prompts begins here."""
+        chunks, but for what the cache knows of it. All prefill starts here."""
         held, before, prefill_chunk = self._held[session], self.slots(session).prefix[:], self.runner.prefill_chunk
-        known = self.runner.recall(session, (*before, *unread)) - len(before)
-        end = len(unread)
+        known = self.runner.recall(session, (*before, *uncomputed)) - len(before)
+        end = len(uncomputed)
         if most is not None:
             at = len(before) + known
             end = min((at // prefill_chunk + max(most // prefill_chunk, 1)) * prefill_chunk - len(before), end)
         if known < end:
-            self._extend(session, unread[known:end])
-        held.prompt = held.prompt.plus(PromptRead(read=max(end - known, 0), cached=known))
+            self._extend(session, uncomputed[known:end])
+        held.prompt = held.prompt.plus(PrefillCount(read=max(end - known, 0), cached=known))
 
     def _extend(self, session: int, tokens: Sequence[int]) -> None:
         """Read a part of the prompt, about which nothing is asked."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specbranch.config import WeightsName
-from specbranch.core.pages import PAGE, Copy, Pool, ReadPrompt, check_shared, chunks
+from specbranch.core.pages import PAGE, Copy, Pool, PrefilledPrompt, check_shared, chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT, TAIL, Slots
 from specbranch.errors import BadParameter, ModelError
@@ -62,7 +62,7 @@ class Held:
 
     slots: Slots
     table: Table
-    read: ReadPrompt
+    read: PrefilledPrompt
 
 
 class NativeRunner(TorchRunner):
@@ -166,7 +166,7 @@ class NativeRunner(TorchRunner):
         if not self._held:
             self.pool.settle(())
         table = Table(self.pool)
-        self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), table, ReadPrompt(table))
+        self._held[seq] = Held(Slots(self._context_length + self.tail, self.tail), table, PrefilledPrompt(table))
 
     @torch.inference_mode()
     def _extend(self, seq: int, tokens: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import Any
 
-from specbranch.core.pages import Copy, PageTable, Pool, ReadPrompt, check_shared, chunks
+from specbranch.core.pages import Copy, PageTable, Pool, PrefilledPrompt, check_shared, chunks
 from specbranch.core.runner import Feed
 from specbranch.core.slots import TAIL
 from specbranch.errors import CacheFull
@@ -22,7 +22,7 @@ class PagedStates(MutableSequence[State]):
 
     def __init__(self, pool: Pool, memory: list[State]) -> None:
         self.table, self._memory, self._length = PageTable(pool), memory, 0
-        self.read = ReadPrompt(self.table)
+        self.read = PrefilledPrompt(self.table)
 
     def reach(self, length: int) -> None:
         """Have room for so many states, those behind the present end nobody else's, or raise CacheFull."""

@@ -52,7 +52,7 @@ class TextRead:
 
     def ends(self, growing: Growing, length: int) -> bool:
         """Whether a tree is to grow behind it, of which that is all it needs to know."""
-        return growing.seq == self.seq and length == self.length and not growing.unread and not growing.tree.read
+        return growing.seq == self.seq and length == self.length and not growing.uncomputed and not growing.tree.read
 
 
 class TreeGrower:
@@ -66,14 +66,14 @@ class TreeGrower:
     def room(self, growing: Growing, slots: Slots, request: Request, read: TextRead | None = None) -> int:
         """How many nodes of a tree may be read where its model is; 0: the tree is to be grown step by step. `read`:
         its text was read ahead."""
-        growth, unread = growing.growth, len(growing.unread)
+        growth, uncomputed = growing.growth, len(growing.uncomputed)
         # the draft says what follows the text, or has said it before
-        text_answered = unread > 0 or growing.tree.read or read is not None
-        fits = len(growth.step) <= LANES and growth.children <= ENTRIES and unread <= self._graphs.step.most_rows
-        if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, unread)):
+        text_answered = uncomputed > 0 or growing.tree.read or read is not None
+        fits = len(growth.step) <= LANES and growth.children <= ENTRIES and uncomputed <= self._graphs.step.most_rows
+        if not text_answered or not fits or not asking.is_chosen_in_graph(_spot(request, slots, uncomputed)):
             return 0
         parents = (NODES - len(growing.tree)) // growth.children - 1  # that may have children
-        return max(min(slots.room - unread, growth.most, parents), 0)
+        return max(min(slots.room - uncomputed, growth.most, parents), 0)
 
     def bucket(self, kv_slots: int) -> Bucket:
         """The bucket of all steps of a tree behind so many KV slots."""
@@ -94,12 +94,12 @@ class TreeGrower:
         read: TextRead | None = None,
     ) -> None:
         """Bring a tree to the device; its first step makes the moves, unless its text was read ahead."""
-        unread = len(growing.unread)
-        asked = -1 if growing.tree.read else unread - 1 if read is None else read.row
+        uncomputed = len(growing.uncomputed)
+        asked = -1 if growing.tree.read else uncomputed - 1 if read is None else read.row
         if growing.growth.deepest > DEEPEST:
             growing = replace(growing, growth=replace(growing.growth, deepest=DEEPEST))
-        spot = _spot(request, slots, unread)
-        tail = 0 if unread else len(slots.tokens)
+        spot = _spot(request, slots, uncomputed)
+        tail = 0 if uncomputed else len(slots.tokens)
         array = self.tree.planted(growing, asked, spot.position, tail, room, table.pages, _noise(spot), moves)
         self._transfer.into(self.tree.state, array)
 
@@ -129,14 +129,14 @@ class TreeGrower:
         _add_read(nodes, kv_slots, slots)
         tree = GrowingTree(growing.tree)
         tree.nodes, tree.read = nodes, True
-        text = len(growing.unread) if read is None else read.row + 1
+        text = len(growing.uncomputed) if read is None else read.row + 1
         tree.steps = [text, *steps] if text else steps
         return tree.tree()
 
 
-def _spot(request: Request, slots: Slots, unread: int) -> Spot:
+def _spot(request: Request, slots: Slots, uncomputed: int) -> Spot:
     """Where the first token of a tree will stand."""
-    return Spot(request, len(slots.prefix) + unread, list)
+    return Spot(request, len(slots.prefix) + uncomputed, list)
 
 
 def _noise(spot: Spot) -> NoiseKeys:

@@ -102,7 +102,7 @@ class GpuRunner(StepLauncher):
         held, read, self._ahead, self.grown_at, self.begun = self._held[growing.seq], self._read, None, None, None
         read = read if read is not None and read.ends(growing, len(held.slots)) else None
         room = self._grower.room(growing, held.slots, self._requests[growing.seq], read)
-        kv_slots = len(held.slots) + len(growing.unread) + room
+        kv_slots = len(held.slots) + len(growing.uncomputed) + room
         if not room:
             return None
         try:
@@ -156,7 +156,7 @@ class GpuRunner(StepLauncher):
     def _plant(self, growing: Growing, room: int, bucket: Bucket, read: TextRead | None) -> None:
         """Bring a tree to the device, and have its first step chosen. What is unread of its text is read for that,
         and committed."""
-        seq, count, moves = growing.seq, len(growing.unread), NO_MOVES
+        seq, count, moves = growing.seq, len(growing.uncomputed), NO_MOVES
         held, request = self._held[seq], self._requests[seq]
         if not count and self._moves:  # else they are made with the text's step
             moves = self._waiting_moves()
@@ -168,7 +168,7 @@ class GpuRunner(StepLauncher):
             self._grower.choose(bucket, read)
             return
         spot = Spot(request, len(held.slots.prefix) + count, list)
-        with self._grown([Feed(seq, growing.unread, tuple(range(ROOT, count - 1)))]) as rows:
+        with self._grown([Feed(seq, growing.uncomputed, tuple(range(ROOT, count - 1)))]) as rows:
             self._start(rows, asking.choosing_of(count, [(count - 1, spot)]), ENTRIES, bucket)
         # Committed where it lies. No page is given back, as `keep` would: the tree's steps are about to write there.
         self._rows[seq].clear()

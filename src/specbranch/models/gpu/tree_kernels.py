@@ -203,9 +203,9 @@ def _choose(state, nodes, count, fed, spent, SIZE: tl.constexpr):
         bar = tl.max(rest, 0)
         left -= tl.sum((rest == bar).to(tl.int32), 0)
         rest = tl.where(rest == bar, -1.0, rest)
-    unread = tl.load(at + READ, mask=there, other=1.0) == 0.0
+    uncomputed = tl.load(at + READ, mask=there, other=1.0) == 0.0
     within = tl.load(at + DEPTH, mask=there, other=0.0) < tl.load(state + DEEPEST)
-    is_open = there & unread & within & (worth * reach > bar) & ((parent == ROOT) | (opened > 0.0))
+    is_open = there & uncomputed & within & (worth * reach > bar) & ((parent == ROOT) | (opened > 0.0))
     gains = tl.where(is_open, reach * tl.maximum(1.0 - tl.load(at + KNOWN, mask=there, other=0.0), 0.0), -1.0)
     room = tl.minimum(tl.load(state + MOST).to(tl.int32) - fed, tl.load(state + ROOM).to(tl.int32))
     limit = tl.minimum(room, tl.load(state + PACES).to(tl.int32))

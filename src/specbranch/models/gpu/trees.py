@@ -95,8 +95,8 @@ class DeviceTree:
     ) -> np.ndarray:
         """Write a tree out, for a text of `prefix` tokens with so many nodes behind it and room for so many more.
         `asked`: the row that says what follows the text; negative: that is known."""
-        growth, nodes, unread = growing.growth, growing.tree.nodes, len(growing.unread)
-        spent = growth.seconds(0.0, min(unread, len(growth.step))) if unread else 0.0
+        growth, nodes, uncomputed = growing.growth, growing.tree.nodes, len(growing.uncomputed)
+        spent = growth.seconds(0.0, min(uncomputed, len(growth.step))) if uncomputed else 0.0
         array = np.zeros(self.first + len(nodes) * len(FIELDS))
         array[: len(SCALARS)] = (
             len(nodes), sum(node.fed for node in nodes), spent, asked >= 0, tail, prefix, asked, 0, self._spare,
