@@ -141,8 +141,8 @@ def test_draft_and_text_correct_each_other() -> None:
 
 
 def test_every_standing_has_a_class_of_its_own() -> None:
-    places = (UNREAD, FIRST, OTHER, ABSENT)
-    classes = {look_class(match_class(words), where) for words in range(1, 40) for where in places}
+    kv_slots = (UNREAD, FIRST, OTHER, ABSENT)
+    classes = {look_class(match_class(words), where) for words in range(1, 40) for where in kv_slots}
     assert classes == set(range(len(CHANCES.looked))) and len(CHANCES.looked) == len(CHANCES.shifts)
     node = Node(1, ROOT, 0.5, 0.5, 1)
     assert standing(node, False) == UNREAD and standing(node, True) == ABSENT

@@ -44,7 +44,8 @@ from specbranch.models.files.blocks import BLOCK, FORMS, ROW_FORM, BlockForm, Bl
 from specbranch.models.files.encodings import gguf_encoding
 from specbranch.models.files.matrix import Matrix
 from specbranch.models.files.stored_rows import StoredRows
-from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.precision import agreed
 from test_identity_models import SHAPINGS, compare
 from test_weights import HALVES, random_blocks, write_gguf
@@ -439,12 +440,12 @@ def test_operations_round_their_rows_as_a_layer_by_itself_does(name: str, files:
     assert torch.equal(found, expected) and expected.any()
 
 
-def test_a_token_has_the_same_bits_alone_in_a_tree_and_in_company(files: dict[str, Path], threads: int) -> None:
+def test_a_token_has_the_same_bits_alone_in_a_tree_and_in_a_batch(files: dict[str, Path], threads: int) -> None:
     runner = load_native(files["qwen2 Q8_0"], context_length=200, tail=64)
     alone = rows_of(runner, Feed(0, (9,), (ROOT,)))
     tree = rows_of(runner, Feed(0, (4, 9, 9, 8, 3), (ROOT, ROOT, 0, 1, 2)))
-    company = rows_of(runner, Feed(1, tuple(range(60)), tuple(range(ROOT, 59))), Feed(0, (9,), (ROOT,)))
-    assert torch.equal(tree[1], alone[0]) and torch.equal(company[-1], alone[0])
+    batch_size = rows_of(runner, Feed(1, tuple(range(60)), tuple(range(ROOT, 59))), Feed(0, (9,), (ROOT,)))
+    assert torch.equal(tree[1], alone[0]) and torch.equal(batch_size[-1], alone[0])
 
 
 @each_value
@@ -505,16 +506,16 @@ def test_a_damaged_file_is_refused_by_name(damage: str, files: dict[str, Path], 
 def test_a_file_that_shrinks_while_it_is_read_is_refused_by_name(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specbranch.models.runners import native
+    from specbranch.models import loading
 
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(files["llama Q4_1"].read_bytes())
-    reading = native.read_weights
+    reading = loading.read_weights
 
     def shrunk(*args: object) -> object:
         bad.write_bytes(bad.read_bytes()[:-2000])
         return reading(*args)
 
-    monkeypatch.setattr(native, "read_weights", shrunk)
+    monkeypatch.setattr(loading, "read_weights", shrunk)
     with pytest.raises(ModelError, match=r"bad\.gguf: tensor .* could not be read"):
         load_native(bad, context_length=64, weights="stored")

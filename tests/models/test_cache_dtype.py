@@ -15,7 +15,8 @@ from specbranch.experiences import experience_folder
 from specbranch.models.cache import pool_size
 from specbranch.models.cache.kv_memory import _whole, page_bytes, widened
 from specbranch.models.cpu.kernels import load_kernel
-from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.precision import kept_in
 from specbranch.models.sampling.logit_rows import collate
 from test_identity_models import SHAPINGS, compare
@@ -64,7 +65,7 @@ def test_the_compiled_step_stores_what_the_plain_one_does(
     fused = loaded(folders[kind], cache_dtype)
     assert fused.compiled and fused.cache_dtype == cache_dtype
     plain = NativeRunner(fused.decoder, fused.context_length, fused.tail, cache_dtype=SMALL[cache_dtype])
-    plain._fused, plain.piece = None, fused.piece
+    plain._fused, plain.prefill_chunk = None, fused.prefill_chunk
     whole = loaded(folders[kind], None)
     own, twin, exact = (scored(runner) for runner in (fused, plain, whole))
     near, far = (own - twin).abs().max(), (own - exact).abs().max()

@@ -112,9 +112,8 @@ def test_no_token_that_reaches_the_best_is_left_out() -> None:
 @needs_scan
 def test_tokens_that_cannot_win_get_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(
-        noise_rows, "gumbel", lambda bits, real=noise_rows.gumbel: (made.append(len(bits)), real(bits))[1]
-    )
+    real = noise_rows.gumbel
+    monkeypatch.setattr(noise_rows, "gumbel", lambda bits: (made.append(len(bits)), real(bits))[1])
     logits, sampler = _logits(20, 49152), TorchSampler(49152)
     sampler.pick(rows_of(logits), [_spot(row, temperature=0.8) for row in range(20)])
     assert sum(made) < 20 * 49152 // 100

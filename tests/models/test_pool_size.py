@@ -25,7 +25,8 @@ from specbranch.models.cache.pool_size import pool_pages, weight_bytes
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.locate import locate
 from specbranch.models.files.weights import read_weights
-from specbranch.models.runners.native import NativeRunner, load_native, open_model
+from specbranch.models.loading import load_native, open_model
+from specbranch.models.runners.native import NativeRunner
 from tiers import tiered
 from tiny_models import GREEDY, SHAPE, saved, some_tokens, tiny
 from toybench import SHARED, Timeless, run_out
@@ -76,7 +77,7 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "dtype", "places", "told"),
+    ("gigabytes", "dtype", "kv_slots", "told"),
     [
         (
             17.0,
@@ -97,11 +98,11 @@ def test_stored_weights_are_counted_with_their_scales(stored: WeightsName, tied:
     ],
 )
 def test_what_does_not_fit_says_how_much_is_missing_and_what_would(
-    gigabytes: float, dtype: torch.dtype, places: int, told: str, large: Architecture, monkeypatch: pytest.MonkeyPatch
+    gigabytes: float, dtype: torch.dtype, kv_slots: int, told: str, large: Architecture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: int(gigabytes * 1e9))
     with pytest.raises(ModelError, match=told):
-        pool_pages(large, dtype, GPU, places, 128)
+        pool_pages(large, dtype, GPU, kv_slots, 128)
 
 
 @pytest.mark.parametrize(("gigabytes", "stored", "larger"), [(10.0, "int8", None), (6.0, "int4", "int8")])

@@ -27,7 +27,8 @@ from specbranch.models.cache.kv_memory import Table
 from specbranch.models.gpu.growing import NO_MOVES, _noise
 from specbranch.models.gpu.layout import SMALLEST_BUCKET, Bucket, packed_size, views
 from specbranch.models.gpu.receiving import DeviceReceiver, Expected
-from specbranch.models.gpu.tree_layout import DEEPEST, TREE_AT
+from specbranch.models.gpu.tree_layout import DEEPEST
+from specbranch.models.gpu.tree_layout import TREE_AT as TREE_AT
 from specbranch.models.gpu.trees import DeviceTree
 from test_device_trees import some_growth
 from test_streams_models import decode, decoders, executor
@@ -111,7 +112,7 @@ def both_steps(seed: int, kernel: Any, device: str) -> tuple[Any, Any, int]:
     slope = rng.choice([0.0, 0.02, 0.3])
     sending = Sending(tuple(slope * k for k in range(1, 16)), rng.choice([2, 30]))
     text = Expected(request, prefix, 17, sending)
-    table = Table(Pool(0), rng.sample(range(100), -(-text.places // 256)))
+    table = Table(Pool(0), rng.sample(range(100), -(-text.kv_slots // 256)))
     moves = np.array([[3, 9], [4, 8]]).T if rng.random() < 0.5 else NO_MOVES
     growing = Growing(0, (), Tree(tuple(grown(rng, size)), True), {}, replace(some_growth(rng), deepest=30))
     least = rng.choice([SMALLEST_BUCKET, Bucket(16, 1, 8)])

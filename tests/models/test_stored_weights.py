@@ -29,7 +29,8 @@ from specbranch.models.files.weights import ReducedHead, Weights, read_weights
 from specbranch.models.forward.decoder import Decoder, _linear
 from specbranch.models.forward.stored_linear import StoredLinear
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.runners.native import NativeRunner, load_native, open_model
+from specbranch.models.loading import load_native, open_model
+from specbranch.models.runners.native import NativeRunner
 from specbranch.models.runners.precision import agreed
 from test_decoder import scores
 from test_identity_models import SHAPINGS, compare

@@ -23,7 +23,8 @@ from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
 from specbranch.models.forward.transfer import Reading, Transfer
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.runners.native import NativeRunner
 from test_identity_models import SHAPINGS
 from tiers import each_value, tiered
 from tiny_models import saved, some_tokens, tiny

@@ -17,7 +17,8 @@ from specbranch.models.cpu import row_kernels, waiting_text
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.cpu.thread_pace import PACE, StepTime, StepTimes, ThreadPace
 from specbranch.models.forward import fused_step
-from specbranch.models.runners.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.runners.native import NativeRunner
 from specbranch.models.sampling.logit_rows import collate
 from tiny_models import GREEDY, saved, some_tokens, tiny
 
@@ -150,7 +151,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def answered(runner: NativeRunner) -> list[torch.Tensor]:
-    """The logits of a prompt that is read in pieces and of a few steps behind it, some with several rows."""
+    """The logits of a prompt that is read in chunks and of a few steps behind it, some with several rows."""
     runner.open(0, GREEDY)
     runner.extend(0, some_tokens(40))
     found = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from specbranch.answer import Output
-from specbranch.core.loop import DraftState, Places
+from specbranch.core.loop import DraftState, KVSlots
 from specbranch.core.scheduler import Snapshot
 from specbranch.serve.connections import CUT_REASONS, Connections
 from specbranch.serve.exposition import Histogram, Series, exposed
@@ -48,7 +48,7 @@ class ServerMetrics:
         self._running = _gauge("num_requests_running", "Samples that are being decoded.")
         self._waiting = _gauge("num_requests_waiting", "Samples that wait.")
         self._cache = _gauge("kv_cache_usage_perc", "Part of the target's cache that is held; 1 is all.")
-        self._put_back = _counter("num_preemptions", "Times that a request was put back for want of memory.")
+        self._preemptions = _counter("num_preemptions", "Times that a request was preempted for want of memory.")
         self._prompt = _counter("prompt_tokens", "Tokens of prompts that were admitted.")
         self._said = _counter("generation_tokens", "Tokens that were written.")
         self._queries = _counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
@@ -58,7 +58,7 @@ class ServerMetrics:
         self._drafted = _counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self._accepted = _counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self._by_position = _counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the main line."
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the main path."
         )
         self._first = _histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS_BUCKETS)
         self._between = _histogram("inter_token_latency_seconds", "Between two events of a stream.", SHORT_BUCKETS)
@@ -74,7 +74,7 @@ class ServerMetrics:
         self._samples = _histogram("request_params_n", "Samples of a request.", SAMPLES)
         # ours
         self._rollback = _counter("rollback_tokens", "Drafted tokens that were thrown away.")
-        self._opened = _counter("branches_opened", "Places at which branches were prepared.")
+        self._opened = _counter("branches_opened", "Positions at which branches were prepared.")
         self._hit = _counter("branches_hit", "Branches that the target went on with.")
         self._draft_idle = _counter("draft_idle_seconds", "Time of decoding in which the draft did nothing.")
         self._target_idle = _counter("target_idle_seconds", "Time of decoding in which the target did nothing.")
@@ -86,7 +86,8 @@ class ServerMetrics:
         self._open = _gauge("requests_open", "Requests that were let in and are not answered.")
         self._connections = _gauge("connections_open", "Connections that are open.")
         self._cut = _counter("connections_cut", "Connections that were refused or cut off, by why.")
-        self._free = _gauge("cache_places_free", "Places of a model's cache that nobody holds.")
+        self._free = _gauge("kv_cache_slots_free", "KV slots of a model that no request holds.")
+        self._places = _gauge("cache_places_free", "Deprecated: the older name of kv_cache_slots_free.")
         for reason in ("stop", "length"):
             self._success.add(0, finished_reason=reason)
         self._by_position.add(0, position="0")
@@ -126,7 +127,7 @@ class ServerMetrics:
         """Write all of it, as Prometheus reads it."""
         self._running.set(snapshot.running)
         self._waiting.set(snapshot.waiting)
-        self._put_back.set(snapshot.put_back)
+        self._preemptions.set(snapshot.preemptions)
         self._prompt.set(snapshot.prompt_tokens)
         self._said.set(snapshot.tokens)
         self._restarts.set(snapshot.draft_restarts)
@@ -138,10 +139,11 @@ class ServerMetrics:
         self._connections.set(len(connections))
         for reason, count in connections.cuts.items():
             self._cut.set(count, reason=reason)
-        for places in snapshot.places:
-            self._free.set(places.free, model=places.of)
-            if places.of == "target":
-                self._cache.set(_held(places))
+        for kv_slots in snapshot.kv_slots:
+            for gauge in (self._free, self._places):
+                gauge.set(kv_slots.free, model=kv_slots.of)
+            if kv_slots.of == "target":
+                self._cache.set(_held(kv_slots))
         for reason, count in limits.refused.items():
             self._refused.set(count, reason=reason)
         if (resident := _resident()) is not None:
@@ -161,8 +163,8 @@ class ServerMetrics:
         self._target_idle.add(stats["target_idle_seconds"])
 
 
-def _held(places: Places) -> float:
-    return 1 - places.free / places.total if places.total else 0.0
+def _held(kv_slots: KVSlots) -> float:
+    return 1 - kv_slots.free / kv_slots.total if kv_slots.total else 0.0
 
 
 def _resident() -> int | None:

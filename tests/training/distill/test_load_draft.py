@@ -28,7 +28,7 @@ from specbranch.models.drafts.load import _own_storage, load_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import read_layers
 from specbranch.models.forward.stored_linear import StoredLinear
-from specbranch.models.runners.native import load_native
+from specbranch.models.loading import load_native
 from specbranch.models.sampling.logit_rows import collate
 from tiers import tiered
 from tiny_models import GREEDY

@@ -15,8 +15,8 @@ from specbranch.models.gpu.layout import GROUP_ROWS, most_moves
 DEVICE_NODES = 1024  # at most in a tree
 LANES = GROUP_ROWS  # read at a time, at most
 ENTRIES = 8  # best tokens of a row that its choice tells
-TREE_MOVES = most_moves(LANES)  # places that may have to move before the first step
-DEEPEST = GROUP_POSITIONS  # below the text: so far a row's own line begins where its position says
+TREE_MOVES = most_moves(LANES)  # KV slots that may have to move before the first step
+DEEPEST = GROUP_POSITIONS  # below the text: so far a row's own path begins where its position says
 SHEET = 1024  # numbers that a target may have brought up with a tree
 
 TREE_SCALARS = (
@@ -24,9 +24,9 @@ TREE_SCALARS = (
     "noisy", "worth", "least", "free_time", "target_delay", "draft_delay", "row_price", "children", "rows", "deepest",
     "most", "lanes", "room", "planted",
 )  # fmt: skip
-# of a node; place: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
+# of a node; KV slot: in the tail, once it was read; known: the chances of its children, summed; row: of the step that
 # verifies it
-NODE_FIELDS = (*Node._fields, "place", "known", "row")
+NODE_FIELDS = (*Node._fields, "kv_slot", "known", "row")
 LOOKED_CELLS = LOOKS * STANDINGS
 TREE_PARTS = {
     "scalars": len(TREE_SCALARS), "now": LANES, "step": LANES, "edges": len(EDGES), "first": CLASSES, "other": CLASSES,
