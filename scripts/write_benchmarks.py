@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,7 @@ PAPER = {  # arXiv 2506.01979: speedup over autoregressive decoding on HumanEval
     "h200-1.3b-33b": ("Deepseek-Coder 1.3B & 33B", (3.39, 2.78, 2.63), (3.71, 3.02, 2.97)),
 }
 
+WIDE = 100  # columns of prose; tables may be wider
 LoadCell = tuple[str, str, int]  # clock, pair, requests at once
 
 
@@ -106,8 +108,15 @@ def _filled(text: str, name: str, lines: Iterable[str]) -> str:
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in text or end not in text:
         raise SystemExit(f"{PAGE} lacks {begin} … {end}.")
-    made = "\n".join([begin, *lines, end])
+    made = "\n".join([begin, *(wrapped for line in lines for wrapped in _wrapped(line)), end])
     return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: made, text, flags=re.DOTALL)
+
+
+def _wrapped(line: str) -> list[str]:
+    """Prose in lines of at most WIDE columns; a row of a table as it is."""
+    if line.startswith("|"):
+        return [line]
+    return textwrap.wrap(line, WIDE, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
