@@ -340,8 +340,8 @@ def _two_devices(rows: Sequence[ResultRow]) -> list[str]:
             gain = f"{100 * (with_it / without - 1):+.1f} %"
             shown = [f"{with_it:.2f}", f"{without:.2f}", gain, *(f"{share:.0%}" for share in shares)]
             lines.append([costs, pair.removeprefix("smollm2-"), where, *shown])
-    head = ["costs", "pair", "H200", "ours", "without overlap", "overlap brings", "rounds begun with a tree"]
-    return _table([*head, "target waits", "draft's work inside the target's"], sorted(lines, key=lambda line: line[:3]))
+    head = ["costs", "pair", "H200", "ours", "without overlap", "overlap brings", "rounds that start with a tree"]
+    return _table([*head, "target waits", "draft's work that overlaps with the target's"], sorted(lines, key=lambda line: line[:3]))
 
 
 def _sampled(rows: Sequence[ResultRow]) -> list[str]:
@@ -375,14 +375,14 @@ def _predictors() -> list[str]:
         for way in ways
     ]
     classes = [
-        "three classes at γ = 8: told rightly (none / some / all)",
+        "accuracy of the three classes at γ = 8 (none / some / all)",
         *(
             f"{one['accuracy']:.0%} ({' / '.join(f'{share:.0%}' for share in one['accuracy_by_class'].values())})"
             for one in figures.values()
         ),
     ]
     hard = [
-        "rounds settled by none or all, told rightly",
+        "share of rounds predicted as none or all, their accuracy",
         *(f"{o['hard_share']:.0%}, {o['hard_accuracy']:.0%}" for o in figures.values()),
     ]
     return _table(
