@@ -341,7 +341,10 @@ def _two_devices(rows: Sequence[ResultRow]) -> list[str]:
             shown = [f"{with_it:.2f}", f"{without:.2f}", gain, *(f"{share:.0%}" for share in shares)]
             lines.append([costs, pair.removeprefix("smollm2-"), where, *shown])
     head = ["costs", "pair", "H200", "ours", "without overlap", "overlap brings", "rounds that start with a tree"]
-    return _table([*head, "target waits", "draft's work that overlaps with the target's"], sorted(lines, key=lambda line: line[:3]))
+    return _table(
+        [*head, "target waits", "draft's work that overlaps with the target's"],
+        sorted(lines, key=lambda line: line[:3]),
+    )
 
 
 def _sampled(rows: Sequence[ResultRow]) -> list[str]:
