@@ -238,6 +238,7 @@ class Wheel:
     def load(self, path: str) -> dict[str, Any]:
         """Load both servers; the first is timed."""
         import torch
+
         from specbranch.lab.bench.llamacpp import built_with, make_server
 
         torch.set_num_threads(self.given.threads)

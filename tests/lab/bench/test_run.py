@@ -10,13 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from specbranch.lab.bench.aggregate import rows_of
-from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
-from specbranch.lab.bench.presets import ABLATION
-from specbranch.lab.bench.prompt_runs import RunStore
-from specbranch.lab.bench.run import PairRuns, check_replay, measure, record_all, replay
 
 from specbranch import LLM
 from specbranch.clock.shipped import load_profile
@@ -24,6 +17,13 @@ from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.lab.bench import run as running
+from specbranch.lab.bench.aggregate import rows_of
+from specbranch.lab.bench.clocks import Clock
+from specbranch.lab.bench.lab import Lab, Workload
+from specbranch.lab.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
+from specbranch.lab.bench.presets import ABLATION
+from specbranch.lab.bench.prompt_runs import RunStore
+from specbranch.lab.bench.run import PairRuns, check_replay, measure, record_all, replay
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.runners import ProposalStore
 from specbranch.lab.suites.suite import Prompt, Suite
