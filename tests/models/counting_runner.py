@@ -35,10 +35,10 @@ class CountingRunner(GpuRunner):
         self.followed += self._ahead is not before and isinstance(self._ahead, Followed)
         return found
 
-    def _lines(self, work: Sequence[Feed], *given: Any) -> Any:
+    def _results(self, work: Sequence[Feed], *given: Any) -> Any:
         ahead = self._ahead
-        found = super()._lines(work, *given)
-        right = ahead is not None and found[0] is ahead.lines
+        found = super()._results(work, *given)
+        right = ahead is not None and found[0] is ahead.results
         self.received_right += right and isinstance(ahead, Received)
         self.followed_right += right and isinstance(ahead, Followed)
         return found
