@@ -15,31 +15,33 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar, cast
 
 from specbranch.answer import Answer, Chunk, Output, gather
-from specbranch.config import SamplingParams
+from specbranch.config import SamplingParams, SpeculativeConfig, batch_size
 from specbranch.core.loop import DraftState
 from specbranch.core.orders import TokenLogprobs
 from specbranch.core.scheduler import Snapshot
-from specbranch.core.session import RoundWatcher
-from specbranch.engine import LLM, MOST, Params, PromptLike, Speculative, batch_size, checked
+from specbranch.decoding import resolve
+from specbranch.engine import LLM, MAX_BATCH, Params, checked
+from specbranch.engine_core import PromptLike
 from specbranch.errors import BadParameter, EngineFailed, RequestCancelled, SpecBranchError
-from specbranch.submission import Submission, Wish
+from specbranch.older_names import with_older
+from specbranch.submission import RequestOptions, Submission, Wish
 
 if TYPE_CHECKING:
     from specbranch.text.chat_template import Message
     from specbranch.text.tokenizer import Tokenizer
 
-__all__ = ["AsyncLLM", "Submission"]
+__all__ = ["AsyncLLM", "RequestOptions", "Submission"]
 
 log = logging.getLogger("specbranch")
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Options = RequestOptions | Mapping[str, Any] | None
 BUFFER = 256  # tokens that a stream may be ahead of its consumer
 PIECES_ALONE = 8  # of a prompt in one round while nobody decodes: another request, or a cancel, waits no longer
 
@@ -60,14 +62,6 @@ def _close(made: Iterator[Any]) -> None:
         made.close()
 
 
-def _answers(llm: LLM, wish: Wish) -> list[Answer]:
-    """The answers to be made to a request."""
-    if wish.given:
-        return [llm.scoring(wish.prompt, wish.params.logprobs or 0)]
-    samples = llm.samples(wish.prompt, wish.params)
-    return samples if wish.sample is None else [samples[wish.sample]]
-
-
 @dataclass(slots=True)
 class _Inbox:
     """What the thread is to do between two rounds; others put it here."""
@@ -82,7 +76,7 @@ class _Inbox:
 class AsyncLLM:
     """An LLM for many callers at once."""
 
-    def __init__(self, llm: LLM, max_batch: int = MOST, buffer: int = BUFFER) -> None:
+    def __init__(self, llm: LLM, max_batch: int = MAX_BATCH, buffer: int = BUFFER) -> None:
         """Take over a loaded LLM, which nobody else may use from now on.
 
         `max_batch`: requests decoded at once; memory may allow fewer. `buffer`: tokens that a stream may be ahead of
@@ -103,82 +97,64 @@ class AsyncLLM:
         self,
         prompt: PromptLike | Sequence[Message],
         params: Params = None,
+        options: Options = None,
         *,
-        method: str | None = None,
-        speculative: Speculative = None,
-        priority: int = 0,
-        deadline: float | None = None,
         streams: bool = False,
-        on_round: RoundWatcher | None = None,
+        **older: Any,
     ) -> Submission:
         """Send a request: a text, token ids, or a conversation; from any thread. What is wrong with it is raised here.
 
-        `method`, `speculative`: another way to decode than the LLM's own, on the same models; `speculative=False` is
-        plain decoding. Higher priorities go first. `deadline`: seconds in which it has to be finished; else it ends
-        with an error and what it has. `streams`: its chunks will be taken as they come, one sample only. `on_round` is
-        told what both models did in each round of its first sample, in the engine's thread: it has to be quick.
+        `options`: how it is decoded and scheduled, a `RequestOptions` or a mapping with its names. `streams`: the
+        caller takes chunks as they come, of one sample only. `older`: names of options were arguments once; they still
+        work, with a DeprecationWarning.
         """
-        wish = self._wish(prompt, params, method, speculative, priority, deadline, streams)
-        return self._sent(replace(wish, on_round=on_round))[0]
+        asked = with_older(RequestOptions, options, older, "AsyncLLM.submit")
+        return self._sent(self._wish(prompt, checked(params), asked, streams))[0]
 
     def submit_each(
         self,
         prompt: PromptLike | Sequence[Message],
         params: Params = None,
+        options: Options = None,
         *,
-        method: str | None = None,
-        speculative: Speculative = None,
-        priority: int = 0,
-        deadline: float | None = None,
         streams: bool = False,
+        **older: Any,
     ) -> list[Submission]:
         """Send a request each of whose n samples has a submission of its own, so that all may be streamed; see
         `submit`."""
-        asked = checked(params)
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        wish = self._wish(prompt, replace(asked, seed=seed), method, speculative, priority, deadline)
-        return self._sent(*(replace(wish, streams=streams, sample=sample) for sample in range(asked.n)))
+        asked, sampling = with_older(RequestOptions, options, older, "AsyncLLM.submit_each"), checked(params)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        wish = self._wish(prompt, replace(sampling, seed=seed), asked)
+        return self._sent(*(replace(wish, streams=streams, sample=sample) for sample in range(sampling.n)))
 
     async def score(
-        self, prompt: PromptLike, top: int = 0, *, priority: int = 0, deadline: float | None = None
+        self, prompt: PromptLike, top: int = 0, options: Options = None, **older: Any
     ) -> tuple[TokenLogprobs, ...]:
-        """Return how likely the target finds each token of a text but the first, with the `top` likeliest in its
-        place. Cancelling the task cancels the request."""
-        params = SamplingParams(logprobs=top)
-        wish = self._wish(prompt, params, None, None, priority, deadline)
+        """Return how likely the target finds each token of a text but the first, with the `top` likeliest tokens at
+        each position. Cancelling the task cancels the request."""
+        asked = with_older(RequestOptions, options, older, "AsyncLLM.score")
+        wish = self._wish(prompt, SamplingParams(logprobs=top), asked)
         if len(wish.prompt) < 2:
             return ()
-        (submission,) = self._sent(replace(wish, given=tuple(wish.prompt[1:])))
+        (submission,) = self._sent(replace(wish, scored=True))
         return (await _whole(submission)).logprobs or ()
 
     async def generate(
-        self,
-        prompt: PromptLike | Sequence[Message],
-        params: Params = None,
-        *,
-        method: str | None = None,
-        speculative: Speculative = None,
-        priority: int = 0,
-        deadline: float | None = None,
+        self, prompt: PromptLike | Sequence[Message], params: Params = None, options: Options = None, **older: Any
     ) -> Output:
         """Answer a prompt; see `submit`. An error that ended the request is raised. Cancelling the task cancels the
         request."""
-        (submission,) = self._sent(self._wish(prompt, params, method, speculative, priority, deadline))
+        asked = with_older(RequestOptions, options, older, "AsyncLLM.generate")
+        (submission,) = self._sent(self._wish(prompt, checked(params), asked))
         return await _whole(submission)
 
     def stream(
-        self,
-        prompt: PromptLike | Sequence[Message],
-        params: Params = None,
-        *,
-        method: str | None = None,
-        speculative: Speculative = None,
-        priority: int = 0,
-        deadline: float | None = None,
+        self, prompt: PromptLike | Sequence[Message], params: Params = None, options: Options = None, **older: Any
     ) -> AsyncIterator[Chunk]:
         """Answer a prompt as its text comes; see `submit`. Closing the iterator cancels the request. The last chunk
         carries the output; an error that ended the request is raised instead of it."""
-        return self._chunks(self._wish(prompt, params, method, speculative, priority, deadline, streams=True))
+        asked = with_older(RequestOptions, options, older, "AsyncLLM.stream")
+        return self._chunks(self._wish(prompt, checked(params), asked, streams=True))
 
     async def _chunks(self, wish: Wish) -> AsyncIterator[Chunk]:
         (submission,) = self._sent(wish)
@@ -280,23 +256,23 @@ class AsyncLLM:
     def _wish(
         self,
         prompt: PromptLike | Sequence[Message],
-        given: Params,
-        method: str | None,
-        speculative: Speculative,
-        priority: int,
-        deadline: float | None,
+        params: SamplingParams,
+        options: RequestOptions,
         streams: bool = False,
     ) -> Wish:
         """Check a request, in its caller's thread: nothing here touches the models."""
-        params, config = checked(given), self._llm.resolved(method, speculative)
+        config, core = self._config(options), self._llm.core
         if streams and params.n > 1:
             raise BadParameter(f"n is {params.n}, but a stream carries one sample. Use generate, or n = 1.")
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise BadParameter(f"priority is {priority!r}; expected a whole number, higher ones first.")
-        within = _seconds(deadline)
-        ids = self._llm.tokenizer.chat(prompt) if _is_conversation(prompt) else self._llm.ids(cast(PromptLike, prompt))
-        self._llm.check_length(ids)
-        return Wish(ids, params, config, priority, within, streams)
+        ids = core.tokenizer.chat(prompt) if _is_conversation(prompt) else core.ids(cast(PromptLike, prompt))
+        core.check_length(ids)
+        return Wish(ids, params, config, options, streams)
+
+    def _config(self, options: RequestOptions) -> SpeculativeConfig:
+        """Return how a request is decoded: as by the LLM unless it says otherwise."""
+        if options.method is None and options.speculative is None:
+            return self._llm.config
+        return resolve(options.speculative, options.method, self._llm.core.models.has_draft)
 
     def _sent(self, *wishes: Wish) -> list[Submission]:
         """Send requests, all of them or none."""
@@ -360,14 +336,23 @@ class AsyncLLM:
     def _admit(self, submission: Submission) -> None:
         wish = submission.wish
         try:
-            llm = self._llm if wish.config == self._llm.config else self._llm.using(speculative=wish.config)
-            submission.answers = _answers(llm, wish)
-            submission.answers[0].session.on_round = wish.on_round
+            submission.answers = self._answers(wish)
+            submission.answers[0].session.on_round = wish.options.on_round
             self._open.append(submission)
             for answer in submission.answers:
-                submission.tickets.append(llm.enqueue(answer, wish.priority, wish.within))
+                ticket = self._llm.core.enqueue(answer, wish.options.priority, wish.options.within)
+                submission.tickets.append(ticket)
         except Exception as error:  # it is this request's own
             self._let_go(submission, error if isinstance(error, SpecBranchError) else _failure(error))
+
+    def _answers(self, wish: Wish) -> list[Answer]:
+        """Return the answers to be made to a request."""
+        core = self._llm.core
+        if wish.scored:
+            return [core.scoring(wish.prompt, wish.params.logprobs or 0)]
+        decoding = self._llm.decoding if wish.config == self._llm.config else core.decoding(wish.config)
+        samples = core.samples(wish.prompt, wish.params, decoding)
+        return samples if wish.sample is None else [samples[wish.sample]]
 
     def _deliver(self, submission: Submission) -> None:
         """Tell a caller what is new."""
@@ -381,7 +366,7 @@ class AsyncLLM:
             submission.tell((), gather([answer.output() for answer in answers]))
         if over:
             self._open.remove(submission)
-            _done_alone(self._llm.keep_experience)
+            _done_alone(self._llm.core.experiences.write)
 
     def _deliver_or_fail(self, submission: Submission) -> None:
         try:
@@ -450,15 +435,6 @@ def _done_alone(task: Callable[[], object]) -> None:
         task()
     except BaseException as error:
         log.error("A task failed in the engine's thread, which goes on.", exc_info=error)
-
-
-def _seconds(deadline: float | None) -> float | None:
-    """Return a deadline in seconds; infinity is none."""
-    if deadline is None or (isinstance(deadline, float) and deadline == inf):
-        return None
-    if not isinstance(deadline, (int, float)) or isinstance(deadline, bool) or not deadline > 0:
-        raise BadParameter(f"deadline is {deadline!r}; expected seconds above 0, or nothing.")
-    return float(min(deadline, TIMEOUT_MAX))
 
 
 def _failure(error: BaseException) -> EngineFailed:

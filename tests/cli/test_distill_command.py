@@ -15,10 +15,10 @@ import pytest
 import torch
 from filelock import FileLock
 from in_process import Command, Done
-from specbranch.training.distill.material import Material
 
 from specbranch.errors import ModelError
 from specbranch.models.drafts.draft_folder import read_draft
+from specbranch.training.distill.material import Material
 from specbranch.training.making import draft as draft_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")

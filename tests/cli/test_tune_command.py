@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from in_process import Command
-from specbranch.lab.bench.tuning import Tuner
 
 from specbranch import LLM, SpeculativeConfig
 from specbranch.clock.profile import CostProfile
+from specbranch.lab.bench.tuning import Tuner
 from specbranch.lab.replay.record import Record
 
 pytestmark = pytest.mark.usefixtures("tiny")

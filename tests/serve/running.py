@@ -74,7 +74,7 @@ class Running:
 
 
 def load_tiny(pair: tuple[str, str], **given: Any) -> LLM:
-    return LLM(*pair, dtype="float64", device="cpu", context_length=480, **given)
+    return LLM(*pair, dtype="float64", device="cpu", options={"context_length": 480}, **given)
 
 
 @contextmanager

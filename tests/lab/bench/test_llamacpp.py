@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.llamacpp import LlamaCpp, built_with, told
 
 from specbranch.cli.main import run
+from specbranch.lab.bench.lab import Lab, Workload
+from specbranch.lab.bench.llamacpp import LlamaCpp, built_with, told
 from specbranch.lab.suites.suite import Prompt
 
 PROMPT = Prompt("count", "", ("Repeat after me: one two three one two three one two three one two three.",))

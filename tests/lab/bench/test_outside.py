@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.methods import TRANSFORMERS
-from specbranch.lab.bench.outside import Transformers, assistant_of
-from specbranch.lab.bench.subjects import Running
 
 from specbranch.cli.main import run
 from specbranch.core.runner import Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter
+from specbranch.lab.bench.lab import Lab, Workload
+from specbranch.lab.bench.methods import TRANSFORMERS
+from specbranch.lab.bench.outside import Transformers, assistant_of
+from specbranch.lab.bench.subjects import Running
 from specbranch.lab.replay.record import Record
 from specbranch.lab.suites.suite import Prompt
 from specbranch.models.drafts.draft_folder import read_draft

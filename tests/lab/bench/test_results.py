@@ -19,17 +19,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import PROVENANCE, run, slowed, toy_runs
+
+from specbranch.core.orders import Branch, Verdict
+from specbranch.core.stats import Stats
+from specbranch.errors import BadParameter
+from specbranch.lab.bench import aggregate
 from specbranch.lab.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
 from specbranch.lab.bench.compare import compare
 from specbranch.lab.bench.prompt_runs import PromptRun, RunStore, output_digest
 from specbranch.lab.bench.report import report_html
 from specbranch.lab.bench.results import COLUMNS, Column, ResultRow, Results, rows_csv, setting_text
 from specbranch.lab.bench.table import losslessness, show, table_lines, table_text
-
-from specbranch.core.orders import Branch, Verdict
-from specbranch.core.stats import Stats
-from specbranch.errors import BadParameter
-from specbranch.lab.bench import aggregate
 from specbranch.provenance import Provenance
 
 AR = "autoregressive"

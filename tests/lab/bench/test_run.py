@@ -10,13 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from specbranch.lab.bench.aggregate import rows_of
-from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
-from specbranch.lab.bench.presets import ABLATION
-from specbranch.lab.bench.prompt_runs import RunStore
-from specbranch.lab.bench.run import PairRuns, check_replay, measure, record_all, replay
 
 from specbranch import LLM
 from specbranch.clock.shipped import load_profile
@@ -24,6 +17,13 @@ from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.lab.bench import run as running
+from specbranch.lab.bench.aggregate import rows_of
+from specbranch.lab.bench.clocks import Clock
+from specbranch.lab.bench.lab import Lab, Workload
+from specbranch.lab.bench.methods import Setting, chosen_methods, default_setting, given_setting, variant
+from specbranch.lab.bench.presets import ABLATION
+from specbranch.lab.bench.prompt_runs import RunStore
+from specbranch.lab.bench.run import PairRuns, check_replay, measure, record_all, replay
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.runners import ProposalStore
 from specbranch.lab.suites.suite import Prompt, Suite
@@ -57,7 +57,7 @@ def test_replays_count_what_live_runs_on_the_same_clock_count(
     lab: Lab, pair: tuple[str, str], temperature: float
 ) -> None:
     workload = Workload(temperature=temperature, max_tokens=24)
-    with LLM(*pair, clock="c5", prefix_cache=False) as live:
+    with LLM(*pair, options={"clock": "c5", "prefix_cache": False}) as live:
         for setting in SETTINGS:
             assert setting.config is not None and C5.profile is not None
             known = Experience(C5.profile)  # the LLM has one of its own for each setting

@@ -10,10 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.methods import NOT_SEARCHED, SPACES, Name, default_setting
-from specbranch.lab.bench.tuning import TRIALS, Goal, TunedSeconds, Tuner, can_be_tuned, candidates, tuning_suites
 
 from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
@@ -22,6 +18,10 @@ from specbranch.core.experience import Experience
 from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter
 from specbranch.lab.bench import tuning
+from specbranch.lab.bench.clocks import Clock
+from specbranch.lab.bench.lab import Lab, Workload
+from specbranch.lab.bench.methods import NOT_SEARCHED, SPACES, Name, default_setting
+from specbranch.lab.bench.tuning import TRIALS, Goal, TunedSeconds, Tuner, can_be_tuned, candidates, tuning_suites
 from specbranch.lab.replay.pricing import NotingDecoder
 from specbranch.lab.replay.record import Record
 from specbranch.lab.suites.suite import SHIPPED, Prompt, Suite, load_suite
