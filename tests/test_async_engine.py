@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specbranch import LLM, AsyncLLM, SamplingParams, experiences
+from specbranch import LLM, AsyncLLM, RequestOptions, SamplingParams, experiences
 from specbranch.answer import Answer, Chunk
 from specbranch.core.methods import METHODS
 from specbranch.decoding import Decoding
@@ -278,6 +278,9 @@ MISUSES: dict[str, tuple[Callable[[AsyncLLM], Any], str]] = {
     "a deadline that is over": (lambda engine: engine.submit("x", options={"deadline": -1.0}), "deadline is -1.0"),
     "a deadline that is said": (lambda engine: engine.submit("x", options={"deadline": True}), "deadline is True"),
     "a priority in words": (lambda engine: engine.submit("x", options={"priority": "high"}), "priority is 'high'"),
+    "an unknown argument": (lambda engine: engine.submit("x", methd="tree"), "Did you mean 'method'"),
+    "an unknown option": (lambda engine: engine.submit("x", None, {"prioritty": 1}), "Did you mean 'priority'"),
+    "a number for options": (lambda engine: engine.submit("x", None, 5), "expected RequestOptions or a mapping"),
     "the oracle": (
         lambda engine: engine.submit("x", options={"speculative": {"policy": "oracle"}}),
         "only a replay does",
@@ -503,6 +506,18 @@ def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest
         engine.submit_each(PROMPT, replace(PARAMS, n=3))
     engine.shut_down()
     assert engine.stats().submitted == 3
+
+
+def test_an_option_of_a_request_as_a_keyword_still_works(pair: tuple[str, str]) -> None:
+    async def work(engine: AsyncLLM) -> tuple[str, str]:
+        with pytest.warns(
+            DeprecationWarning, match=r"AsyncLLM.submit\(method=…\) is the older spelling; write options="
+        ):
+            older = engine.submit("Smile", PARAMS, method="lookup")
+        newer = await engine.generate("Smile", PARAMS, RequestOptions(method="pearl", priority=1))
+        return (await older.output()).method, newer.method
+
+    assert run(pair, work) == ("lookup", "pearl")
 
 
 def test_configurations_without_end_are_not_kept(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import weakref
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from small_tokenizers import byte_fallback, save
-from specbranch import LLM, SamplingParams, SpeculativeConfig
+from specbranch import LLM, LoadOptions, SamplingParams, SpeculativeConfig
 from specbranch.answer import Output
 from specbranch.clock.shipped import load_profile
 from specbranch.config import ExecutorName, WeightsName
@@ -459,6 +460,14 @@ MISUSES: dict[str, tuple[Any, str]] = {
     ),
     "a list of settings": (lambda llm: LLM("x", speculative=[1]), "expected a SpeculativeConfig"),
     "a context in words": (lambda llm: LLM("x", options={"context_length": "12"}), "context_length is '12'"),
+    "an unknown argument": (lambda llm: LLM("x", context_lenght=64), "Did you mean 'context_length'"),
+    "an unknown option": (lambda llm: LLM("x", options={"wieghts": "int8"}), "Did you mean 'weights'"),
+    "a list of options": (lambda llm: LLM("x", options=[1]), "expected LoadOptions or a mapping"),
+    "weights of no kind": (
+        lambda llm: LLM("x", options={"draft_weights": "int3"}),
+        "Unknown storage of weights 'int3'",
+    ),
+    "a word for yes": (lambda llm: LLM("x", options={"prefix_cache": "yes"}), "prefix_cache is 'yes'"),
     "another device": (lambda llm: LLM(llm.target, device="meta"), "Unknown device 'meta'"),
 }
 
@@ -519,6 +528,41 @@ def test_a_prompt_that_fails_does_not_take_the_others_with_it(
     assert "0 free" in bad.to_dict()["error"]
     with pytest.raises(CacheFull):
         list(llm.stream([8, 9], params))
+
+
+def test_an_llm_has_at_most_ten_parameters() -> None:
+    assert len(inspect.signature(LLM).parameters) <= 10
+
+
+def test_an_option_as_a_keyword_still_works_and_says_what_to_write(pair: tuple[str, str]) -> None:
+    said = (
+        r"LLM\(context_length, max_batch=…\) is the older spelling; write options={'context_length': …, 'max_batch': …}"
+    )
+    with pytest.warns(DeprecationWarning, match=said):
+        llm = LLM(pair[0], method="lookup", device="cpu", options={"runner": "native"}, context_length=64, max_batch=3)
+    assert (llm.context_length, llm.max_batch, llm.runner) == (64, 3, "native")
+
+
+def test_options_may_be_a_value_of_their_own(pair: tuple[str, str]) -> None:
+    with LLM(pair[0], method="lookup", device="cpu", options=LoadOptions(context_length=64)) as llm:
+        assert llm.context_length == 64 and llm.max_batch == 64
+
+
+def test_a_view_shares_the_engine_and_has_its_own_decoding(llm: LLM) -> None:
+    view = llm.using("pearl")
+    assert view.core is llm.core and view.tokenizer is llm.tokenizer
+    assert (view.method, llm.method) == ("pearl", "specbranch")
+    view.max_batch = 2
+    assert llm.max_batch == 64 and view.using("tree").max_batch == 2
+
+
+def test_a_modelled_view_has_a_queue_of_its_own_behind_the_other(llm: LLM) -> None:
+    view = llm.modelled("c10")
+    assert view.core.models is llm.core.models and view.method == llm.method
+    assert view.core.scheduler is not llm.scheduler and view.core.scheduler.first is llm.scheduler
+    assert view.decoding.experience is not llm.decoding.experience, "what is modelled is not learned"
+    output = view.using("autoregressive").generate("Smile", SamplingParams(max_tokens=5, ignore_eos=True))
+    assert output.stats["decode_seconds"] == pytest.approx(4 * 0.01, rel=0.01)
 
 
 def test_an_llm_that_is_dropped_is_gone_at_once(pair: tuple[str, str]) -> None:

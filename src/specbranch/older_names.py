@@ -36,9 +36,7 @@ def with_older(
     if not older:
         return options
     kind.from_dict(older)  # refuses what is no option
-    names = ", ".join(older)
-    shown = ", ".join(f"'{name}': …" for name in older)
-    warnings.warn(
-        f"{caller}({names}=…) is the older spelling; write options={{{shown}}}.", DeprecationWarning, stacklevel=3
-    )
+    was, shown = (", ".join(form.format(name) for name in older) for form in ("{}=…", "'{}': …"))
+    said = f"{caller}({was}) is the older spelling; write options={{{shown}}}."
+    warnings.warn(said, DeprecationWarning, stacklevel=3)
     return replace(options, **older)  # type: ignore[type-var] # every kind is a dataclass
