@@ -254,7 +254,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting(pair: tuple[str, str], monkeyp
         def dying(*given: Any) -> None:
             raise SystemExit("gone")
 
-        monkeypatch.setattr(engine._scheduler.loop, "step", dying)
+        monkeypatch.setattr(engine._llm.scheduler.loop, "step", dying)
         for error in await asyncio.gather(*(engine.generate(PROMPT, PARAMS) for _ in range(3)), return_exceptions=True):
             assert isinstance(error, EngineFailed | BadParameter)
 
@@ -444,7 +444,7 @@ def test_no_task_in_the_thread_ends_it(pair: tuple[str, str], caplog: pytest.Log
         await made.aclose()
         with pytest.raises(RuntimeError, match="before it had begun"):
             await anext(engine.aside(_endless))
-        engine.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        engine._thread.post(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
         return await engine.generate(PROMPT, PARAMS)
 
     assert len(run(pair, work).token_ids) == 30
@@ -492,14 +492,15 @@ def test_a_watcher_that_raises_is_left_alone_by_its_request_and_all_others(
 @pytest.mark.slow
 def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = AsyncLLM(load(pair))
-    post = engine.post
+    thread = engine._thread
+    post = thread.post
 
     def closing_after(*tasks: Any, refuse: bool = False) -> None:
         post(*tasks, refuse=refuse)
-        with engine._inbox.changed:
-            engine._inbox.closing = engine._inbox.closing or refuse
+        with thread._inbox.changed:
+            thread._inbox.closing = thread._inbox.closing or refuse
 
-    monkeypatch.setattr(engine, "post", closing_after)
+    monkeypatch.setattr(thread, "post", closing_after)
     submissions = engine.submit_each(PROMPT, replace(PARAMS, n=3))
     assert [len(one.result(WAIT).token_ids) for one in submissions] == [30] * 3
     with pytest.raises(BadParameter, match="was closed"):
@@ -510,9 +511,7 @@ def test_samples_are_sent_all_or_none(pair: tuple[str, str], monkeypatch: pytest
 
 def test_an_option_of_a_request_as_a_keyword_still_works(pair: tuple[str, str]) -> None:
     async def work(engine: AsyncLLM) -> tuple[str, str]:
-        with pytest.warns(
-            DeprecationWarning, match=r"AsyncLLM.submit\(method=…\) is the older spelling; write options="
-        ):
+        with pytest.warns(DeprecationWarning, match=r"AsyncLLM.submit\(method=…\) is the older spelling"):
             older = engine.submit("Smile", PARAMS, method="lookup")
         newer = await engine.generate("Smile", PARAMS, RequestOptions(method="pearl", priority=1))
         return (await older.output()).method, newer.method

@@ -24,7 +24,7 @@ from specbranch.decoding import Speculative
 from specbranch.errors import BadParameter, SpecBranchError, unknown
 
 
-class Engine(Protocol):
+class SubmissionEngine(Protocol):
     """What a submission asks of the engine that it was sent to."""
 
     def post(self, *tasks: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class Submission:
     """A request under way: its text as it comes, its output, and the way to cancel it. Any thread or task may use it;
     its chunks go to one of them."""
 
-    def __init__(self, engine: Engine, wish: Wish) -> None:
+    def __init__(self, engine: SubmissionEngine, wish: Wish) -> None:
         self.wish = wish
         self.answers: list[Answer] = []  # the engine's thread's own, like the next two
         self.tickets: list[Ticket] = []

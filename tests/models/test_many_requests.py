@@ -40,7 +40,7 @@ def test_pieces_and_put_backs_leave_every_bit_as_it_is(pair: tuple[str, str], mo
     async def together() -> tuple[list[Any], Any]:
         # 5 pages: a prompt of 250 tokens and its answer take two
         async with AsyncLLM(LLM(*pair, device="cpu", options={"context_length": 400, "cache_tokens": 1280})) as engine:
-            engine._scheduler.ahead = 1
+            engine._llm.scheduler.ahead = 1
             waits = [engine.generate(one, params, {"method": METHODS[at % 6]}) for at, one in enumerate(asked)]
             outputs = await asyncio.gather(*waits)
             runner = engine._llm.target_runner
@@ -116,7 +116,7 @@ def test_smollm2_gives_each_the_text_it_gives_alone(default_model: Path) -> None
 
     async def together() -> tuple[list[Any], Any]:
         async with AsyncLLM(LLM(device="cpu", options={"context_length": 1024, "cache_tokens": 1024})) as engine:
-            engine._scheduler.ahead = 1
+            engine._llm.scheduler.ahead = 1
             waits = [engine.generate(prompt, one, how) for prompt, one, how in zip(asked, params, hows, strict=True)]
             return await asyncio.gather(*waits), engine.stats()
 
