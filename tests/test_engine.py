@@ -281,7 +281,7 @@ def test_equal_prompts_in_a_pool_of_one_page_all_finish(pair: tuple[str, str], m
     options = {"context_length": 128, "cache_tokens": PAGE, "max_batch": 4}
     with LLM(*pair, method=method, options=options, **asked) as llm:
         outputs = llm.generate([PROMPT, PROMPT, PROMPT], params)
-        assert all(places.free == places.total for places in llm.scheduler.snapshot().places)
+        assert all(kv_slots.free == kv_slots.total for kv_slots in llm.scheduler.snapshot().kv_slots)
     expected = plain(pair).generate(PROMPT, params)
     assert [one.token_ids for one in outputs] == [expected.token_ids] * 3
 

@@ -275,8 +275,8 @@ def checked(params: Params) -> SamplingParams:
 def _core(models: LoadedModels, costs: CostProfile | LearnedCosts, file: ExperienceFile | None) -> EngineCore:
     """Put a queue before loaded models."""
     experiences = Experiences(costs, models.has_draft, file)
-    chunk = models.parts.verifier.runner.piece
-    limits = RoundLimits(piece=chunk, prompt_tokens=chunk)
+    chunk = models.parts.verifier.runner.prefill_chunk
+    limits = RoundLimits(prefill_chunk=chunk, prompt_tokens=chunk)
     loop = Loop(models.parts.executor, costs=experiences.learned, limits=limits)
     weakref.finalize(loop, experiences.write, last=True)  # of the loop, which all views share
     return EngineCore(models, Scheduler(loop), experiences)
@@ -299,4 +299,4 @@ def _most_at_once(max_batch: int | None, model: Runner) -> int:
     """Return how many prompts of a list are decoded at once; a runner that does not count its memory gets one."""
     if max_batch is not None:
         return max_batch
-    return MAX_BATCH if model.places is not None else 1
+    return MAX_BATCH if model.kv_slots is not None else 1

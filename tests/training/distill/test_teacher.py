@@ -1,5 +1,5 @@
 """The target remembered: what it says to a batch is the same whether it is asked now or was asked once, in whatever
-company."""
+batch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from specbranch.lab.replay.several import Load, SeveralRecords
 from specbranch.lab.suites.suite import Suite, conversation
 from specbranch.progress import StepsDone
 
-TURNS = 2  # requests for each place: while the last ones end, fewer are at work
+TURNS = 2  # requests for each of the batch: while the last ones end, fewer are at work
 LEARNING = 2  # runs before the one that counts, where planning is looked at besides being priced
 PERCENTILES = (50, 95, 99)
 
@@ -80,7 +80,7 @@ def run_load(
 
 
 def _decoded(lab: Lab, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
-    """Decode as many requests as keep all places busy; what is learned of a pair is known from earlier runs."""
+    """Decode as many requests as keep the batch full; what is learned of a pair is known from earlier runs."""
     config, profile = default_setting(method).config, clock.profile
     assert config is not None and profile is not None
     many = list(records) * _rounds(count, len(records))
@@ -151,7 +151,7 @@ def _answered(lab: Lab, prompts: Sequence[list[int]], workload: Workload, method
 
 
 def _rounds(count: int, prompts: int) -> int:
-    """How often prompts have to be asked for all places to be busy for most of the time."""
+    """How often prompts have to be asked for the batch to be full for most of the time."""
     return max(1, -(-TURNS * count // prompts))
 
 

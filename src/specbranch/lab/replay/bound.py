@@ -2,7 +2,7 @@
 so many rows would give if only what is right were sent.
 
 Owns the arithmetic. Invariant: a method that sends what this draft or the text itself names, `MOST_SENT` at a time, is
-never faster than the bound while all places are busy.
+never faster than the bound while the batch is full.
 """
 
 from __future__ import annotations

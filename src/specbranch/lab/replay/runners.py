@@ -38,9 +38,9 @@ class PlainSlots(Generic[Mark]):
     """A Runner that has no model: Slots, and a mark for each node, made from its parent's. What it can answer is
     told below it."""
 
-    piece = 256
-    places = None
-    places_free = 0
+    prefill_chunk = 256
+    kv_slots = None
+    kv_slots_free = 0
     page = 1
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
@@ -57,7 +57,7 @@ class PlainSlots(Generic[Mark]):
         self._slots[seq], self._ends[seq], self._marks[seq] = Slots(self.context_length), self._start(), {}
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places."""
+        """The sequence's KV slots."""
         return self._slots[seq]
 
     def demand(self, seq: int, count: int) -> None:

@@ -1,6 +1,6 @@
 """Several records decoded at once, as requests that share both models: real decisions, time charged for all together.
 
-Owns the assembly, and who begins when. Invariant: each request emits its record's text, whatever company it has.
+Owns the assembly, and who begins when. Invariant: each request emits its record's text, whatever batch it is in.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from specbranch.lab.replay.reader import Reader
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.runners import MemoRunner, PlainSlots, RecordedRunner
 
-ROOM = 256  # places beyond the end of a text
+ROOM = 256  # KV slots beyond the end of a text
 
 
 class OneEach:
     """A Runner that has another one for each sequence."""
 
-    piece = PlainSlots.piece
-    places = None
-    places_free = 0
+    prefill_chunk = PlainSlots.prefill_chunk
+    kv_slots = None
+    kv_slots_free = 0
     page = 1
 
     def __init__(self, vocabulary: int, context_length: int) -> None:
@@ -47,7 +47,7 @@ class OneEach:
         self.runners[seq].open(seq, request)
 
     def slots(self, seq: int) -> Slots:
-        """The sequence's places."""
+        """The sequence's KV slots."""
         return self.runners[seq].slots(seq)
 
     def demand(self, seq: int, count: int) -> None:
@@ -119,7 +119,7 @@ class Load:
 
     seconds: float  # from the first one's beginning to the last one's end
     requests: tuple[Stats, ...]
-    tokens: int  # emitted in that time, those of requests among them that only kept places busy
+    tokens: int  # emitted in that time, those of requests among them that only filled the batch
 
     @property
     def tokens_per_second(self) -> float:
@@ -141,7 +141,7 @@ class SeveralRecords:
 
     def decode(self, config: SpeculativeConfig, profile: CostProfile, at_once: int, experience: Experience) -> Load:
         """Decode all records by a method, so many at once. Where one ends the next begins, after the last the first
-        ones again, so that all places are busy until the last is done."""
+        ones again, so that the batch stays full until the last is done."""
         clock, sessions = self._clock(profile), list[Session]()
         loop, waiting = Loop(clock), enumerate(cycle(self._records))
         method = find_method(config.method or PLAIN, self._draft is not None)
