@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch import LLM, SamplingParams
 
 PROMPTS = (

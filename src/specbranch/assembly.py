@@ -44,7 +44,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 class ModelChoice:
     """A model and how to run it, as plain data."""
 
-    name: str  # a known name, a folder (a model's, or an inflation's), a .gguf file or a Hub id
+    name: str  # a known name, a folder (with a model, or its recipe), a .gguf file or a Hub id
     runner: RunnerName = "auto"
     device: str | None = None  # nothing: a GPU if there is one
     dtype: str | None = None  # nothing: float32 on a CPU, bfloat16 elsewhere
@@ -158,11 +158,11 @@ def fitted_to_target(draft: ModelChoice, target: str) -> ModelChoice:
 
 def fetched(choice: ModelChoice, progress: Progress | None = None) -> str:
     """Return the path or id to load a model from, fetching a known one first if it is not here."""
-    from specbranch.lab.inflation.recipe import is_inflation, read_inflation
     from specbranch.models.files import store
+    from specbranch.models.files.sources import made_model
 
-    if is_inflation(choice.name):
-        fetched(replace(choice, name=read_inflation(choice.name).source), progress)
+    if (made := made_model(choice.name)) is not None:
+        fetched(replace(choice, name=made.base), progress)
         return choice.name
     if choice.name not in store.KNOWN or Path(choice.name).exists():
         return choice.name
@@ -205,7 +205,7 @@ def load_runner(choice: ModelChoice, target_runner: Runner | None = None) -> Tor
         "tail": choice.tail,
     }
     if choice.runner in ("auto", "native") and choice.device_map is None:
-        from specbranch.models.native import load_native
+        from specbranch.models.loading import load_native
 
         try:
             own: dict[str, Any] = {"cache_tokens": choice.cache_tokens, "cache_dtype": choice.cache_dtype}
@@ -234,12 +234,11 @@ def kept_by_draft(cache_dtype: str | None, device: str | None) -> str | None:
 
 def load_tokenizer(choice: ModelChoice) -> Tokenizer:
     """Load a model's tokenizer."""
-    from specbranch.lab.inflation.recipe import uninflated
-    from specbranch.models.files.locate import locate
+    from specbranch.models.files.locate import locate, stored_base
     from specbranch.models.files.store import cache_folder
     from specbranch.text.tokenizer import Tokenizer
 
-    found = uninflated(locate(fetched(choice)))
+    found = stored_base(locate(fetched(choice)))
     if found.kind == "gguf":
         return Tokenizer.from_gguf(found.path, cache_folder() / "tokenizers")
     return Tokenizer.from_folder(found.path, cache_folder() / "tokenizers")
@@ -254,8 +253,11 @@ def make_drafter(choice: ModelChoice, vocabulary: int, target_runner: Runner | N
 
 
 def drafter_recipe(choice: ModelChoice, vocabulary: int) -> Recipe:
-    """Return how a draft process makes the same worker for itself."""
-    return Recipe("specbranch.assembly:make_drafter_by", {"choice": asdict(choice), "vocabulary": vocabulary})
+    """Return how a draft process makes the same worker for itself; it imports the same sources of tensors first."""
+    from specbranch.models.files.sources import source_modules
+
+    given = {"choice": asdict(choice), "vocabulary": vocabulary}
+    return Recipe("specbranch.assembly:make_drafter_by", given, source_modules())
 
 
 def make_drafter_by(choice: Mapping[str, Any], vocabulary: int) -> Drafter:

@@ -18,11 +18,7 @@ from specbranch.errors import BadParameter, unknown
 Rule = Literal["match", "ratio"]
 HeadKind = Literal["top", "sampled"]
 PolicyName = Literal["fixed", "confidence", "entropy", "last", "paper", "oracle", "planner"]
-Part = Literal["overlap", "trees", "branches", "lookup", "learning", "hrad", "posterior"]
-PARTS: dict[str, tuple[Part, ...]] = {  # what each policy has that can be left out
-    "planner": ("overlap", "trees", "branches", "lookup", "learning"),
-    "paper": ("hrad", "branches", "posterior"),
-}
+Part = Literal["overlap", "trees", "branches", "lookup", "learning", "hrad", "posterior"]  # of any policy
 
 TUNED_FOR = "tuned_for"  # beside the settings that `specbranch tune` writes: what they are good for; no setting itself
 LONGEST_DRAFT = 64  # tokens: a chain and its verification fit a cache's tail
@@ -162,7 +158,7 @@ class SpeculativeConfig:
     lookahead_window: int = 15  # W in lookahead decoding's paper, which has these three for a model of 7B
     lookahead_ngram: int = 5  # N
     lookahead_candidates: int = 15  # G: n-grams kept, and verified, for each first token
-    without: tuple[Part, ...] = ()  # parts of the policy to leave out, to see what each brings (PARTS)
+    without: tuple[Part, ...] = ()  # parts of the policy to leave out, to see what each brings (core.policies)
 
     def __post_init__(self) -> None:
         self._check_parts()

@@ -46,7 +46,7 @@ class EngineThread:
         self._scheduler = llm.scheduler
         self._scheduler.served = True
         loop = self._scheduler.loop
-        loop.limits = replace(loop.limits, prompt_tokens_alone=CHUNKS_ALONE * loop.limits.piece)
+        loop.limits = replace(loop.limits, prompt_tokens_alone=CHUNKS_ALONE * loop.limits.prefill_chunk)
         self._open: list[Submission] = []  # the thread's own
         self._inbox = _Inbox()
         self.snapshot = Snapshot()  # what there is to do and was done, as of the last round

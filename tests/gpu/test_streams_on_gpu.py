@@ -27,7 +27,7 @@ from specbranch.errors import ModelError
 from specbranch.exec.drafter import Drafter
 from specbranch.exec.streams import Streams
 from specbranch.exec.verifier import Verifier
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiny_models import some_tokens
 from toybench import PROFILE, Timeless, run_out
 

@@ -16,7 +16,7 @@ from specbranch.core.request import Request
 from specbranch.errors import ModelError
 from specbranch.exec.verifier import Verifier
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from tiny_pair import make_pair
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, seed=1)

@@ -15,7 +15,8 @@ from specbranch.experiences import experience_folder
 from specbranch.models import room
 from specbranch.models.cpu.kernels import load_kernel
 from specbranch.models.kv import _whole, page_bytes, widened
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.rows import collate
 from specbranch.models.storage import kept_in
 from test_identity_models import SHAPINGS, compare

@@ -240,11 +240,11 @@ def test_a_fork_copies_the_cache_and_a_chain_does_not(runner: TransformersRunner
     _feed(_opened(runner), (21, 22), (ROOT, 0))
     _feed(runner, (23,), (1,))
     held = runner._held[0]
-    assert [line.path for line in held.lines] == [[0, 1, 2]]
+    assert [line.path for line in held.cached_paths] == [[0, 1, 2]]
     _feed(runner, (31,), (0,))
-    assert [line.path for line in held.lines] == [[0, 1, 2], [0, 3]]
+    assert [line.path for line in held.cached_paths] == [[0, 1, 2], [0, 3]]
     runner.keep(0, (0, 3), 1)
-    assert [(line.path, line.cache.get_seq_length()) for line in held.lines] == [([0], len(PROMPT) + 2)]
+    assert [(line.path, line.cache.get_seq_length()) for line in held.cached_paths] == [([0], len(PROMPT) + 2)]
 
 
 def test_a_closed_sequence_frees_its_caches(runner: TransformersRunner) -> None:

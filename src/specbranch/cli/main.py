@@ -12,6 +12,7 @@ import sys
 
 import click
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch import __version__
 from specbranch.errors import SpecBranchError, nearest
 

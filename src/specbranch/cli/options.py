@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbranch.cli.sections import PATH, F, options_of
-from specbranch.config import PARTS, TUNED_FOR, LoadOptions, SamplingParams, SpeculativeConfig, read_settings
+from specbranch.config import TUNED_FOR, LoadOptions, SamplingParams, SpeculativeConfig, read_settings
 from specbranch.core.methods import METHODS, find_method
+from specbranch.core.policies import POLICIES
 from specbranch.errors import BadParameter
 from specbranch.pairs import DEFAULT_PAIR, PAIRS, chosen_models, draft_path
 
@@ -144,8 +145,8 @@ SPECULATION = (
     _speculation(
         "--without",
         metavar="PART,…",
-        help=f"Parts of the policy to leave out; of planner: {', '.join(PARTS['planner'])}; of paper: "
-        f"{', '.join(PARTS['paper'])} [none].",
+        help=f"Parts of the policy to leave out; of planner: {', '.join(POLICIES['planner'].parts)}; of paper: "
+        f"{', '.join(POLICIES['paper'].parts)} [none].",
     ),
     _speculation(
         "--predictor",

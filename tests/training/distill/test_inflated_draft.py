@@ -20,7 +20,8 @@ from specbranch.errors import BadParameter, ModelError
 from specbranch.lab.bench.mirror import as_transformers, refuse_other_families
 from specbranch.models.drafts.load import load_draft
 from specbranch.models.gpu.runner import GpuRunner
-from specbranch.models.native import NativeRunner, load_native
+from specbranch.models.loading import load_native
+from specbranch.models.native import NativeRunner
 from specbranch.models.rows import scored
 from tiers import tiered
 from tiny_models import GREEDY

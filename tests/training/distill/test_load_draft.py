@@ -28,7 +28,7 @@ from specbranch.models.drafts.load import _own_storage, load_draft
 from specbranch.models.files.architecture import Architecture
 from specbranch.models.files.weights import read_layers
 from specbranch.models.gpu.stored import StoredLinear
-from specbranch.models.native import load_native
+from specbranch.models.loading import load_native
 from specbranch.models.rows import collate
 from tiers import tiered
 from tiny_models import GREEDY

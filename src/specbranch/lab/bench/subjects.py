@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import specbranch.lab.inflation.source  # noqa: F401 (registers inflated models)
 from specbranch.assembly import ModelChoice, fetched, load_tokenizer
 from specbranch.config import ExecutorName, WeightsName
 from specbranch.errors import BadParameter
@@ -187,7 +188,7 @@ class BenchPair:
 def trained_context(target: str) -> int:
     """Return how long the texts are that a target was made for, in tokens."""
     from specbranch.models.files.locate import locate
-    from specbranch.models.native import open_model
+    from specbranch.models.loading import open_model
 
     return open_model(locate(fetched(ModelChoice(target))))[0].context_length
 

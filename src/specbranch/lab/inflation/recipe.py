@@ -15,9 +15,9 @@ from typing import Any, Literal
 from specbranch.errors import BadParameter, ModelError
 from specbranch.files import replacing, spoken
 from specbranch.lab.inflation.shapes import Shape
-from specbranch.models.files.locate import INFLATION, Located, locate
 
 FORMAT = 1
+MARKER = "inflation.json"  # the recipe file
 InflatedKind = Literal["model", "draft"]
 AGAIN = "Make it again with `specbranch inflate`."
 
@@ -55,12 +55,12 @@ class Inflation:
 
 def is_inflation(name: str | Path) -> bool:
     """Whether a name is a folder that `specbranch inflate` made."""
-    return (Path(name).expanduser() / INFLATION).is_file()
+    return (Path(name).expanduser() / MARKER).is_file()
 
 
 def read_inflation(folder: str | Path) -> Inflation:
     """Read a recipe."""
-    file = Path(folder).expanduser() / INFLATION
+    file = Path(folder).expanduser() / MARKER
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
@@ -70,36 +70,10 @@ def read_inflation(folder: str | Path) -> Inflation:
         raise ModelError(f"{file} is no recipe of an inflated model ({error}). {AGAIN}") from None
 
 
-def source_of(recipe: Inflation) -> Located:
-    """Find the small model, fetching one that is known by name first if it is not here."""
-    from specbranch.models.files import store
-
-    known = recipe.source in store.KNOWN and not Path(recipe.source).exists()
-    try:
-        return locate(str(store.pull(recipe.source)) if known else recipe.source)
-    except ModelError as error:
-        raise ModelError(f"The source of {recipe.name} cannot be had. {error} {AGAIN}") from None
-
-
-def uninflated(located: Located) -> Located:
-    """Return the model itself, or the source of an inflated one: it has the same tokenizer, and says the same."""
-    return source_of(read_model(located.path)) if located.kind == "inflation" else located
-
-
-def read_model(folder: str | Path) -> Inflation:
-    """Read the recipe of a model that runs alone, which a draft does not."""
-    recipe = read_inflation(folder)
-    if recipe.kind == "draft":
-        raise ModelError(
-            f"{folder} ({recipe.name}) is a draft, which runs beside its target alone. Name it with --draft."
-        )
-    return recipe
-
-
 def write_inflation(folder: Path, recipe: Inflation) -> None:
     """Write a recipe, replacing one that is there; a folder that holds anything else is refused."""
     refuse_other_folder(folder)
-    with spoken(folder, "Name another folder with --out."), replacing(folder / INFLATION) as part:
+    with spoken(folder, "Name another folder with --out."), replacing(folder / MARKER) as part:
         part.write_text(recipe.text(), encoding="utf-8")
 
 
