@@ -416,7 +416,7 @@ def test_a_device_map_leads_to_the_transformers_runner(
 def test_a_device_map_is_the_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbranch.engine.assemble", _ask)
     with pytest.raises(Asked) as seen:
-        LLM("some/target", "some/draft", device_map="auto", draft_device="cuda:1")
+        LLM("some/target", "some/draft", options={"device_map": "auto", "draft_device": "cuda:1"})
     target, draft = seen.value.args[0][:2]
     assert (target.device_map, draft.device_map, draft.device) == ("auto", None, "cuda:1")
 

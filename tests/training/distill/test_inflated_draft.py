@@ -150,7 +150,7 @@ def test_a_pair_with_inflated_models_says_what_the_source_says(
     draft: str, executor: Any, places: dict[str, str]
 ) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
-    asked: dict[str, Any] = {"device": "cpu", "dtype": "float64", "context_length": 128}
+    asked: dict[str, Any] = {"device": "cpu", "dtype": "float64", "options": {"context_length": 128}}
     plain = LLM(places["target"], method="autoregressive", **asked).generate(PROMPT, params)
     settings: dict[str, Any] = {"executor": executor, "speculative": {"policy": "confidence"}}
     with LLM(places["large target"], places[draft], **settings, **asked) as llm:

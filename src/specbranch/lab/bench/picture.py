@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from specbranch.core.trace import Trace
 from specbranch.files import write_whole
 from specbranch.lab.bench.lab import Lab
 from specbranch.lab.bench.methods import Setting
+from specbranch.lab.recheck.repeat import repeat
 from specbranch.lab.replay.record import Record
 from specbranch.lab.traces.rounds import Times, read_rounds, times
 from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
@@ -25,8 +27,8 @@ def draw_timeline(lab: Lab, setting: Setting, record: Record, folder: Path) -> T
     """Answer a record's prompt once more, draw it, and return where its time went."""
     task = record.task
     params = replace(task.params, max_tokens=min(task.params.max_tokens, TOKENS))
-    trace = lab.llm.record()
-    output = lab.llm.using(speculative=setting.config).repeat(task.prompt, params, task.seed, 0)
+    trace = lab.llm.core.loop.trace = Trace()
+    output = repeat(lab.llm.using(speculative=setting.config), task.prompt, params, task.seed)
     rounds = read_rounds(trace.events, len(output.token_ids), [piece.origin for piece in output.pieces])
     spent = times(rounds)
     draft = spent.together + spent.draft_alone
