@@ -26,7 +26,7 @@ REHEARSED_ROWS = (1, 16, 4, 8, 2)  # the most telling first: time may run out
 REHEARSED_WIDTHS = (1, 8, 4, 2)
 REHEARSED_LENGTHS = (2, 6)  # steps of a draft: two numbers, to tell them from what comes once for all
 REHEARSAL_TURNS = 3  # their median counts
-REHEARSAL_SECONDS = 60.0  # seconds that a draft in another process has for a first round, beside what the round waits
+WARM_UP_SECONDS = 60.0  # seconds that a draft in another process has for a first round, beside what the round waits
 LOOK_EVERY = 0.05  # seconds
 
 
@@ -70,7 +70,7 @@ def _warm_up(executor: Executor, orders: Orders, on: Context) -> None:
     """Run a round that is not timed. A first round may take long, as kernels are compiled: a draft in another process
     is waited for until it has answered."""
     executor.run({NUMBER: orders})
-    over = executor.now() + REHEARSAL_SECONDS
+    over = executor.now() + WARM_UP_SECONDS
     while executor.draft_state == "busy" and executor.now() < over:
         time.sleep(LOOK_EVERY)  # the target would take the draft's cores
         executor.run({NUMBER: Orders(verify=Verify(on))})
