@@ -238,7 +238,8 @@ class Wheel:
     def load(self, path: str) -> dict[str, Any]:
         """Load both servers; the first is timed."""
         import torch
-        from specbranch.lab.bench.llamacpp import built_with, make_server
+
+        from specbranch.lab.bench.other_engines.llamacpp import built_with, make_server
 
         torch.set_num_threads(self.given.threads)
         start = time.perf_counter()

@@ -39,7 +39,7 @@ from specbranch.core.slots import ROOT, TAIL
 from specbranch.exec.serial import Serial
 from specbranch.exec.verifier import Verifier
 from specbranch.experiences import Experiences
-from specbranch.lab.bench.mirror import as_transformers
+from specbranch.lab.bench.other_engines.transformers_weights import as_transformers
 from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.models.batch import Rows
 from specbranch.models.decoder import Decoder

@@ -18,15 +18,15 @@ from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.clock.shipped import shipped_profiles
 from specbranch.config import ExecutorName
 from specbranch.errors import BadParameter
-from specbranch.lab.bench.methods import OUTSIDE, listed
+from specbranch.lab.bench.methods import OTHER_ENGINES, listed
 from specbranch.lab.bench.presets import PRESETS, TOLD, with_preset
 from specbranch.lab.bench.results import BASELINE
 from specbranch.lab.suites.suite import ALL_SHIPPED, SUITES
 from specbranch.pairs import DEFAULT_PAIR
 
 if TYPE_CHECKING:
-    from specbranch.lab.bench.load import LoadRow
     from specbranch.lab.bench.order import BenchOrder
+    from specbranch.lab.bench.under_load import LoadRow
 
 OUT = Path("bench-results")
 # What `tune` shares.
@@ -73,7 +73,7 @@ def bench() -> None:
         "Presets": TOLD,
         "Suites": list(SUITES.items()),
         **TABLES,
-        "Methods from outside": list(OUTSIDE.items()),
+        "Methods from outside": list(OTHER_ENGINES.items()),
         "Profiles (--clock)": PROFILES,
     },
 )
@@ -279,10 +279,10 @@ def load(**given: Any) -> None:
 def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     from specbranch.cli.progress import counted, pulled
     from specbranch.lab.bench.clocks import named_clocks
-    from specbranch.lab.bench.lab import Lab, Workload
-    from specbranch.lab.bench.load import run_by_wall, run_load
     from specbranch.lab.bench.methods import chosen_methods
-    from specbranch.lab.bench.subjects import PairOrder, Running, make_subject
+    from specbranch.lab.bench.pair_setup import PairOrder, Running, make_subject
+    from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
+    from specbranch.lab.bench.under_load import run_by_wall, run_load
     from specbranch.lab.suites.suite import load_suites
 
     clocks, counts = named_clocks(given["clock"]), _counts(given["at_once"])
@@ -291,7 +291,7 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
         named["pair"] = named["pair"] or DEFAULT_PAIR
     order = PairOrder(**named)
     methods = [name for name in chosen_methods(listed(given["methods"]), order.has_draft) if name != BASELINE]
-    if outside := [name for name in methods if name in OUTSIDE]:
+    if outside := [name for name in methods if name in OTHER_ENGINES]:
         raise BadParameter(f"{outside[0]} is no method of this engine, which `bench load` compares. Leave it out.")
     names = [name for one in given["suites"] for name in listed(one)]
     names = names or ([] if given["prompts"] else [ALL_SHIPPED])
@@ -303,10 +303,12 @@ def _loaded(given: dict[str, Any]) -> list[LoadRow]:
     with TemporaryDirectory() as recipes, counted() as progress:
         subject = make_subject(order, running, Path(recipes))
         target, draft, title = subject.target, subject.draft, subject.title
-        with Lab(target=target, draft=draft, title=title, folder=given["records"], running=running) as lab:
+        with RecordedPair(
+            target=target, draft=draft, title=title, folder=given["records"], running=running
+        ) as recorded:
             if given["clock"]:
-                return run_load(lab, suites, workload, methods, clocks, counts, progress)
-            return run_by_wall(lab, suites, workload, methods, counts, given["repeats"], progress)
+                return run_load(recorded, suites, workload, methods, clocks, counts, progress)
+            return run_by_wall(recorded, suites, workload, methods, counts, given["repeats"], progress)
 
 
 def _counts(text: str) -> list[int]:
@@ -320,14 +322,14 @@ def _counts(text: str) -> list[int]:
 
 
 def _load_table(rows: list[LoadRow]) -> list[str]:
-    from specbranch.lab.bench.load import table
+    from specbranch.lab.bench.under_load import table
 
     return table(rows)
 
 
 def _write_load(rows: list[LoadRow], out: Path) -> None:
     from specbranch.files import write_whole
-    from specbranch.lab.bench.load import picture
+    from specbranch.lab.bench.under_load import picture
 
     write_whole(out / "load.json", json.dumps({"rows": [row.to_dict() for row in rows]}, indent=2) + "\n")
     for clock in dict.fromkeys(row.clock for row in rows):
@@ -354,7 +356,6 @@ def _file(path: Path) -> Path:
 def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
     """Translate options into an order; what is wrong with them is told in the order in which it is looked at."""
     from specbranch.lab.bench.clocks import named_clocks
-    from specbranch.lab.bench.lab import Workload
     from specbranch.lab.bench.order import (
         BenchOrder,
         checked_methods,
@@ -363,6 +364,7 @@ def _order(wanted: dict[str, Any], context_is_given: bool) -> BenchOrder:
         chosen_pairs,
         given_settings,
     )
+    from specbranch.lab.bench.recorded_pair import Workload
 
     def same(*names: str) -> dict[str, Any]:
         return {name: wanted[name] for name in names if wanted[name] is not None}

@@ -13,12 +13,12 @@ from specbranch.cli.options import PAIR, TABLES, with_options
 from specbranch.cli.sections import SectionedCommand, options_of
 from specbranch.config import TUNED_FOR, ExecutorName
 from specbranch.errors import BadParameter
-from specbranch.lab.bench.methods import listed
+from specbranch.lab.bench.methods import TRIALS, listed
 from specbranch.lab.bench.results import BASELINE, rate_text, setting_text
 from specbranch.lab.suites.suite import ALL_SHIPPED, SUITES
 
 if TYPE_CHECKING:
-    from specbranch.lab.bench.tune_job import TuneOrder
+    from specbranch.lab.bench.order import TuneOrder
     from specbranch.lab.suites.suite import Suite
 
 _what, _how, _where = (options_of(title) for title in ("What to tune", "What for", "Output"))
@@ -100,7 +100,7 @@ def tune(as_json: bool, **given: Any) -> None:
     the best setting found up to then.
     """
     from specbranch.cli.progress import counted, pulled
-    from specbranch.lab.bench.tune_job import run_tuning
+    from specbranch.lab.bench.tuning import run_tuning
 
     out = given["out"]
     _check_out(out)
@@ -118,10 +118,8 @@ def _order(given: dict[str, Any]) -> TuneOrder:
     """Translate options into an order."""
     from specbranch.clock.shipped import load_profile
     from specbranch.lab.bench.clocks import Clock
-    from specbranch.lab.bench.lab import Workload
-    from specbranch.lab.bench.order import checked_running, chosen_pairs
-    from specbranch.lab.bench.tune_job import TuneOrder, tuned_methods
-    from specbranch.lab.bench.tuning import TRIALS
+    from specbranch.lab.bench.order import TuneOrder, checked_running, chosen_pairs, tuned_methods
+    from specbranch.lab.bench.recorded_pair import Workload
 
     (pair,) = chosen_pairs([given["pair"]] if given["pair"] else [], given["target"], given["draft"])
     profile = given["profile"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from specbranch.lab.bench.clocks import machine_clock
-from specbranch.lab.bench.subjects import Running
 
 from specbranch.errors import BadParameter
 from specbranch.lab.bench import clocks
+from specbranch.lab.bench.clocks import machine_clock
+from specbranch.lab.bench.pair_setup import Running
 from specbranch.lab.measure.probes import Effort
 
 

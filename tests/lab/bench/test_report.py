@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from made_runs import PROVENANCE, slowed, toy_runs
+
 from specbranch.lab.bench.aggregate import rows_of
 from specbranch.lab.bench.report import report_html, save_report
 from specbranch.lab.bench.results import ResultRow, Results

@@ -19,17 +19,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import PROVENANCE, run, slowed, toy_runs
-from specbranch.lab.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
-from specbranch.lab.bench.compare import compare
-from specbranch.lab.bench.prompt_runs import PromptRun, RunStore, output_digest
-from specbranch.lab.bench.report import report_html
-from specbranch.lab.bench.results import COLUMNS, Column, ResultRow, Results, rows_csv, setting_text
-from specbranch.lab.bench.table import losslessness, show, table_lines, table_text
 
 from specbranch.core.orders import Branch, Verdict
 from specbranch.core.stats import Stats
 from specbranch.errors import BadParameter
 from specbranch.lab.bench import aggregate
+from specbranch.lab.bench.aggregate import Timing, accepted_lengths, half_width, interval, pooled, rows_of
+from specbranch.lab.bench.compare import compare
+from specbranch.lab.bench.report import report_html
+from specbranch.lab.bench.results import COLUMNS, Column, ResultRow, Results, rows_csv, setting_text
+from specbranch.lab.bench.run_store import PromptRun, RunStore, output_digest
+from specbranch.lab.bench.table import losslessness, show, table_lines, table_text
 from specbranch.provenance import Provenance
 
 AR = "autoregressive"
@@ -385,13 +385,13 @@ class TestStore:
     def test_a_killed_process_loses_no_finished_run(self, tmp_path: Path) -> None:
         code = (
             "import os, signal, sys; from pathlib import Path; sys.path[:0] = sys.argv[2:];"
-            "from made_runs import run; from specbranch.lab.bench.prompt_runs import RunStore;"
+            "from made_runs import run; from specbranch.lab.bench.run_store import RunStore;"
             "store = RunStore(Path(sys.argv[1]), {});"
             "store.append(run('pearl', 'p1')); store.append(run('pearl', 'p2')); os.kill(os.getpid(), signal.SIGKILL)"
         )
         here = Path(__file__).parent
         done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "runs.jsonl"), str(here), str(here.parent)], check=False
+            [sys.executable, "-c", code, str(tmp_path / "runs.jsonl"), str(here), str(here.parents[1])], check=False
         )
         assert done.returncode == -9
         assert [one.prompt for one in RunStore(tmp_path / "runs.jsonl", {}).runs] == ["p1", "p2"]
@@ -623,8 +623,8 @@ def test_settings_read_the_same_whatever_their_order() -> None:
 
 def test_none_of_this_loads_torch_or_numpy() -> None:
     modules = [
-        *("suites.suite", "suites.hub", "files", "provenance"),
-        *("bench.results", "bench.prompt_runs", "bench.aggregate", "bench.compare", "bench.table", "bench.report"),
+        *("lab.suites.suite", "lab.suites.hub", "files", "provenance"),
+        *(f"lab.bench.{name}" for name in ("results", "run_store", "aggregate", "compare", "table", "report")),
     ]
     names = ", ".join(f"specbranch.{name}" for name in modules)
     code = f"import sys, {names}; sys.exit(' '.join({{'torch', 'numpy', 'transformers'}} & sys.modules.keys()))"

@@ -17,7 +17,7 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed
 from specbranch.core.slots import ROOT
 from specbranch.errors import BadParameter, ModelError
-from specbranch.lab.bench.mirror import as_transformers, refuse_other_families
+from specbranch.lab.bench.other_engines.transformers_weights import as_transformers, refuse_other_families
 from specbranch.models.drafts.load import load_draft
 from specbranch.models.gpu.runner import GpuRunner
 from specbranch.models.native import NativeRunner, load_native

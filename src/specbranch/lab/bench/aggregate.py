@@ -18,8 +18,8 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 from specbranch.core.stats import Stats
-from specbranch.lab.bench.prompt_runs import PromptRun
 from specbranch.lab.bench.results import WALL, ResultRow
+from specbranch.lab.bench.run_store import PromptRun
 from specbranch.lab.suites.suite import prompt_set
 
 DRAWS, SEED = 1000, 20260301  # the bootstrap's seed is fixed: equal runs give equal intervals

@@ -18,8 +18,8 @@ from specbranch.clock.profile import CostProfile
 from specbranch.clock.shipped import load_profile
 from specbranch.errors import BadParameter
 from specbranch.files import write_whole
+from specbranch.lab.bench.pair_setup import Running, Subject
 from specbranch.lab.bench.results import WALL
-from specbranch.lab.bench.subjects import Running, Subject
 from specbranch.lab.measure.loaded_pair import load_pair
 from specbranch.lab.measure.probes import QUICK
 from specbranch.lab.measure.profile_pair import measure

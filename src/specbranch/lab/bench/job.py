@@ -15,17 +15,11 @@ from typing import Any
 from specbranch.errors import BadParameter
 from specbranch.lab.bench.aggregate import rows_of
 from specbranch.lab.bench.clocks import Clock, free_memory, given_clock, kept_machine_clock
-from specbranch.lab.bench.lab import Lab
-from specbranch.lab.bench.llamacpp import LlamaCpp, built_with, check_file
 from specbranch.lab.bench.methods import LLAMACPP, TRANSFORMERS, Setting, default_setting
 from specbranch.lab.bench.order import BenchOrder
-from specbranch.lab.bench.outside import Transformers, check_target
-from specbranch.lab.bench.picture import draw_timeline, pictures
-from specbranch.lab.bench.prompt_runs import RunStore
-from specbranch.lab.bench.report import save_report
-from specbranch.lab.bench.results import Results
-from specbranch.lab.bench.run import Outside, PairRuns, ReplayCheck, check_replay, measure, record_all, replay
-from specbranch.lab.bench.subjects import (
+from specbranch.lab.bench.other_engines.llamacpp import LlamaCpp, built_with, check_file
+from specbranch.lab.bench.other_engines.transformers_methods import Transformers, check_target
+from specbranch.lab.bench.pair_setup import (
     USUAL_CONTEXT,
     BenchPair,
     Group,
@@ -35,6 +29,19 @@ from specbranch.lab.bench.subjects import (
     make_subject,
     trained_context,
 )
+from specbranch.lab.bench.paired_runs import (
+    OtherEngine,
+    PairRuns,
+    ReplayCheck,
+    check_replay,
+    measure,
+    record_all,
+    replay,
+)
+from specbranch.lab.bench.recorded_pair import RecordedPair
+from specbranch.lab.bench.report import draw_timeline, pictures, save_report
+from specbranch.lab.bench.results import Results
+from specbranch.lab.bench.run_store import RunStore
 from specbranch.lab.bench.tuning import Goal, Tuner, tuning_suites
 from specbranch.lab.suites.suite import ALL_SHIPPED, Suite, load_suites
 from specbranch.progress import StepsDone
@@ -144,7 +151,7 @@ class _PairJob:
         machine = self._machine() if order.by_the_wall and order.tunes else None
         apart = self._tuned_apart(machine) if machine is not None and not subject.is_plain else {}
         self.tell.progress(f"Loading {subject.title}", 0, 1)
-        with Lab(
+        with RecordedPair(
             target=subject.target,
             draft=subject.draft,
             folder=order.records,
@@ -154,27 +161,27 @@ class _PairJob:
             running=subject.running,
             context_length=self.pair.context_length,
             texts=order.texts,
-        ) as lab:
+        ) as recorded:
             # These load nothing until they are asked.
-            outside = dict.fromkeys(TRANSFORMERS, Transformers(lab)) | dict.fromkeys(LLAMACPP, LlamaCpp(lab))
+            outside = dict.fromkeys(TRANSFORMERS, Transformers(recorded)) | dict.fromkeys(LLAMACPP, LlamaCpp(recorded))
             done = []
             for clock, group in product(order.clocks, self.pair.groups):
-                settings = apart.get(group) or self._settings(lab, machine if clock.is_wall else clock, group)
+                settings = apart.get(group) or self._settings(recorded, machine if clock.is_wall else clock, group)
                 done.append(PairRuns(group.suites, order.workloads, settings, order.repeats, self.pair.outside))
-                self._run(lab, done[-1], clock, outside)
+                self._run(recorded, done[-1], clock, outside)
             if order.timeline and order.by_the_wall:
-                self._draw(lab, done[0])
-            return {lab.pair: lab.identity}
+                self._draw(recorded, done[0])
+            return {recorded.pair: recorded.identity}
 
-    def _run(self, lab: Lab, runs: PairRuns, clock: Clock, outside: Mapping[str, Outside]) -> None:
+    def _run(self, recorded: RecordedPair, runs: PairRuns, clock: Clock, outside: Mapping[str, OtherEngine]) -> None:
         """Run one group of prompts by one clock; with the first profile, repeat a sample with both models."""
-        record_all(lab, runs, self.tell.progress)
+        record_all(recorded, runs, self.tell.progress)
         if clock.is_wall:
-            measure(lab, runs, self.store, self.tell.progress, outside)
+            measure(recorded, runs, self.store, self.tell.progress, outside)
             return
-        replay(lab, runs, clock, self.store, self.tell.progress)
+        replay(recorded, runs, clock, self.store, self.tell.progress)
         if clock is self.order.clocks[0] and self.order.texts is None:
-            self.tell.say(_agreement(lab.pair, check_replay(lab, runs, clock)))
+            self.tell.say(_agreement(recorded.pair, check_replay(recorded, runs, clock)))
 
     def _machine(self) -> Clock | None:
         """Return what methods are tuned by for the wall clock: the profile given, or this machine's with the pair."""
@@ -189,7 +196,7 @@ class _PairJob:
         """Tune a pair that is costly, or not all in this process, with its models as they are: they decide alike, and
         costs are the pair's."""
         subject = self.pair.subject
-        with Lab(
+        with RecordedPair(
             target=subject.source[0],
             draft=subject.source[1],
             folder=self.order.records,
@@ -202,21 +209,21 @@ class _PairJob:
         free_memory()
         return found
 
-    def _settings(self, lab: Lab, clock: Clock | None, group: Group) -> tuple[Setting, ...]:
+    def _settings(self, recorded: RecordedPair, clock: Clock | None, group: Group) -> tuple[Setting, ...]:
         """Return how each method is set: tuned by a clock, or as usual without one; and as given by hand."""
         order = self.order
         if clock is None or not order.tune:
             return (*map(default_setting, order.methods), *order.settings)
-        tuner = Tuner(lab, Goal(clock, order.workloads[0], group.tuning, order.trials), self.tell.progress)
+        tuner = Tuner(recorded, Goal(clock, order.workloads[0], group.tuning, order.trials), self.tell.progress)
         return (*map(tuner.setting, order.methods), *order.settings)
 
-    def _draw(self, lab: Lab, runs: PairRuns) -> None:
+    def _draw(self, recorded: RecordedPair, runs: PairRuns) -> None:
         """Draw one answer, that to the first prompt of all, of each method that shows what both models do."""
-        record = lab.records(runs.suites[0].prompts[0], runs.workloads[0])[0]
+        record = recorded.records(runs.suites[0].prompts[0], runs.workloads[0])[0]
         for setting in runs.settings:
             if setting.method in DRAWN:
                 self.tell.progress(f"Drawing {setting.method}", 0, 1)
-                draw_timeline(lab, setting, record, self.order.out)
+                draw_timeline(recorded, setting, record, self.order.out)
 
 
 def _agreement(pair: str, found: ReplayCheck) -> str:

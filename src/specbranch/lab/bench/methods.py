@@ -1,7 +1,6 @@
-"""The methods a bench can run: those of this engine, each with its settings, and those of transformers and llama.cpp
-from outside.
+"""The methods a bench can run: those of this engine with their settings, and those of transformers and llama.cpp.
 
-Owns their names and what settings a name stands for.
+Owns the names of methods, the setting that each name stands for, and the values that a search tries of each knob.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specbranch.config import SpeculativeConfig
+from specbranch.config import MOST_NODES, SpeculativeConfig
 from specbranch.core.methods import METHODS, Method
 from specbranch.errors import BadParameter, unknown
 from specbranch.lab.bench.results import BASELINE
@@ -25,7 +24,7 @@ LLAMACPP = {
     "llamacpp": "llama.cpp on the same GGUF file, one token a forward",
     "llamacpp-ngram": "llama.cpp's speculation by n-grams",
 }
-OUTSIDE = {**TRANSFORMERS, **LLAMACPP}
+OTHER_ENGINES = {**TRANSFORMERS, **LLAMACPP}
 Knobs = Mapping[str, Sequence[int | float]]
 TWO_STAGE_KNOBS: Knobs = {
     "num_speculative_tokens": range(1, 17),
@@ -51,6 +50,8 @@ SPACES: dict[str, Knobs] = {  # what can be set of a method, and which values a 
     "tree": {},  # these plan by themselves
     "specbranch": {},
 }
+TRIALS = 40  # settings that a search tries of a method with several knobs
+TUNING_PROMPTS = 4  # prompts of each shipped suite that a search runs on
 NOT_SEARCHED = ("auto",)  # it has nothing to set, and with a draft it decodes as specbranch
 MORE = {"speculative": ("policy", "stop_below")}  # settings that rows tell and no search sets
 
@@ -94,7 +95,7 @@ class Setting:
     @property
     def _kind(self) -> Method | None:
         """The engine's method behind the name; nothing for one from outside."""
-        return None if self.method in OUTSIDE else METHODS[Name.of(self.method).method]
+        return None if self.method in OTHER_ENGINES else METHODS[Name.of(self.method).method]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Name:
         like, *parts = head.split("-")
         method, _, policy = like.partition(":")
         if method not in METHODS:
-            raise unknown("method", name if parts else method, (*METHODS, *OUTSIDE))
+            raise unknown("method", name if parts else method, (*METHODS, *OTHER_ENGINES))
         return cls(method, policy or None, tuple(parts), dict(_value(name, setting) for setting in settings))
 
     @property
@@ -150,7 +151,7 @@ def _value(name: str, setting: str) -> tuple[str, Any]:
 def default_setting(method: str, overrides: Mapping[str, Any] | None = None) -> Setting:
     """Return a method with its usual settings; METHOD:POLICY names another policy than its own, see Name for
     variants."""
-    if method in OUTSIDE:
+    if method in OTHER_ENGINES:
         return Setting(method, None)
     return Setting(method, Name.of(method).applied(overrides or {}))
 
@@ -191,3 +192,52 @@ def _matters(name: str, config: SpeculativeConfig) -> bool:
     there are none."""
     branching = config.method == "specbranch" and "branches" not in config.without
     return {"stop_below": config.policy in ("confidence", "paper", "last"), "max_branches": branching}.get(name, True)
+
+
+def can_be_tuned(method: str) -> bool:
+    """Whether a method has anything to set."""
+    return method not in OTHER_ENGINES and bool(SPACES.get(Name.of(method).like))
+
+
+def has_several_values(method: str) -> bool:
+    """Whether a search has more than one value to find, which takes optuna."""
+    return method not in OTHER_ENGINES and len(SPACES.get(Name.of(method).like, {})) > 1
+
+
+def candidates(has_draft: bool) -> tuple[str, ...]:
+    """Return the methods that can be searched with a pair, plain decoding first."""
+    return tuple(name for name in SPACES if has_draft or not default_setting(name).needs_draft)
+
+
+def knob_values(config: SpeculativeConfig) -> dict[str, Any]:
+    """Return what of a setting a search decides."""
+    return {name: getattr(config, name) for name in SPACES.get(_searched_as(config), {})}
+
+
+def _searched_as(config: SpeculativeConfig) -> str:
+    """The name under which a configuration is searched."""
+    return f"{config.method}:{config.policy}" if config.policy else config.method or BASELINE
+
+
+def config_with(method: str, values: Mapping[str, int | float]) -> SpeculativeConfig:
+    """Return a method's configuration with these knob values; values that do not fit together are lowered."""
+    made = dict(values)
+    if "ngram_min" in values:  # the shortest n-gram is no longer than the longest
+        made["ngram_min"] = min(values["ngram_min"], values["ngram_max"])
+    if "lookahead_ngram" in values:  # what does not fit a cache's tail is tried with shorter n-grams
+        made["lookahead_ngram"] = min(
+            values["lookahead_ngram"],
+            MOST_NODES // int(values["lookahead_window"] + values["lookahead_candidates"]) + 1,
+        )
+    config = default_setting(method, made).config
+    assert config is not None
+    return config
+
+
+def usual_indices(method: str) -> dict[str, int]:
+    """Return where the method's usual setting lies in its space."""
+    usual = default_setting(method).config
+    return {
+        name: min(range(len(values)), key=lambda at: abs(values[at] - getattr(usual, name)))
+        for name, values in SPACES[method].items()
+    }

@@ -1,7 +1,7 @@
-"""What a bench is asked for: pairs, methods, prompts and clocks.
+"""The order of a bench (`BenchOrder`) or of a search (`TuneOrder`): pairs, methods, prompts and clocks.
 
-Owns `BenchOrder` and the checks of what it is made from. Invariant: names are checked here, before anything is loaded
-or fetched.
+Owns both orders and the checks of what a user asked for. Invariant: these checks run before anything is loaded or
+fetched.
 """
 
 from __future__ import annotations
@@ -14,13 +14,28 @@ from typing import Any, get_args
 
 from specbranch import pairs as known
 from specbranch.config import WEIGHTS, ExecutorName
+from specbranch.core.methods import METHODS
 from specbranch.errors import BadParameter, unknown
 from specbranch.extras import OPTUNA
 from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Workload
-from specbranch.lab.bench.methods import LLAMACPP, OUTSIDE, TRANSFORMERS, Setting, chosen_methods, given_setting
-from specbranch.lab.bench.subjects import PairOrder, Running
-from specbranch.lab.bench.tuning import TRIALS, TUNING_PROMPTS, can_be_tuned, has_several_values
+from specbranch.lab.bench.methods import (
+    LLAMACPP,
+    OTHER_ENGINES,
+    SPACES,
+    TRANSFORMERS,
+    TRIALS,
+    TUNING_PROMPTS,
+    Setting,
+    can_be_tuned,
+    candidates,
+    chosen_methods,
+    given_setting,
+    has_several_values,
+)
+from specbranch.lab.bench.pair_setup import PairOrder, Running
+from specbranch.lab.bench.recorded_pair import Workload
+from specbranch.lab.bench.results import BASELINE
+from specbranch.lab.suites.suite import Suite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +89,21 @@ class BenchOrder:
         return any(name in LLAMACPP for name in self.methods)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOrder:
+    """What is searched for, all names checked and nothing loaded."""
+
+    pair: PairOrder
+    methods: tuple[str, ...]  # plain decoding first
+    suites: tuple[Suite, ...]
+    clock: Clock | None = None  # None: this machine is measured first
+    force_profile: bool = False  # a clock of another pair is taken all the same
+    workload: Workload
+    trials: int = TRIALS
+    running: Running  # how this machine is measured
+    records: Path | None = None
+
+
 def chosen_pairs(
     names: Sequence[str],
     target: str | None,
@@ -108,10 +138,27 @@ def checked_methods(
         raise BadParameter(f"{knowing[0]} {why}. Give a --clock, or leave it out.")
     if tune and any(map(has_several_values, chosen)):
         OPTUNA.require("or give --no-tune")
-    if not clocks[0].is_wall and (outside := [name for name in chosen if name in OUTSIDE]):
+    if not clocks[0].is_wall and (outside := [name for name in chosen if name in OTHER_ENGINES]):
         why = f"run by the wall clock only, and --clock {clocks[0].name} was given"
         raise BadParameter(f"{', '.join(outside)} {why}. Leave one of them out.")
     return chosen
+
+
+def tuned_methods(names: Sequence[str], has_draft: bool) -> tuple[str, ...]:
+    """Return the methods to search among, plain decoding first; unless some are named all that are searched quickly."""
+    known = candidates(has_draft)
+    # A method that guesses has the target decode anew for each setting.
+    asked = names or [name for name in known if name not in METHODS or not METHODS[name].guesses]
+    for name in asked:
+        if name not in SPACES:
+            raise unknown("method to tune", name, SPACES)
+        if name not in known:
+            raise BadParameter(
+                f"Method {name!r} needs a draft model, and none was given. Give one with --draft, or name a --pair."
+            )
+    if several := [name for name in asked if has_several_values(name)]:
+        OPTUNA.require(f"or leave {', '.join(several)} out with --methods")
+    return tuple(dict.fromkeys((BASELINE, *asked)))
 
 
 def checked_texts(texts: Path | None, by_the_wall: bool) -> Path | None:

@@ -1,20 +1,24 @@
-"""Results as one HTML file: what was found, drawn and in figures, and where it came from.
+"""Results as one HTML file: charts, tables, timelines and provenance.
 
-Owns the page. Invariant: the file stands alone (no scripts, nothing fetched), every picture says in words what it
-shows, and each figure is labelled as measured or modelled.
+Owns the page, and the timelines of single answers (`timeline-PAIR-METHOD.svg`, and `.json` for ui.perfetto.dev).
+Invariants: the page stands alone, without scripts or anything to fetch. A caption says in words what each picture
+shows, and each figure is labelled as measured or modelled. Timelines are drawn last, because recording a trace costs
+time.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbranch.charts import BarSeries, ChartLine, bar_chart, line_chart
 from specbranch.files import write_whole
+from specbranch.lab.bench.methods import Setting
 from specbranch.lab.bench.results import (
     BASELINE,
     COLUMNS,
@@ -27,10 +31,18 @@ from specbranch.lab.bench.results import (
     setting_text,
 )
 from specbranch.lab.bench.table import losslessness
+from specbranch.lab.replay.record import Record
+from specbranch.lab.traces.rounds import Times, read_rounds, times
+from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
+
+if TYPE_CHECKING:
+    from specbranch.lab.bench.recorded_pair import RecordedPair
 
 Scene = tuple[str, str, float]  # pair, clock, temperature: what can stand in one chart
 ByMethod = Mapping[str, list[ResultRow]]  # rows of one scene
 LEFT = ' class="name"'
+TIMELINE_TOKENS = 48  # length of the answer that a timeline shows
+TIMELINE_STEM = "timeline-"
 
 
 def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None = None) -> None:
@@ -270,6 +282,34 @@ def _facts(title: str, facts: Mapping[str, str]) -> str:
     """List what there is something to say of."""
     entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items() if words)
     return f'<section><h2>{escape(title)}</h2><dl class="facts">{entries}</dl></section>\n'
+
+
+def draw_timeline(recorded: RecordedPair, setting: Setting, record: Record, folder: Path) -> Times:
+    """Answer a record's prompt once more, draw it, and return where its time went."""
+    task = record.task
+    params = replace(task.params, max_tokens=min(task.params.max_tokens, TIMELINE_TOKENS))
+    trace = recorded.llm.record()
+    output = recorded.llm.using(speculative=setting.config).repeat(task.prompt, params, task.seed, 0)
+    rounds = read_rounds(trace.events, len(output.token_ids), [piece.origin for piece in output.pieces])
+    spent = times(rounds)
+    draft = spent.together + spent.draft_alone
+    inside = f"; {spent.together / draft:.0%} of the draft's work inside the target's" if draft else ""
+    head = f"{recorded.pair}, {setting.method}"
+    stem = folder / f"{TIMELINE_STEM}{recorded.pair}-{setting.method.replace(':', '-')}"
+    write_whole(
+        stem.with_name(f"{stem.name}.svg"),
+        draw_svg(rounds, head, subtitle(rounds, len(output.token_ids), False) + inside),
+    )
+    trace.write_chrome(stem.with_name(f"{stem.name}.json"))
+    return spent
+
+
+def pictures(folder: Path) -> dict[str, str]:
+    """Return the pictures of a folder by their names, those of earlier commands included."""
+    return {
+        file.stem.removeprefix(TIMELINE_STEM): file.read_text(encoding="utf-8")
+        for file in sorted(folder.glob(f"{TIMELINE_STEM}*.svg"))
+    }
 
 
 STYLE = """

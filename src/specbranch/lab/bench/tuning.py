@@ -1,19 +1,21 @@
-"""The best setting of each method for a pair and a clock, found on prompts other than those a bench reports.
+"""The search for the best setting of each method, for one pair and one clock.
 
-Owns the search and what it found. The prompts are the last few of each shipped suite, so that a bench on the first few
-of those has others, too. Each setting is looked at on a part of the prompts, and replayed on all of them if it does
-about as well there as the best before it. A length alone is tried out value by value, until longer ones only get worse.
-Several knobs are searched by optuna's TPE with a fixed seed, beginning with the method's usual setting and a number of
-settings drawn at random, the same for every clock, so that these are replayed once for all. What counts is the sum of
-charged decode seconds over all prompts. Invariants: the same question gives the same answer; a finished search is kept
-under everything it depends on, and an interrupted one leaves its trials in `Tuner.tried`.
+Owns the search (`Tuner`), the job of `specbranch tune` (`run_tuning`) and the file it writes for `--config`. A search
+replays records on the last few prompts of each shipped suite; a bench reports the first few, so the two differ. The
+search first tries each setting on a part of the prompts. It replays a setting on all prompts only if it is close to the
+best so far. A method with one knob is searched value by value until longer drafts only get worse. Methods with several
+knobs are searched by optuna's TPE sampler with a fixed seed; it starts with the usual setting and random ones, the same
+for every clock. The objective is the sum of charged decode seconds.
+
+Invariants: the same question gives the same answer. A finished search is stored under a hash of all its inputs; an
+interrupted one leaves its trials in `Tuner.tried`. Plain decoding always takes part, as the reference.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -21,23 +23,36 @@ from pathlib import Path
 from typing import Any
 
 from specbranch import __version__
+from specbranch.assembly import identity
 from specbranch.clock.profile import CostProfile
-from specbranch.config import MOST_NODES, SpeculativeConfig
+from specbranch.config import TUNED_FOR, SpeculativeConfig
 from specbranch.core.experience import Experience
 from specbranch.errors import BadParameter
 from specbranch.extras import OPTUNA
 from specbranch.files import write_whole
-from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.methods import OUTSIDE, SPACES, Name, Setting, default_setting, variant
-from specbranch.lab.bench.results import BASELINE
+from specbranch.lab.bench.clocks import Clock, machine_clock
+from specbranch.lab.bench.methods import (
+    SPACES,
+    TRIALS,
+    TUNING_PROMPTS,
+    Name,
+    Setting,
+    can_be_tuned,
+    config_with,
+    default_setting,
+    has_several_values,
+    knob_values,
+    usual_indices,
+    variant,
+)
+from specbranch.lab.bench.order import TuneOrder
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.replay.record import Record
 from specbranch.lab.suites.suite import SHIPPED, Suite, load_suite
+from specbranch.pairs import draft_path
 from specbranch.progress import StepsDone, silent
 
 VERSION = 3  # a search by another version is made again
-TUNING_PROMPTS = 4  # of each shipped suite
-TRIALS = 40
 PART = 5  # every trial is looked at on so many answers
 CLOSE = 1.03  # a trial within so many times the best seconds there is tried on all answers
 RANDOM_TRIALS = 24  # the first trials are drawn at random
@@ -98,32 +113,17 @@ class Goal:
         return self.clock.profile
 
 
-def can_be_tuned(method: str) -> bool:
-    """Whether a method has anything to set."""
-    return method not in OUTSIDE and bool(SPACES.get(Name.of(method).like))
-
-
-def has_several_values(method: str) -> bool:
-    """Whether a search has more than one value to find, which takes optuna."""
-    return method not in OUTSIDE and len(SPACES.get(Name.of(method).like, {})) > 1
-
-
 def tuning_suites(prompts: int = TUNING_PROMPTS) -> tuple[Suite, ...]:
     """Return the prompts that methods are tuned on unless others are given: so many of each shipped suite."""
     suites = (load_suite(name) for name in SHIPPED)
     return tuple(replace(suite, prompts=suite.prompts[-prompts:]) for suite in suites)
 
 
-def candidates(has_draft: bool) -> tuple[str, ...]:
-    """Return the methods that can be searched with a pair, plain decoding first."""
-    return tuple(name for name in SPACES if has_draft or not default_setting(name).needs_draft)
-
-
 class Tuner:
     """Searches with one pair for one goal."""
 
-    def __init__(self, lab: Lab, goal: Goal, progress: StepsDone = silent) -> None:
-        self.lab, self.goal = lab, goal
+    def __init__(self, recorded: RecordedPair, goal: Goal, progress: StepsDone = silent) -> None:
+        self.recorded, self.goal = recorded, goal
         self.tried: dict[str, list[TunedSeconds]] = {}  # by method, while a search goes on
         self.looked_at: dict[str, int] = {}
         self.decoded = 0
@@ -163,7 +163,7 @@ class Tuner:
         best, bad = math.inf, 0
         for setting in settings:
             self._look(method, len(settings))
-            config = _config(method, setting)
+            config = config_with(method, setting)
             seconds = self._seconds(config, self._part)
             best = min(best, seconds)
             bad = bad + 1 if seconds > WORSE * best else 0
@@ -179,13 +179,13 @@ class Tuner:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED, n_startup_trials=RANDOM_TRIALS))
-        study.enqueue_trial(_places(method))
+        study.enqueue_trial(usual_indices(method))
         known: dict[SpeculativeConfig, float] = {}
         for _ in range(self.goal.trials):
             self._look(method, self.goal.trials)
             trial = study.ask()
             places = {name: trial.suggest_int(name, 0, len(values) - 1) for name, values in SPACES[method].items()}
-            config = _config(method, {name: SPACES[method][name][place] for name, place in places.items()})
+            config = config_with(method, {name: SPACES[method][name][place] for name, place in places.items()})
             if config not in known:
                 known[config] = self._seconds(config, self._part)
                 if known[config] <= min(known.values()) * CLOSE:
@@ -203,8 +203,8 @@ class Tuner:
 
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
         """Replay by this clock; one experience for all records, as an LLM has it."""
-        profile, replays = self.goal.profile, self.lab.replays
-        known = Experience(profile, self.lab.draft is not None)
+        profile, replays = self.goal.profile, self.recorded.replays
+        known = Experience(profile, self.recorded.draft is not None)
         return sum(replays.stats(record, config, profile, known).decode_seconds for record in records)
 
     def _recorded(self) -> None:
@@ -213,8 +213,8 @@ class Tuner:
         _ = self.goal.profile  # without a profile there is nothing to record for
         workload = self.goal.workload
         prompts = [prompt for suite in self.goal.suites for prompt in suite.prompts]
-        asked = [(prompt, workload) for prompt in prompts if self.lab.has_room_for(prompt, workload)]
-        self._records = self.lab.record(asked, self._progress)
+        asked = [(prompt, workload) for prompt in prompts if self.recorded.has_room_for(prompt, workload)]
+        self._records = self.recorded.record(asked, self._progress)
         self.decoded = sum(len(record.tokens) - 1 for record in self._records)
         if self.decoded < 1:
             raise BadParameter(
@@ -224,18 +224,18 @@ class Tuner:
 
     @property
     def _folder(self) -> Path:
-        return self.lab.folder / "tuned"
+        return self.recorded.folder / "tuned"
 
     def _file(self, method: str) -> Path:
         goal = self.goal
-        models = [value for name, value in sorted(self.lab.identity.items()) if name.endswith("identity")]
+        models = [value for name, value in sorted(self.recorded.identity.items()) if name.endswith("identity")]
         prompts = [[prompt.digest for prompt in suite.prompts] for suite in goal.suites]
         space = {name: list(values) for name, values in SPACES[method].items()}
-        question = [VERSION, __version__, models, self.lab.llm.weights, goal.profile.digest, method, space]
+        question = [VERSION, __version__, models, self.recorded.llm.weights, goal.profile.digest, method, space]
         question += [asdict(goal.workload), prompts, goal.trials]
-        question += [self.lab.llm.cache_dtype] if self.lab.llm.cache_dtype else []
-        if method == "specbranch:paper" and self.lab.forecasts is not None:
-            question.append(self.lab.forecasts.predictor.digest)
+        question += [self.recorded.llm.cache_dtype] if self.recorded.llm.cache_dtype else []
+        if method == "specbranch:paper" and self.recorded.forecasts is not None:
+            question.append(self.recorded.forecasts.predictor.digest)
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
     def _held(self, method: str) -> Search | None:
@@ -243,7 +243,7 @@ class Tuner:
         with suppress(OSError, ValueError, KeyError, TypeError, BadParameter):
             held = json.loads(self._file(method).read_text(encoding="utf-8"))
             trials = tuple(
-                TunedSeconds(_config(method, one["config"]), float(one["seconds"])) for one in held["trials"]
+                TunedSeconds(config_with(method, one["config"]), float(one["seconds"])) for one in held["trials"]
             )
             return Search(method, trials, self.decoded, int(held["looked_at"])) if trials else None
         return None
@@ -251,43 +251,112 @@ class Tuner:
     def _keep(self, found: Search) -> None:
         held = {
             "method": found.method,
-            "pair": self.lab.pair,
+            "pair": self.recorded.pair,
             "clock": self.goal.clock.name,
             "temperature": self.goal.workload.temperature,
             "looked_at": found.looked_at,
-            "trials": [{"config": chosen(trial.config), "seconds": trial.seconds} for trial in found.trials],
+            "trials": [{"config": knob_values(trial.config), "seconds": trial.seconds} for trial in found.trials],
         }
         write_whole(self._file(found.method), json.dumps(held, indent=1) + "\n")
 
 
-def chosen(config: SpeculativeConfig) -> dict[str, Any]:
-    """Return what of a setting a search decides."""
-    return {name: getattr(config, name) for name in SPACES.get(_label(config), {})}
+@dataclass(frozen=True, slots=True)
+class TuneOutcome:
+    """What a search came to: by method, plain decoding first; not complete if it was interrupted."""
+
+    searches: tuple[Search, ...]
+    complete: bool
+    pair: str
+    circumstances: dict[str, Any]  # what it was tuned for
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that is told, the contents of a file for --config under `best`."""
+        plain = self.searches[0].tokens_per_second
+        best = max(self.searches, key=lambda found: found.tokens_per_second)
+        about = {
+            **self.circumstances,
+            "tokens_per_second": best.tokens_per_second,
+            "speedup": best.tokens_per_second / plain,
+            "plain_tokens_per_second": plain,
+            "complete": self.complete,
+        }
+        method, _, policy = best.method.partition(":")
+        named = {"method": method, "policy": policy} if policy else {"method": method}
+        return {
+            "pair": self.pair,
+            "methods": [_row(found, plain) for found in self.searches],
+            "complete": self.complete,
+            "best": {**named, **knob_values(best.best.config), TUNED_FOR: about},
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the best setting to a file for --config."""
+        write_whole(path, json.dumps(self.to_dict()["best"], indent=2, ensure_ascii=False) + "\n")
 
 
-def _label(config: SpeculativeConfig) -> str:
-    """The name under which a configuration is searched."""
-    return f"{config.method}:{config.policy}" if config.policy else config.method or BASELINE
+def run_tuning(order: TuneOrder, progress: StepsDone, fetch: Callable[[str], object]) -> TuneOutcome:
+    """Carry out the searches, the models fetched first; what was found before Ctrl-C is kept, if there is anything to
+    hold it against."""
+    target, draft = order.pair.models
+    for model in (target,) if draft is None else (draft_path(draft), target):
+        fetch(model)
+    if order.clock is not None and not order.force_profile:
+        order.clock.refuse_other_pair(target, draft)
+    goal = Goal(order.clock or _measured(order, progress), order.workload, order.suites, order.trials)
+    own = replace(order.running, executor="serial")  # replays run in one process
+    with RecordedPair(
+        target=target, draft=draft, folder=order.records, title=order.pair.title, running=own
+    ) as recorded:
+        tuner, complete = Tuner(recorded, goal, progress), True
+        try:
+            for method in order.methods:
+                tuner.search(method)
+        except KeyboardInterrupt:
+            complete = False
+        found = tuple(one for method in order.methods if (one := tuner.found(method)) is not None)
+        if not found:
+            raise KeyboardInterrupt
+        return TuneOutcome(found, complete, recorded.pair, _circumstances(order, tuner))
 
 
-def _config(method: str, values: Mapping[str, int | float]) -> SpeculativeConfig:
-    made = dict(values)
-    if "ngram_min" in values:  # the shortest n-gram is no longer than the longest
-        made["ngram_min"] = min(values["ngram_min"], values["ngram_max"])
-    if "lookahead_ngram" in values:  # what does not fit a cache's tail is tried with shorter n-grams
-        made["lookahead_ngram"] = min(
-            values["lookahead_ngram"],
-            MOST_NODES // int(values["lookahead_window"] + values["lookahead_candidates"]) + 1,
-        )
-    config = default_setting(method, made).config
-    assert config is not None
-    return config
+def _measured(order: TuneOrder, progress: StepsDone) -> Clock:
+    """Measure this machine with the pair, briefly."""
+    target, draft = order.pair.models
+    assert draft is not None
+    return machine_clock(target, draft, draft, order.running, progress)
 
 
-def _places(method: str) -> dict[str, int]:
-    """Return where the method's usual setting lies in its space."""
-    usual = default_setting(method).config
+def _circumstances(order: TuneOrder, tuner: Tuner) -> dict[str, Any]:
+    """Return what a setting was tuned for."""
+    (target, draft), goal = order.pair.models, tuner.goal
     return {
-        name: min(range(len(values)), key=lambda at: abs(values[at] - getattr(usual, name)))
-        for name, values in SPACES[method].items()
+        "pair": tuner.recorded.pair,
+        "target": target,
+        "draft": draft,
+        "target_identity": identity(target),
+        "draft_identity": None if draft is None else identity(draft),
+        "weights": tuner.recorded.llm.weights,
+        "cache_dtype": tuner.recorded.llm.cache_dtype,
+        "profile": goal.clock.name,
+        "hardware": goal.profile.hardware,
+        "overlap": goal.profile.overlap,
+        "prompts": {suite.name: len(suite.prompts) for suite in goal.suites},
+        "tokens": tuner.decoded,
+        "temperature": goal.workload.temperature,
+        "max_tokens": goal.workload.max_tokens,
+        "version": __version__,
+    }
+
+
+def _row(found: Search, plain: float) -> dict[str, Any]:
+    rate = found.tokens_per_second
+    return {
+        "method": found.method,
+        "tokens_per_second": rate,
+        "speedup": rate / plain,
+        "setting": knob_values(found.best.config),
+        "looked_at": found.looked_at,
+        "tried": [
+            {**knob_values(trial.config), "tokens_per_second": found.decoded / trial.seconds} for trial in found.trials
+        ],
     }

@@ -23,7 +23,7 @@ from specbranch.engine import LLM
 from specbranch.errors import BadParameter, ModelError
 from specbranch.hrad.forecaster import ON
 from specbranch.hrad.predictor import Predictor
-from specbranch.lab.bench.subjects import Running, pair_title, told_of
+from specbranch.lab.bench.pair_setup import Running, pair_title, told_of
 from specbranch.lab.measure.loaded_pair import cached_in, precision, stored_in
 from specbranch.lab.replay.decode import ReplayedModel
 from specbranch.lab.replay.pricing import ReplayedMethods
@@ -55,7 +55,7 @@ class Workload:
         return int.from_bytes(sha256(f"{self.seed} {prompt.digest} {turn}".encode()).digest()[:7], "little")
 
 
-class Lab:
+class RecordedPair:
     """A loaded pair, its records and its draft's memory; to be closed."""
 
     def __init__(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel
 
-    from specbranch.lab.bench.lab import Lab
+    from specbranch.lab.bench.recorded_pair import RecordedPair
     from specbranch.models.drafts.draft_folder import DraftFile
 
 LOOKED_UP = 10  # tokens a round of prompt lookup, as transformers' documentation has it
@@ -45,7 +45,7 @@ LOOKED_UP = 10  # tokens a round of prompt lookup, as transformers' documentatio
 def check_target(name: str) -> None:
     """Raise, before anything is run, if transformers lacks what it needs for a target."""
     if is_inflation(name):
-        from specbranch.lab.bench.mirror import refuse_other_families
+        from specbranch.lab.bench.other_engines.transformers_weights import refuse_other_families
         from specbranch.models.files.locate import locate
         from specbranch.models.native import open_model
 
@@ -58,8 +58,8 @@ def check_target(name: str) -> None:
 class Transformers:
     """Answers the prompts of records as transformers would."""
 
-    def __init__(self, lab: Lab) -> None:
-        self._llm, self._models = lab.llm, lab.models
+    def __init__(self, recorded: RecordedPair) -> None:
+        self._llm, self._models = recorded.llm, recorded.models
 
     def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
         """Answer a record's prompt; returns the tokens and what is told of the turn."""
@@ -150,7 +150,7 @@ class Transformers:
         return worker.runner
 
     def _mirrored(self, runner: Any) -> PreTrainedModel:
-        from specbranch.lab.bench.mirror import as_transformers
+        from specbranch.lab.bench.other_engines.transformers_weights import as_transformers
 
         return _plain(as_transformers(runner.decoder))
 

@@ -20,7 +20,7 @@ from specbranch.lab.bench.methods import LLAMACPP
 from specbranch.lab.replay.record import Record
 
 if TYPE_CHECKING:
-    from specbranch.lab.bench.lab import Lab
+    from specbranch.lab.bench.recorded_pair import RecordedPair
 
 
 def check_file(target: str) -> None:
@@ -43,8 +43,8 @@ def built_with() -> str:
 class LlamaCpp:
     """Answers the prompts of records as llama.cpp would."""
 
-    def __init__(self, lab: Lab) -> None:
-        self._llm, self._file = lab.llm, lab.models[0]
+    def __init__(self, recorded: RecordedPair) -> None:
+        self._llm, self._file = recorded.llm, recorded.models[0]
         self._servers: dict[str, Any] = {}
 
     def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:

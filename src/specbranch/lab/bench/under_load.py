@@ -18,8 +18,8 @@ from specbranch.answer import Output
 from specbranch.charts import ChartLine, line_chart
 from specbranch.core.experience import Experience
 from specbranch.lab.bench.clocks import Clock
-from specbranch.lab.bench.lab import Lab, Workload
 from specbranch.lab.bench.methods import default_setting
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.bench.results import BASELINE, WALL
 from specbranch.lab.replay.bound import bound, named_tokens
 from specbranch.lab.replay.record import Record
@@ -56,7 +56,7 @@ class LoadRow:
 
 
 def run_load(
-    lab: Lab,
+    recorded: RecordedPair,
     suites: Sequence[Suite],
     workload: Workload,
     methods: Sequence[str],
@@ -66,26 +66,26 @@ def run_load(
 ) -> list[LoadRow]:
     """Decode the prompts' records by each method, on each clock, at each number of requests at once."""
     prompts = [(prompt, workload) for suite in suites for prompt in suite.prompts]
-    records = lab.record(prompts, progress)
-    rows, plain, named = list[LoadRow](), 0.0, named_tokens(records, lab.draft)
+    records = recorded.record(prompts, progress)
+    rows, plain, named = list[LoadRow](), 0.0, named_tokens(records, recorded.draft)
     runs = [(clock, count, method) for clock in clocks for count in at_once for method in (BASELINE, *methods)]
     for done, (clock, count, method) in enumerate(runs):
         progress(f"{method}, {count} at once", done, len(runs))
-        found = _decoded(lab, records, clock, method, count)
+        found = _decoded(recorded, records, clock, method, count)
         plain = found.tokens_per_second if method == BASELINE else plain
         assert clock.profile is not None
-        rows.append(_row(lab, clock, method, count, found, plain, bound(clock.profile, count, named)))
+        rows.append(_row(recorded, clock, method, count, found, plain, bound(clock.profile, count, named)))
     progress("Done", len(runs), len(runs))
     return rows
 
 
-def _decoded(lab: Lab, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
+def _decoded(recorded: RecordedPair, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
     """Decode as many requests as keep all places busy; what is learned of a pair is known from earlier runs."""
     config, profile = default_setting(method).config, clock.profile
     assert config is not None and profile is not None
     many = list(records) * _rounds(count, len(records))
-    experience = Experience(profile, lab.draft is not None)
-    with closing(SeveralRecords(many, lab.draft)) as several:
+    experience = Experience(profile, recorded.draft is not None)
+    with closing(SeveralRecords(many, recorded.draft)) as several:
         several.read_ahead()
         for _ in range(LEARNING):
             several.decode(config, profile, count, experience)
@@ -93,7 +93,7 @@ def _decoded(lab: Lab, records: Sequence[Record], clock: Clock, method: str, cou
 
 
 def run_by_wall(
-    lab: Lab,
+    recorded: RecordedPair,
     suites: Sequence[Suite],
     workload: Workload,
     methods: Sequence[str],
@@ -103,7 +103,7 @@ def run_by_wall(
 ) -> list[LoadRow]:
     """Answer the prompts by each method at each number of requests at once: in turns, so many times, after one that
     is not counted."""
-    tokenizer = lab.llm.tokenizer
+    tokenizer = recorded.llm.tokenizer
     prompts = [tokenizer.chat(conversation(prompt.turns[:1])) for suite in suites for prompt in suite.prompts]
     rows, names = list[LoadRow](), (BASELINE, *methods)
     steps = [(count, turn, method) for count in at_once for turn in range(repeats + 1) for method in names]
@@ -112,10 +112,10 @@ def run_by_wall(
         progress(f"{method}, {count} at once", done, len(steps))
         if turn == 0 and method == BASELINE:
             runs = {name: [] for name in names}
-        found = _answered(lab, prompts, workload, method, count)
+        found = _answered(recorded, prompts, workload, method, count)
         runs[method] += [found] if turn else []
         if turn == repeats and method == names[-1]:
-            rows += [_wall_row(lab, name, count, runs[name], runs[BASELINE]) for name in names]
+            rows += [_wall_row(recorded, name, count, runs[name], runs[BASELINE]) for name in names]
     progress("Done", len(steps), len(steps))
     return rows
 
@@ -136,10 +136,12 @@ class _Answered:
         return [output.stats[name] for output in self.outputs if len(output.token_ids) > 1]
 
 
-def _answered(lab: Lab, prompts: Sequence[list[int]], workload: Workload, method: str, count: int) -> _Answered:
+def _answered(
+    recorded: RecordedPair, prompts: Sequence[list[int]], workload: Workload, method: str, count: int
+) -> _Answered:
     config = default_setting(method).config
     assert config is not None
-    llm, many = lab.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
+    llm, many = recorded.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
     llm.max_batch = count
     begun = time.perf_counter()
     outputs = llm.generate(many, replace(workload.params(), seed=workload.seed))
@@ -155,7 +157,9 @@ def _rounds(count: int, prompts: int) -> int:
     return max(1, -(-TURNS * count // prompts))
 
 
-def _wall_row(lab: Lab, method: str, count: int, runs: Sequence[_Answered], plain: Sequence[_Answered]) -> LoadRow:
+def _wall_row(
+    recorded: RecordedPair, method: str, count: int, runs: Sequence[_Answered], plain: Sequence[_Answered]
+) -> LoadRow:
     """A method's turns in one row: the median rate, and that of the ratios to plain decoding's in the same turn."""
     rates = [run.tokens_per_second for run in runs]
     ratios = [rate / other.tokens_per_second for rate, other in zip(rates, plain, strict=True)]
@@ -163,7 +167,7 @@ def _wall_row(lab: Lab, method: str, count: int, runs: Sequence[_Answered], plai
     texts = [output.token_ids for run in plain for output in run.outputs]
     rate_of_each = [rate for run in runs for rate in run.of_each("tokens_per_second")]
     return LoadRow(
-        lab.pair,
+        recorded.pair,
         WALL,
         method,
         count,
@@ -183,9 +187,11 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(1000.0 * ordered[min(len(ordered) * part // 100, len(ordered) - 1)] for part in PERCENTILES)
 
 
-def _row(lab: Lab, clock: Clock, method: str, count: int, load: Load, plain: float, most: float) -> LoadRow:
+def _row(
+    recorded: RecordedPair, clock: Clock, method: str, count: int, load: Load, plain: float, most: float
+) -> LoadRow:
     rate, per_token = load.tokens_per_second, _percentiles(load.seconds_per_token)
-    told = (lab.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
+    told = (recorded.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
     return LoadRow(*told, bound=most)
 
 

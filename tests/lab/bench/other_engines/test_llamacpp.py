@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from specbranch.lab.bench.lab import Lab, Workload
-from specbranch.lab.bench.llamacpp import LlamaCpp, built_with, told
 
 from specbranch.cli.main import run
+from specbranch.lab.bench.other_engines.llamacpp import LlamaCpp, built_with, told
+from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.suites.suite import Prompt
 
 PROMPT = Prompt("count", "", ("Repeat after me: one two three one two three one two three one two three.",))
@@ -46,9 +46,9 @@ def test_a_folder_is_refused_before_anything_runs(
 @pytest.mark.slow
 @pytest.mark.default_model
 def test_llamacpp_answers_within_the_task_and_much_as_we_do(default_model: Path, tmp_path: Path) -> None:
-    with Lab(target=str(default_model), folder=tmp_path) as lab:
-        record = lab.records(PROMPT, Workload(max_tokens=24))[0]
-        theirs = LlamaCpp(lab)
+    with RecordedPair(target=str(default_model), folder=tmp_path) as recorded:
+        record = recorded.records(PROMPT, Workload(max_tokens=24))[0]
+        theirs = LlamaCpp(recorded)
         for method in ("llamacpp", "llamacpp-ngram"):
             tokens, found = theirs.answer(method, record)
             assert 0 < found["tokens"] <= 24 and found["decode_seconds"] > 0 and found["ttft_seconds"] > 0
