@@ -14,9 +14,10 @@ FILE = Path(__file__).parents[1] / "docs" / "cli.md"
 WIDTH = 100  # columns, whatever terminal this runs in
 HEAD = """# Command line
 
-What `--help` prints, command by command. This file is written by `scripts/write_cli_docs.py`; a test compares the two.
+The output of `--help`, command by command. `scripts/write_cli_docs.py` writes this file, and a test
+compares the two.
 
-Exit codes: 0 done, 1 a check failed (`verify`), 2 something the user can put right, 130 interrupted.
+Exit codes: 0 done, 1 a check failed (`verify`), 2 an error that the user can fix, 130 interrupted.
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from in_process import Command, Done
 from specbranch.lab.bench.job import DRAWN
-from specbranch.lab.bench.presets import GPU_BRIEF, PRESETS, TOLD
+from specbranch.lab.bench.presets import GPU_BRIEF, PRESET_HELP, PRESETS
 
 from specbranch.lab.inflation.shapes import SHAPES
 from specbranch.pairs import PAIRS, Pair
@@ -229,7 +229,7 @@ def test_a_target_alone_has_no_draft_to_shape_and_no_methods_that_need_one(
 
 
 def test_presets_name_what_there_is() -> None:
-    assert [name for name, _ in TOLD] == list(PRESETS)
+    assert [name for name, _ in PRESET_HELP] == list(PRESETS)
     for name in ON_GPU:
         for pair, given in PRESETS[name].get("of_pair", {}).items():
             assert pair in PAIRS and {given["target_shape"], given["draft_shape"]} <= {*SHAPES, "own"}

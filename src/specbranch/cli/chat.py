@@ -49,13 +49,13 @@ class Conversation:
 
 
 @click.command(cls=SectionedCommand, tables=TABLES)
-@_option("--system", type=text, metavar="TEXT", help="What the model is told before the conversation.")
+@_option("--system", type=text, metavar="TEXT", help="System message at the start of the conversation.")
 @_option("--colour/--no-colour", default=None, help="Colour tokens by origin [on a terminal].")
 @with_options(ANSWERING)
 def chat(system: str | None, colour: bool | None, **given: Any) -> None:
     """Talk with the model. An empty line or Ctrl-D ends the conversation; Ctrl-C ends an answer.
 
-    When the context is full the oldest turns are left out; what --system says stays.
+    When the context is full, the oldest turns are dropped; the --system message stays.
     """
     params, conversation = sampling_params(given), Conversation(system)
     with load_llm(given) as llm:

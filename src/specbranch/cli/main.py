@@ -64,7 +64,7 @@ class Lazy(click.Group):
 @click.version_option(__version__, prog_name="specbranch")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error; may stand anywhere.")
 def cli(debug: bool) -> None:
-    """One answer from a large language model, sooner: speculative decoding with branches, lossless.
+    """Lossless speculative decoding with branches: one answer from a large language model, sooner.
 
     \b
     Try:
@@ -73,8 +73,8 @@ def cli(debug: bool) -> None:
       specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
       specbranch models
 
-    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) and kept
-    in the cache folder, and a draft for it that is part of the package.
+    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) into the
+    cache folder, and a draft that ships with the package.
     """
 
 

@@ -1,4 +1,4 @@
-"""`specbranch profile`: what a pair costs on this hardware, as a file that a modelled clock can be run by."""
+"""`specbranch profile`: the costs of a pair on this hardware, as a file for --clock."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 @click.command(cls=SectionedCommand, tables={"Pairs": TABLES["Pairs"]})
 @with_options(PAIR, TARGET, DRAFT)
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="Where the profile is written."
+    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.json", help="File for the profile."
 )
 @click.option(
     "--executor",
     type=click.Choice(get_args(ExecutorName)),
     default="serial",
-    help="serial: the models take turns, each with all threads, and the profile says that nothing overlaps; "
-    "process: side by side, each with half of the threads, and the profile says how much they slow each other down; "
-    "streams: likewise, in one process with a target on a GPU [serial].",
+    help="serial: the models run in turn, each with all threads; the profile has no overlap. process: "
+    "they run in parallel, each with half of the threads; the profile says how much they slow "
+    "each other down. streams: likewise in one process, with the target on a GPU [serial].",
 )
 @click.option(
     "--check/--no-check", default=True, help="Compare modelled with measured time of a few requests at the end [check]."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object: profile, check, out.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: profile, check, out.")
 def profile(out: Path, executor: ExecutorName, check: bool, as_json: bool, **given: Any) -> None:
-    """Measure what a pair costs here: target forwards by tokens and context, draft steps by width, slow-down when both
-    work, host time.
+    """Measure what a pair costs on this machine: target forwards, draft steps, their mutual slow-down, and host time.
 
     \b
     specbranch profile --out mine.json
     specbranch profile --pair smollm2-strong --executor process --out strong.json
     specbranch trace --clock mine.json "Once upon a time"
 
-    All probes take turns, medians count. Takes about a minute on two cores; let the machine rest meanwhile. At the end
-    the profile is put to the test: what it says a few requests take, against what they took.
+    Target forwards are measured by number of tokens and context length, draft steps by width. The probes take turns,
+    and medians count. It takes about a minute on two cores; leave the machine idle meanwhile. At the end, the command
+    compares the profile's prediction for a few requests with their measured time.
     """
     from specbranch.cli.progress import counted
     from specbranch.lab.measure import check_profile

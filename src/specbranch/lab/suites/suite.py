@@ -34,7 +34,7 @@ SHIPPED = {
     "own-summary": "short articles to summarise",
 }
 ALL_SHIPPED = "own"
-SUITES = {**PUBLIC, **SHIPPED, ALL_SHIPPED: "the four that ship, one after the other"}
+SUITES = {**PUBLIC, **SHIPPED, ALL_SHIPPED: "all four shipped suites"}
 
 _EXPECTED = 'expected on each line {"question_id": …, "category": "…", "turns": ["…", …]}'
 
