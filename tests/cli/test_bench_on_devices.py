@@ -107,7 +107,7 @@ def test_commands_add_pairs_prompts_and_contexts_to_one_folder(command: Command,
     lines = (prompts / "one.jsonl").read_text()
     (prompts / "one.jsonl").write_text(lines.replace("guess", "guess or two"))
     other = bench(command, prompts, *brief)
-    assert other.code == 2 and "begun with other settings (suites was" in other.err
+    assert other.code == 2 and "started with other settings (suites was" in other.err
     (prompts / "one.jsonl").write_text(lines)
     (prompts / "two.jsonl").write_text((prompts / "two.jsonl").read_text().replace("guess", "guess or two"))
     other = bench(command, prompts, *brief)
@@ -202,7 +202,7 @@ def test_the_other_presets_run(
         (("--executor", "process", "--clock", "c5"), "by the wall clock only"),
         (("--draft-weights", "int9"), "Unknown storage of weights 'int9'"),
         (("--draft-device", "gpu"), "Unknown device 'gpu'"),
-        (("--context", "4096"), "was made for texts of up to 512 tokens"),
+        (("--context", "4096"), "supports contexts of up to 512 tokens"),
     ],
 )
 def test_mistakes_are_sentences(

@@ -233,12 +233,12 @@ def run(**given: Any) -> None:
     on the same device.
     """
     from specbranch.cli.progress import counted, pulled
-    from specbranch.lab.bench.job import Telling, run_bench
+    from specbranch.lab.bench.job import Reporter, run_bench
     from specbranch.lab.bench.table import show
 
     order = _order(with_preset(given), context_is_given=bool(given["context"]))
     with counted() as progress:
-        results = run_bench(order, Telling(progress, partial(click.echo, err=True), pulled))
+        results = run_bench(order, Reporter(progress, partial(click.echo, err=True), pulled))
     if not given["quiet"]:
         show(results)
         click.echo(f"\nWritten: {order.out / 'results.json'}, results.csv, report.html")

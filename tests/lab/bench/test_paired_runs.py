@@ -327,7 +327,7 @@ def test_a_name_may_leave_parts_out_and_set_something_else() -> None:
         ("specbranch-leaves", "part of a policy"),
         ("specbranch:paper-trees", "has no part 'trees'"),
         ("specbranch:paper@stop_below", "expected @SETTING=VALUE"),
-        ('specbranch@method="pearl"', "sets 'method' behind '@'"),
+        ('specbranch@method="pearl"', "sets 'method' after '@'"),
         ("specbranch@colour=3", "speculative setting"),
         ("spec-branch", "Unknown method"),
     ],

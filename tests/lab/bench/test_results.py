@@ -424,9 +424,9 @@ class TestStore:
         with pytest.raises(BadParameter, match="version 9"):
             RunStore(file, PLAN)
         file.write_text('{"something": "else"}\n')
-        with pytest.raises(BadParameter, match="no file of bench runs"):
+        with pytest.raises(BadParameter, match="not a file of bench runs"):
             RunStore(file, PLAN)
-        with pytest.raises(BadParameter, match="cannot be kept"):
+        with pytest.raises(BadParameter, match="cannot be written"):
             RunStore(file / "below" / "runs.jsonl", PLAN)
 
     def test_runs_of_other_models_or_charges_under_the_same_names_are_refused(self, tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-"""Benches carried out: every method on the same prompts, by the wall clock or from records by a profile, one
-measurement at a time.
+"""The runs of a bench: every method on the same prompts, by the wall clock or replayed from records by a profile.
 
-Owns the order of the runs. Invariants: what is in the store is not written again, and a replay that was interrupted
-ends with the rows of one that was not; by the wall clock methods take turns on each prompt, so that whatever the
-machine does besides is shared by all, and the first run of each is dropped; a replay that strays from its record stops
-it all.
+Owns the order of the runs. Invariants: a run in the store is never repeated, and an interrupted replay ends with the
+rows of an uninterrupted one. By the wall clock the methods take turns on each prompt, so that all share the other load
+of the machine; the first run of each is dropped. A replay that differs from its record stops the bench.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from specbranch.progress import StepsDone
 
 
 class AskedPrompt(NamedTuple):
-    """A prompt of a suite, and how it is to be answered."""
+    """A prompt of a suite, and the workload to answer it with."""
 
     workload: Workload
     suite: Suite
@@ -38,13 +36,13 @@ class AskedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairRuns:
-    """What to run with one pair: settings may differ by clock, as baselines are tuned for each."""
+    """The runs of one pair. Settings may differ by clock, because baselines are tuned for each."""
 
     suites: tuple[Suite, ...]
     workloads: tuple[Workload, ...]
     settings: tuple[Setting, ...]
     repeats: int = 1
-    outside: int | None = None  # methods from outside are slow: they get so many prompts of each suite; None: all
+    outside: int | None = None  # prompts of each suite for methods of other engines, which are slow; None: all
 
     @property
     def asked(self) -> list[AskedPrompt]:
@@ -58,10 +56,10 @@ class PairRuns:
 
 
 class OtherEngine(Protocol):
-    """A way to answer that is not this engine's."""
+    """A method of another engine."""
 
     def answer(self, method: str, record: Record) -> tuple[tuple[int, ...], dict[str, Any]]:
-        """Answer a record's prompt; returns the tokens and what is told of the turn."""
+        """Answer a record's prompt; return the tokens and the statistics of the turn."""
         ...
 
 
@@ -69,15 +67,15 @@ NOBODY: Mapping[str, OtherEngine] = MappingProxyType({})
 
 
 def record_all(recorded: RecordedPair, runs: PairRuns, progress: StepsDone) -> None:
-    """Have the target answer whatever it has not answered before."""
+    """Let the target answer the prompts that it has not answered before."""
     recorded.record([(asked.prompt, asked.workload) for asked in runs.asked], progress)
 
 
 def replay(recorded: RecordedPair, runs: PairRuns, clock: Clock, store: RunStore, progress: StepsDone) -> None:
-    """Run every setting from the records, charged by a profile.
+    """Replay every setting from the records, with time charged by a profile.
 
-    A planned method decides by what it learned from the prompts before. So where a prompt of it is missing, those that
-    are done are replayed again, to learn from, which is quick: the draft's words are remembered.
+    A planned method decides by what it learned from earlier prompts. If one of its prompts is missing, the finished
+    ones are replayed too, so that it learns the same. This is fast, because the draft's proposals are stored.
     """
     store.refuse_another(_blank(recorded, runs.asked[0], runs.settings[0], clock))
     done = store.done
@@ -119,8 +117,7 @@ def measure(
     progress: StepsDone,
     outside: Mapping[str, OtherEngine] = NOBODY,
 ) -> None:
-    """Run every setting by the wall clock, method by method on each prompt, the order turned by one from prompt to
-    prompt."""
+    """Run every setting by the wall clock; the order of methods rotates by one from prompt to prompt."""
     rounds = [(repeat, asked) for repeat in range(runs.repeats) for asked in runs.asked]
     store.refuse_another(_blank(recorded, runs.asked[0], runs.settings[0], Clock()))
     done, warm = store.done, set[str]()
@@ -154,9 +151,9 @@ def _answer(
 
 
 def _blank(recorded: RecordedPair, asked: AskedPrompt, setting: Setting, clock: Clock) -> PromptRun:
-    """A run that was not made yet."""
+    """Return a run without its results."""
     rule = "match" if setting.config is None else setting.config.rule
-    # In half precision and with stored weights transformers rounds otherwise than we do, and near-ties fall otherwise.
+    # In half precision and with stored weights transformers rounds differently, and near-ties may fall differently.
     # llama.cpp always does.
     exact = asked.workload.temperature == 0 and recorded.llm.weights in ("float32", "float64")
     exact = exact and setting.method not in LLAMACPP
@@ -180,7 +177,7 @@ def _blank(recorded: RecordedPair, asked: AskedPrompt, setting: Setting, clock: 
 
 
 def _predictor(recorded: RecordedPair, setting: Setting) -> dict[str, Any]:
-    """Which predictor a setting goes by, if it goes by one."""
+    """Return the predictor that a setting uses, if any."""
     if not setting.heeds_signals:
         return {}
     return {"predictor": recorded.forecasts.predictor.digest[:8] if recorded.forecasts is not None else "none"}
@@ -188,7 +185,7 @@ def _predictor(recorded: RecordedPair, setting: Setting) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayCheck:
-    """How a sample of live runs compares with its replay."""
+    """The agreement of a sample of live runs with their replay."""
 
     runs: int
     same_text: int
@@ -197,8 +194,7 @@ class ReplayCheck:
 
 
 def check_replay(recorded: RecordedPair, runs: PairRuns, clock: Clock, most: int = 8) -> ReplayCheck:
-    """Repeat a sample of replays with both models, to see that they agree; texts must, counts may differ where two
-    drafts nearly tie."""
+    """Repeat a sample of replays with both models. Texts must agree; counts may differ if two drafts nearly tie."""
     possible = [
         setting for setting in runs.settings if setting.config is not None and setting.config.policy != "oracle"
     ]

@@ -51,7 +51,7 @@ def save_report(results: Results, path: Path, pictures: Mapping[str, str] | None
 
 
 def report_html(results: Results, title: str = "SpecBranch bench", pictures: Mapping[str, str] | None = None) -> str:
-    """Return the page; `pictures` of timelines, as SVG, by what they show."""
+    """Return the page. `pictures` holds timelines as SVG, by title."""
     scenes = list(dict.fromkeys(_scene(row) for row in results.rows))
     body = [
         _header(results, title),
@@ -128,7 +128,7 @@ def _figure(svg: str, caption: str) -> str:
 
 
 def _by_method(rows: list[ResultRow]) -> ByMethod:
-    """Return rows under the name of their method, with its setting where it came in several."""
+    """Group rows by method; the setting is added to the name if a method has several."""
     kinds = {(row.method, setting_text(row.setting)): "" for row in rows}
     methods = [method for method, _ in kinds]
     for method, setting in kinds:
@@ -175,7 +175,7 @@ def _idle(methods: ByMethod) -> str:
 
 
 def _mean(figures: Iterable[tuple[float | None, int]]) -> float | None:
-    """Average figures over suites, each weighing as much as its tokens; None where nobody has one."""
+    """Average figures over suites, weighted by tokens; None if there is no figure."""
     found = [(value, tokens) for value, tokens in figures if value is not None and tokens]
     return sum(value * tokens for value, tokens in found) / sum(tokens for _, tokens in found) if found else None
 
@@ -211,7 +211,7 @@ def _added(columns: Any) -> list[float]:
 
 
 def _best(methods: ByMethod) -> str:
-    """Say in words what the chart of speedups shows."""
+    """Describe the chart of speedups in words."""
     others = {name: rows for name, rows in methods.items() if rows[0].method != BASELINE}
     told = []
     for suite in _suites(methods):
@@ -279,13 +279,13 @@ def _glossary() -> str:
 
 
 def _facts(title: str, facts: Mapping[str, str]) -> str:
-    """List what there is something to say of."""
+    """List the facts that are not empty."""
     entries = "".join(f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts.items() if words)
     return f'<section><h2>{escape(title)}</h2><dl class="facts">{entries}</dl></section>\n'
 
 
 def draw_timeline(recorded: RecordedPair, setting: Setting, record: Record, folder: Path) -> Times:
-    """Answer a record's prompt once more, draw it, and return where its time went."""
+    """Answer a record's prompt once more, draw the timeline, and return where the time went."""
     task = record.task
     params = replace(task.params, max_tokens=min(task.params.max_tokens, TIMELINE_TOKENS))
     trace = recorded.llm.record()
@@ -305,7 +305,7 @@ def draw_timeline(recorded: RecordedPair, setting: Setting, record: Record, fold
 
 
 def pictures(folder: Path) -> dict[str, str]:
-    """Return the pictures of a folder by their names, those of earlier commands included."""
+    """Return the timelines in a folder by name, including those of earlier commands."""
     return {
         file.stem.removeprefix(TIMELINE_STEM): file.read_text(encoding="utf-8")
         for file in sorted(folder.glob(f"{TIMELINE_STEM}*.svg"))

@@ -52,17 +52,17 @@ from specbranch.lab.suites.suite import SHIPPED, Suite, load_suite
 from specbranch.pairs import draft_path
 from specbranch.progress import StepsDone, silent
 
-VERSION = 3  # a search by another version is made again
-PART = 5  # every trial is looked at on so many answers
-CLOSE = 1.03  # a trial within so many times the best seconds there is tried on all answers
-RANDOM_TRIALS = 24  # the first trials are drawn at random
+VERSION = 3  # a search by another version is repeated
+PART = 5  # number of answers for the first look at a trial
+CLOSE = 1.03  # a trial within this factor of the best is tried on all answers
+RANDOM_TRIALS = 24  # the first trials are random
 WORSE, ENOUGH = 1.1, 3  # lengths that take 1.1 times the best are bad; three in a row end a search
 SEED = 20260301
 
 
 @dataclass(frozen=True, slots=True)
 class TunedSeconds:
-    """A setting and the decode seconds that all tuning prompts together would take with it."""
+    """A setting and its decode seconds over all tuning prompts."""
 
     config: SpeculativeConfig
     seconds: float
@@ -70,7 +70,7 @@ class TunedSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was tried of one method."""
+    """The trials of one method."""
 
     method: str
     trials: tuple[TunedSeconds, ...]  # those tried on all prompts
@@ -79,23 +79,23 @@ class Search:
 
     @property
     def best(self) -> TunedSeconds:
-        """The quickest, of equals the first that was tried."""
+        """The fastest trial; of equal ones the first."""
         return min(self.trials, key=lambda trial: trial.seconds)
 
     @property
     def setting(self) -> Setting:
-        """The method, set like that."""
+        """The method with its best configuration."""
         return Setting(self.method, self.best.config)
 
     @property
     def tokens_per_second(self) -> float:
-        """What the clock would show with it."""
+        """The decode rate of the best trial."""
         return self.decoded / self.best.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a setting is to be good for, and how long to look for it."""
+    """The clock, workload and prompts to tune for, and the number of trials."""
 
     clock: Clock
     workload: Workload
@@ -104,17 +104,17 @@ class Goal:
 
     @property
     def profile(self) -> CostProfile:
-        """What seconds are charged by."""
+        """The profile that charges seconds."""
         if self.clock.profile is None:
             raise BadParameter(
-                "Methods are tuned from records, by a profile, and none was given. Measure this machine with "
+                "Tuning needs a cost profile, and none was given. Measure this machine with "
                 "`specbranch profile`, and give the file with --profile."
             )
         return self.clock.profile
 
 
 def tuning_suites(prompts: int = TUNING_PROMPTS) -> tuple[Suite, ...]:
-    """Return the prompts that methods are tuned on unless others are given: so many of each shipped suite."""
+    """Return the default prompts for tuning: the last few of each shipped suite."""
     suites = (load_suite(name) for name in SHIPPED)
     return tuple(replace(suite, prompts=suite.prompts[-prompts:]) for suite in suites)
 
@@ -131,13 +131,13 @@ class Tuner:
         self._records: list[Record] = []
 
     def setting(self, method: str) -> Setting:
-        """Return a method at its best; one that has nothing to set, or sets itself, as it is."""
+        """Return a method with its best setting; a method without knobs keeps its usual one."""
         if not can_be_tuned(method):
             return default_setting(method)
         return variant(method, self.search(Name.of(method).like).setting)
 
     def search(self, method: str) -> Search:
-        """Return what is known of a method, trying out what is not."""
+        """Return the stored search of a method, or run it."""
         self._recorded()
         held = self._held(method)
         if held is not None:
@@ -152,12 +152,12 @@ class Tuner:
         return found
 
     def found(self, method: str) -> Search | None:
-        """Return what was tried of a method up to now."""
+        """Return the trials of a method so far."""
         trials = self.tried.get(method)
         return Search(method, tuple(trials), self.decoded, self.looked_at[method]) if trials else None
 
     def _ascending(self, method: str) -> Iterator[SpeculativeConfig]:
-        """Try one length after another; yields what is worth trying on all prompts."""
+        """Try one draft length after another on a part of the prompts; yield those worth trying on all."""
         name, values = next(iter(SPACES[method].items()), ("", ()))
         settings = [{name: value} for value in values] or [{}]
         best, bad = math.inf, 0
@@ -173,7 +173,7 @@ class Tuner:
                 return
 
     def _optimised(self, method: str) -> Iterator[SpeculativeConfig]:
-        """Let optuna choose, going by a part of the prompts; yields what is worth trying on all of them."""
+        """Let optuna choose by a part of the prompts; yield the settings worth trying on all."""
         OPTUNA.require()
         import optuna
 
@@ -198,11 +198,11 @@ class Tuner:
 
     @property
     def _part(self) -> list[Record]:
-        """Some of the answers, from all kinds of prompts."""
+        """A sample of the answers, from all kinds of prompts."""
         return self._records[:: max(len(self._records) // PART, 1)]
 
     def _seconds(self, config: SpeculativeConfig, records: Sequence[Record]) -> float:
-        """Replay by this clock; one experience for all records, as an LLM has it."""
+        """Replay by this clock, with one experience for all records, as in an LLM."""
         profile, replays = self.goal.profile, self.recorded.replays
         known = Experience(profile, self.recorded.draft is not None)
         return sum(replays.stats(record, config, profile, known).decode_seconds for record in records)
@@ -239,7 +239,7 @@ class Tuner:
         return self._folder / f"{sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
     def _held(self, method: str) -> Search | None:
-        """Return what an earlier search found; a file that cannot be read counts as none."""
+        """Return the stored search; an unreadable file counts as none."""
         with suppress(OSError, ValueError, KeyError, TypeError, BadParameter):
             held = json.loads(self._file(method).read_text(encoding="utf-8"))
             trials = tuple(
@@ -262,7 +262,7 @@ class Tuner:
 
 @dataclass(frozen=True, slots=True)
 class TuneOutcome:
-    """What a search came to: by method, plain decoding first; not complete if it was interrupted."""
+    """The searches by method, plain decoding first; `complete` is false after an interruption."""
 
     searches: tuple[Search, ...]
     complete: bool
@@ -270,7 +270,7 @@ class TuneOutcome:
     circumstances: dict[str, Any]  # what it was tuned for
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that is told, the contents of a file for --config under `best`."""
+        """Return all figures; `best` holds the contents of a file for --config."""
         plain = self.searches[0].tokens_per_second
         best = max(self.searches, key=lambda found: found.tokens_per_second)
         about = {
@@ -295,8 +295,7 @@ class TuneOutcome:
 
 
 def run_tuning(order: TuneOrder, progress: StepsDone, fetch: Callable[[str], object]) -> TuneOutcome:
-    """Carry out the searches, the models fetched first; what was found before Ctrl-C is kept, if there is anything to
-    hold it against."""
+    """Fetch the models and run the searches. After Ctrl-C the searches so far are kept, if there is one."""
     target, draft = order.pair.models
     for model in (target,) if draft is None else (draft_path(draft), target):
         fetch(model)
@@ -327,7 +326,7 @@ def _measured(order: TuneOrder, progress: StepsDone) -> Clock:
 
 
 def _circumstances(order: TuneOrder, tuner: Tuner) -> dict[str, Any]:
-    """Return what a setting was tuned for."""
+    """Return the conditions that a setting was tuned for."""
     (target, draft), goal = order.pair.models, tuner.goal
     return {
         "pair": tuner.recorded.pair,

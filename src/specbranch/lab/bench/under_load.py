@@ -1,8 +1,7 @@
-"""Methods under load: many requests at once, so many at a time, decoded from records by a profile, or by the wall
-clock.
+"""Methods under load: many requests in flight, replayed from records by a profile, or measured by the wall clock.
 
-Owns what is run and its rows. Invariants: every method decodes the same prompts; each request emits its record, or by
-the wall clock is held against plain decoding's text.
+Owns the runs of `bench load` and their rows. Invariants: every method decodes the same prompts. A replayed request
+emits its record; by the wall clock each text is compared with that of plain decoding.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from specbranch.lab.replay.several import Load, SeveralRecords
 from specbranch.lab.suites.suite import Suite, conversation
 from specbranch.progress import StepsDone
 
-TURNS = 2  # requests for each place: while the last ones end, fewer are at work
-LEARNING = 2  # runs before the one that counts, where planning is looked at besides being priced
+TURNS = 2  # requests per slot of the batch: fewer are in flight while the last ones end
+LEARNING = 2  # runs before the one that counts, for methods that learn
 PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """What a method did with so many requests at once."""
+    """The figures of one method at one number of requests in flight."""
 
     pair: str
     clock: str
@@ -45,13 +44,13 @@ class LoadRow:
     tokens_per_second: float  # of all requests together
     over_plain: float  # the same over that of plain decoding, as many at once
     ms_per_token: tuple[float, ...]  # of a request, percentiles 50, 95 and 99
-    ms_to_first: tuple[float, ...] = ()  # token, from its beginning, likewise; by a profile prompts take no time
+    ms_to_first: tuple[float, ...] = ()  # TTFT, likewise; by a profile prefill takes no time
     repeats: int = 1
-    differing: int = 0  # texts that are not plain decoding's
-    bound: float | None = None  # by a profile: what no choice of rows could exceed, over plain decoding
+    differing: int = 0  # texts that differ from plain decoding's
+    bound: float | None = None  # by a profile: the most that any choice of rows could gain over plain decoding
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         return asdict(self)
 
 
@@ -64,7 +63,7 @@ def run_load(
     at_once: Sequence[int],
     progress: StepsDone,
 ) -> list[LoadRow]:
-    """Decode the prompts' records by each method, on each clock, at each number of requests at once."""
+    """Decode the prompts' records with each method, on each clock, at each number of requests in flight."""
     prompts = [(prompt, workload) for suite in suites for prompt in suite.prompts]
     records = recorded.record(prompts, progress)
     rows, plain, named = list[LoadRow](), 0.0, named_tokens(records, recorded.draft)
@@ -80,7 +79,7 @@ def run_load(
 
 
 def _decoded(recorded: RecordedPair, records: Sequence[Record], clock: Clock, method: str, count: int) -> Load:
-    """Decode as many requests as keep all places busy; what is learned of a pair is known from earlier runs."""
+    """Decode enough requests to keep the batch full; the experience comes from earlier runs."""
     config, profile = default_setting(method).config, clock.profile
     assert config is not None and profile is not None
     many = list(records) * _rounds(count, len(records))
@@ -101,8 +100,8 @@ def run_by_wall(
     repeats: int,
     progress: StepsDone,
 ) -> list[LoadRow]:
-    """Answer the prompts by each method at each number of requests at once: in turns, so many times, after one that
-    is not counted."""
+    """Answer the prompts with each method at each number of requests in flight. Methods take turns; the first turn does
+    not count."""
     tokenizer = recorded.llm.tokenizer
     prompts = [tokenizer.chat(conversation(prompt.turns[:1])) for suite in suites for prompt in suite.prompts]
     rows, names = list[LoadRow](), (BASELINE, *methods)
@@ -122,7 +121,7 @@ def run_by_wall(
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """What requests that were answered beside one another came to."""
+    """The outputs of one batch of requests, and the time they took."""
 
     seconds: float
     outputs: tuple[Output, ...]
@@ -132,7 +131,7 @@ class _Answered:
         return sum(len(output.token_ids) for output in self.outputs) / self.seconds
 
     def of_each(self, name: str) -> list[float]:
-        """A statistic of each request that has more than one token."""
+        """Return a statistic of each request with more than one token."""
         return [output.stats[name] for output in self.outputs if len(output.token_ids) > 1]
 
 
@@ -153,14 +152,14 @@ def _answered(
 
 
 def _rounds(count: int, prompts: int) -> int:
-    """How often prompts have to be asked for all places to be busy for most of the time."""
+    """Return how often the prompts are repeated, so that the batch is full most of the time."""
     return max(1, -(-TURNS * count // prompts))
 
 
 def _wall_row(
     recorded: RecordedPair, method: str, count: int, runs: Sequence[_Answered], plain: Sequence[_Answered]
 ) -> LoadRow:
-    """A method's turns in one row: the median rate, and that of the ratios to plain decoding's in the same turn."""
+    """Combine a method's turns in one row: the median rate, and the median ratio to plain decoding in the same turn."""
     rates = [run.tokens_per_second for run in runs]
     ratios = [rate / other.tokens_per_second for rate, other in zip(rates, plain, strict=True)]
     outputs = [output for run in runs for output in run.outputs]
@@ -196,7 +195,7 @@ def _row(
 
 
 def table(rows: Sequence[LoadRow]) -> list[str]:
-    """The rows as lines for a terminal, a block for each clock."""
+    """Return the rows as lines for a terminal, one block per clock."""
     lines: list[str] = []
     for clock in dict.fromkeys(row.clock for row in rows):
         here = [row for row in rows if row.clock == clock]
@@ -223,7 +222,7 @@ def table(rows: Sequence[LoadRow]) -> list[str]:
 
 
 def picture(rows: Sequence[LoadRow], clock: str) -> str:
-    """How much faster than plain decoding each method is, over the number of requests at once."""
+    """Draw the speedup over plain decoding against the number of requests in flight."""
     here = [row for row in rows if row.clock == clock]
     lines = [
         ChartLine(name, [(float(row.at_once), row.over_plain) for row in here if row.method == name], marks=True)

@@ -22,7 +22,7 @@ Count = Callable[[str], int]  # how many tokens a text has
 CountTurns = Callable[[Sequence[str]], int]  # how many a conversation has, its answers left out
 
 
-def behind(suite: Suite, length: int, answer: int, count: Count, count_turns: CountTurns) -> Suite:
+def with_filler(suite: Suite, length: int, answer: int, count: Count, count_turns: CountTurns) -> Suite:
     """Return the suite with text before each prompt, so that prompt and answers (`answer` tokens a turn) have about
     `length` tokens.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specbranch.cli.main import run
-from specbranch.lab.bench.other_engines.llamacpp import LlamaCpp, built_with, told
+from specbranch.lab.bench.other_engines.llamacpp import LlamaCpp, built_with, turn_stats
 from specbranch.lab.bench.recorded_pair import RecordedPair, Workload
 from specbranch.lab.suites.suite import Prompt
 
@@ -17,7 +17,7 @@ PROMPT = Prompt("count", "", ("Repeat after me: one two three one two three one 
 
 def test_what_llamacpp_tells_is_turned_into_what_the_bench_reads() -> None:
     timings = {"prompt_n": 7, "prompt_ms": 250.0, "predicted_n": 21, "predicted_ms": 500.0}
-    plain = told(timings)
+    plain = turn_stats(timings)
     assert plain == {
         "tokens": 21,
         "ttft_seconds": 0.25,
@@ -26,8 +26,8 @@ def test_what_llamacpp_tells_is_turned_into_what_the_bench_reads() -> None:
         "target_forwards": 20,
         "tokens_per_forward": 1.0,
     }
-    assert told({**timings, "draft_n": 12, "draft_n_accepted": 10})["tokens_per_forward"] == 2.0
-    assert told({**timings, "predicted_n": 1, "predicted_ms": 0.0})["tokens_per_second"] is None
+    assert turn_stats({**timings, "draft_n": 12, "draft_n_accepted": 10})["tokens_per_forward"] == 2.0
+    assert turn_stats({**timings, "predicted_n": 1, "predicted_ms": 0.0})["tokens_per_second"] is None
 
 
 def test_its_features_are_told() -> None:
@@ -40,7 +40,7 @@ def test_a_folder_is_refused_before_anything_runs(
     asked = ["--target", pair[0], "--methods", "llamacpp", "--no-tune", "--out", str(tmp_path / "out")]
     assert run(["bench", "run", *asked]) == 2
     err = capsys.readouterr().err
-    assert "llama.cpp runs GGUF files only" in err and "out of --methods" in err
+    assert "llama.cpp runs only GGUF files" in err and "out of --methods" in err
 
 
 @pytest.mark.slow
