@@ -1,7 +1,7 @@
-"""The recipe of an inflation: which small model is put into which larger shape, from which seed.
+"""The recipe of an inflated model: which small model has which larger shape, with which seed.
 
-Owns the folder: one file, inflation.json, of a few hundred bytes; the weights are made where the model runs and are
-written nowhere. Invariant: a recipe that is loaded names a source that is the one it was checked with.
+Owns the folder with its one file, inflation.json, of a few hundred bytes. The weights are generated where the model
+runs, and never written. Invariant: a loaded recipe names the same source that it was checked with.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Inflation:
 
     @property
     def name(self) -> str:
-        """What to call it in a sentence."""
+        """The name for sentences."""
         return f"{Path(self.source).name} as {self.shape}"
 
     @property
     def digest(self) -> str:
-        """Tell it from other recipes, wherever its source lies and however it was checked."""
+        """A digest that does not depend on where the source is or how it was checked."""
         telling = replace(self, source="", checked={})
         return sha256(json.dumps(asdict(telling), sort_keys=True).encode()).hexdigest()
 
     def text(self) -> str:
-        """The recipe as it is written."""
+        """Return the recipe as it is written."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
 def is_inflation(name: str | Path) -> bool:
-    """Whether a name is a folder that `specbranch inflate` made."""
+    """True if a name is a folder that `specbranch inflate` wrote."""
     return (Path(name).expanduser() / INFLATION).is_file()
 
 
@@ -71,7 +71,7 @@ def read_inflation(folder: str | Path) -> Inflation:
 
 
 def source_of(recipe: Inflation) -> Located:
-    """Find the small model, fetching one that is known by name first if it is not here."""
+    """Return the path of the small model; fetch a known one if it is missing."""
     from specbranch.models.files import store
 
     known = recipe.source in store.KNOWN and not Path(recipe.source).exists()
@@ -82,12 +82,12 @@ def source_of(recipe: Inflation) -> Located:
 
 
 def uninflated(located: Located) -> Located:
-    """Return the model itself, or the source of an inflated one: it has the same tokenizer, and says the same."""
+    """Return the model itself, or the source of an inflated one, which has the same tokenizer and text."""
     return source_of(read_model(located.path)) if located.kind == "inflation" else located
 
 
 def read_model(folder: str | Path) -> Inflation:
-    """Read the recipe of a model that runs alone, which a draft does not."""
+    """Read the recipe of a model that can run alone; a draft cannot."""
     recipe = read_inflation(folder)
     if recipe.kind == "draft":
         raise ModelError(
@@ -97,14 +97,14 @@ def read_model(folder: str | Path) -> Inflation:
 
 
 def write_inflation(folder: Path, recipe: Inflation) -> None:
-    """Write a recipe, replacing one that is there; a folder that holds anything else is refused."""
+    """Write a recipe, replacing an existing one; refuse a folder with other contents."""
     refuse_other_folder(folder)
     with spoken(folder, "Name another folder with --out."), replacing(folder / INFLATION) as part:
         part.write_text(recipe.text(), encoding="utf-8")
 
 
 def refuse_other_folder(folder: Path) -> None:
-    """Refuse to write where something else than a recipe lies."""
+    """Raise if a folder holds anything but a recipe."""
     if folder.exists() and not is_inflation(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise BadParameter(
             f"{folder} is there already and holds no recipe of an inflated model. Name another folder with --out."

@@ -82,7 +82,7 @@ class RecordDecoder:
         method = find_method(config.method or PLAIN, self.draft is not None)
         if method.guesses and self.target is None:
             raise BadParameter(
-                f"A record holds what the target said, and method {config.method!r} asks what it would say to guesses "
+                f"A record holds only the target's answer, and method {config.method!r} needs its tokens after guesses "
                 "of its own. Give the replay the target, or leave the method out."
             )
         executor = self._executor(profile, config.policy == "oracle", method.guesses)

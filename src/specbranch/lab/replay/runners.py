@@ -195,7 +195,7 @@ class KnownProposal:
         """Return the part that an order asks for."""
         if ask.width > WIDTH:
             raise BadParameter(
-                f"{ask.width} branches at one token were asked for; a replay remembers {WIDTH}. Lower max_branches."
+                f"{ask.width} branches at one token were asked for; a replay stores {WIDTH}. Lower max_branches."
             )
         confidence = self.top if ask.measure == "top" else self.entropy
         return Proposal(self.tokens[: ask.width], confidence, odds=self.odds[: ask.width])
@@ -238,7 +238,7 @@ class ProposalStore:
             self._file.execute(f"create table if not exists {READ} (key blob primary key) without rowid")
         except (OSError, sqlite3.Error) as error:
             raise BadParameter(
-                f"The memory of drafts {path} cannot be used ({error}). Delete it, or name another folder."
+                f"The stored proposals in {path} cannot be used ({error}). Delete it, or name another folder."
             ) from None
         self._held: dict[bytes, KnownProposal] = {}
         self.misses = 0
@@ -276,7 +276,7 @@ class ProposalStore:
             with suppress(sqlite3.Error):
                 self._file.execute("rollback")
             raise BadParameter(
-                f"What the draft said could not be kept ({error}). Make room, or name another folder."
+                f"The draft's proposals could not be stored ({error}). Free some space, or name another folder."
             ) from None
 
     def has_read(self, draft: str, record: Record) -> bool:

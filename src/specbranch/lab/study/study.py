@@ -1,7 +1,7 @@
-"""The study behind `specbranch analyze`: which cases are compared and mapped, and the tables and charts made of them.
+"""The study behind `specbranch analyze`: its cases, tables and charts.
 
-Owns the grid and the presentation; formulas are in `formulas`, times on toys in `toy_runs`, the map's model in
-`strategies`.
+Owns the grid and the presentation; the formulas are in `formulas`, times on toy models in `toy_runs`, the map's model
+in `strategies`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MapPlace = tuple[str, str, StrategyName]  # on the map: a profile, a pair, a str
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """All that was computed: predicted and charged latency, and each strategy at its best."""
+    """All results: predicted and charged latency, and each strategy with its best setting."""
 
     comparisons: tuple[PredictedSteps, ...]
     gains: Mapping[MapPlace, Gain]
@@ -42,17 +42,17 @@ class Study:
 
     @property
     def farthest(self) -> float:
-        """The largest share by which the model is off what was charged."""
+        """The largest relative error of the model."""
         return max((abs(one.off) for one in self.comparisons), default=0.0)
 
     def at(self, method: MethodName, alpha: float, c: float) -> list[PredictedSteps]:
-        """What was compared of a method on one pair, by length."""
+        """Return the comparison of a method on one pair, by length."""
         cases = ((one, one.case) for one in self.comparisons)
         return [one for one, case in cases if (case.method, case.alpha, case.c) == (method, alpha, c)]
 
 
 def run_study(profiles: Sequence[str], progress: Callable[[str, int, int], None], tokens: int = TOKENS) -> Study:
-    """Compute everything; `progress` is told what is done, how far, of how much. No profile named: all that ship."""
+    """Compute everything and report `progress`; without names, use all shipped profiles."""
     costs = {name: PaddedCosts(load_profile(name)) for name in profiles or ordered(shipped_profiles())}
     compared, wanted = cases(), list(product(costs, PAIRS, STRATEGIES))
     comparisons, gains = [], {}
@@ -66,23 +66,23 @@ def run_study(profiles: Sequence[str], progress: Callable[[str, int, int], None]
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Measured profiles first, then the plain ratios from the smallest."""
+    """Return measured profiles first, then the plain ratios in ascending order."""
     return sorted(names, key=lambda name: (name[1:].isdigit(), len(name) if name[1:].isdigit() else 0, name))
 
 
 def cases() -> list[Case]:
-    """The cases whose charged latency is compared with the model."""
+    """Return the cases whose charged latency is compared with the model."""
     grid = product(RATIOS, TITLES, AGREEMENT, MEASURED)
     return [make_case(method, alpha, c, gamma) for c, method, alpha, gamma in grid]
 
 
 def make_case(method: MethodName, alpha: float, c: float, gamma: int) -> Case:
-    """A case of the grid; only the two-stage method has several heads."""
+    """Return a case of the grid; only the two-stage method has several heads."""
     return Case(method, AGREEMENT[alpha], c, gamma, HEADS if method == "specbranch" else 1)
 
 
 def charts(study: Study) -> dict[str, str]:
-    """Return the charts by the names of their files, without their endings."""
+    """Return the charts by file name, without the suffix."""
     made: dict[str, str] = {}
     for c in RATIOS:
         made[f"analysis-theorem-c{c}"] = _theorem_chart(study, c)
@@ -93,7 +93,7 @@ def charts(study: Study) -> dict[str, str]:
 
 
 def tables(study: Study) -> str:
-    """Return the tables for a terminal, as Markdown, so that they can be pasted."""
+    """Return the tables as Markdown, for a terminal."""
     parts = [
         ("Best γ and the speedup there", _lengths_table()),
         (f"Draft steps a token: model / charged (farthest off: {study.farthest:.1%})", _toys_table(study)),
@@ -103,7 +103,7 @@ def tables(study: Study) -> str:
 
 
 def record(study: Study) -> dict[str, Any]:
-    """Return all of it for JSON."""
+    """Return all results for JSON."""
     compared = [
         {**asdict(one.case), "predicted": one.predicted, "charged": one.on_toys, "off": one.off}
         for one in study.comparisons
@@ -125,7 +125,7 @@ def _lengths_table() -> str:
 
 
 def _latency(method: MethodName, alpha: float, c: float) -> Callable[[int], float]:
-    """Draft steps a token by the model, as a function of the length."""
+    """Return draft steps per token by the model, as a function of the length."""
     return lambda length: predict(make_case(method, alpha, c, length))
 
 
@@ -151,7 +151,7 @@ def _map_table(study: Study) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows as a Markdown table with aligned columns; the first row is the head."""
+    """Format rows as a Markdown table with aligned columns; the first row is the header."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     head, *lines = ("| " + " | ".join(map(str.ljust, row, wide)) + " |" for row in rows)
     return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in wide) + "|", *lines])
@@ -183,7 +183,7 @@ def _latency_chart(title: str, lines: Sequence[ChartLine], x_label: str, c: floa
 def _model_lines(
     study: Study, method: MethodName, alpha: float, c: float, hue: int, dashed: bool = False
 ) -> list[ChartLine]:
-    """The model as a line, what was charged as points."""
+    """Return the model as a line and the charged latency as points."""
     name, told = f"{TITLES[method]}, α = {alpha}", "charged on toys" if alpha == min(AGREEMENT) and not dashed else ""
     latency = _latency(method, alpha, c)
     points = [(float(one.case.gamma), one.on_toys) for one in study.at(method, alpha, c)]
