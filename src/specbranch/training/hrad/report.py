@@ -1,7 +1,6 @@
-"""What there is to say of a predictor: how often each class is told rightly, what is taken for what, whether chances
-come true.
+"""The evaluation of a predictor: accuracy by class, confusion, and calibration.
 
-Owns the figures, all on rounds that were not learned from.
+Owns the figures, all on held-out rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BINS = 10
 
 @torch.no_grad()
 def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, Any]:
-    """Accuracy, confusion and calibration for drafts of one length."""
+    """Return accuracy, confusion and calibration for drafts of one length."""
     labels = rounds.labels()[:, length - 1]
     known = labels != UNKNOWN
     chances, labels = network.chances(rounds.features[known])[:, length - 1], labels[known]
@@ -46,7 +45,7 @@ def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, 
 
 
 def calibration(said: torch.Tensor, true: torch.Tensor) -> list[dict[str, float]]:
-    """What was said and how often it came true, in bins of equal width that have anything in them."""
+    """Return predicted and observed frequencies, in non-empty bins of equal width."""
     at = (said * BINS).long().clamp(max=BINS - 1)
     found = ((at == one) for one in range(BINS))
     return [
@@ -57,12 +56,12 @@ def calibration(said: torch.Tensor, true: torch.Tensor) -> list[dict[str, float]
 
 
 def _error(said: torch.Tensor, true: torch.Tensor) -> float:
-    """Mean distance between what was said and how often it came true, bins weighed by their rounds."""
+    """Return the mean distance between predicted and observed frequencies, weighted by rounds."""
     return sum(abs(one["said"] - one["true"]) * one["rounds"] for one in calibration(said, true)) / max(said.numel(), 1)
 
 
 def rivalry(network: Network, parts: DealtRounds, seed: int = 0) -> dict[str, Any]:
-    """Every way to foretell a draft's length, in nats a round."""
+    """Return the log-loss of every way to predict the accepted length, in nats per round."""
     return {
         name: asdict(one)
         for name, one in compare(laws(network, parts.learned, parts.calibrated), parts.judged, seed).items()
@@ -72,7 +71,7 @@ def rivalry(network: Network, parts: DealtRounds, seed: int = 0) -> dict[str, An
 def across_tasks(
     parts: DealtRounds, tasks: tuple[str, ...], settings: FitSettings, network: Network
 ) -> dict[str, dict[str, float]]:
-    """For each kind of text: the log-loss there of the whole predictor, and of one that never saw such texts."""
+    """Return for each kind of text the log-loss of the full predictor, and of one trained without such texts."""
     found = {}
     for number, name in enumerate(tasks):
         own = parts.judged.where(parts.judged.task == number)

@@ -1,7 +1,8 @@
-"""H-RAD for a pair, made from nothing but the pair: the target writes greedily, both read it, a network learns.
+"""The job of `specbranch train-predictor`: the target writes greedily, both models process the text, and a network is
+trained.
 
-Owns the order of the work. Invariant: what is learned from was written by this target, greedily, as a label is only
-right where the target would say the same again.
+Owns the order of the work. Invariant: the training text was written greedily by this target, because a label is correct
+only if the target would write the same again.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ TASKS = (*KIND_NAMES, GIVEN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorJob(WritingJob):
-    """What was asked for; nothing: what is usual on the device."""
+    """The request; None stands for the device's default."""
 
     draft: str
     texts: int = 2000
@@ -68,7 +69,7 @@ class PredictorJob(WritingJob):
 
     @property
     def choices(self) -> tuple[ModelChoice, ModelChoice]:
-        """Target and draft, as they read."""
+        """Return the choices of target and draft."""
         target, draft = (
             ModelChoice(name, device=self.place, tail=ROWS, shorten=True) for name in (self.target, self.draft)
         )
@@ -76,7 +77,7 @@ class PredictorJob(WritingJob):
 
 
 def make_predictor(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Predictor:
-    """Write, read, train and save."""
+    """Write, collect, train and save."""
     material = written(job, fetch, watch)
     predictor = trained(job, read_rounds(job, material, watch), watch)
     save(predictor, job.out)
@@ -84,7 +85,7 @@ def make_predictor(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Predicto
 
 
 def written(job: PredictorJob, fetch: Fetch, watch: Onlooker) -> Material:
-    """Return what the target wrote, greedily; what is given is refused where it was written otherwise."""
+    """Return the target's greedy text; refuse given material that was written otherwise."""
     device, source = job.place, fetch(job.target)
     if job.material is not None:
         return _checked(job, job.material, source)
@@ -110,12 +111,12 @@ def _checked(job: PredictorJob, path: Path, source: str) -> Material:
 
 
 def read_rounds(job: PredictorJob, material: Material, watch: Onlooker) -> LabelledRounds:
-    """Read rounds off the answers."""
+    """Derive rounds from the answers."""
     collector = load_collector(job, load_runner(job.choices[0]))
     texts = [text for text in written_texts(job, material) if collector.fits(text)][: job.texts]
     if not texts:
         raise BadParameter(
-            "The target wrote nothing that both models can read. Let it write longer, with --seconds-writing."
+            "The target wrote no text that fits both models. Let it write longer, with --seconds-writing."
         )
     made = []
     for number, text in enumerate(texts):
@@ -125,14 +126,14 @@ def read_rounds(job: PredictorJob, material: Material, watch: Onlooker) -> Label
 
 
 def load_collector(job: PredictorJob, target: Runner) -> Collector:
-    """Load the draft beside a target, to read with it."""
+    """Load the draft next to a target, to collect rounds."""
     choice, draft = job.choices
     drafter = make_drafter(draft, common_vocabulary(load_tokenizer(choice), draft), target)
     return Collector(target, drafter.runner, layers=job.layers, longest=job.longest, rows=ROWS, seed=job.fit.seed)
 
 
 def written_texts(job: PredictorJob, material: Material) -> list[AnsweredPrompt]:
-    """Take what was written apart."""
+    """Split the material into prompts and answers."""
     kind = _kinds(job, material)
     found = []
     for index in range(len(material)):
@@ -142,7 +143,7 @@ def written_texts(job: PredictorJob, material: Material) -> list[AnsweredPrompt]
 
 
 def _kinds(job: PredictorJob, material: Material) -> Callable[[Sequence[int]], int]:
-    """Return what tells the number of a text's kind."""
+    """Return a function that gives the number of a text's kind."""
     source = fetched(ModelChoice(job.target))
     length = int(material.about.get("settings", {}).get("length", job.writing_length))
     arch, _ = open_model(locate(source))
@@ -152,7 +153,7 @@ def _kinds(job: PredictorJob, material: Material) -> Callable[[Sequence[int]], i
 
 
 def trained(job: PredictorJob, rounds: LabelledRounds, watch: Onlooker) -> Predictor:
-    """Train, calibrate and judge."""
+    """Train, calibrate and evaluate."""
     parts = dealt(rounds.to(torch.device(job.place)), job.fit.seed)
     start = time.monotonic()
     fitted = fit(parts, job.fit, watch)
@@ -195,7 +196,7 @@ def _provenance(job: PredictorJob, parts: DealtRounds, seconds: float) -> dict[s
 
 
 def save(predictor: Predictor, out: Path) -> None:
-    """Write a predictor, and a picture of whether its chances came true."""
+    """Write a predictor and the chart of its calibration."""
     predictor.save(out)
     figures = predictor.about.figures
     lines = [ChartLine("as said", [(0.0, 0.0), (1.0, 1.0)], dashed=True, colour=7)]
