@@ -73,6 +73,6 @@ def _table(predictions: Sequence[Prediction]) -> list[str]:
     lines = ["", "Predicted speed-up over plain decoding (three prompts, modelled from what was measured):"]
     for one in sorted(predictions, key=lambda one: -one.speedup):
         length = one.setting.get("num_speculative_tokens")
-        told = f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward"
-        lines.append(f"{told}   drafts of {length}" if length else told)
+        figures = f"  {one.method:16} {one.speedup:5.2f}   {one.tokens_per_forward or 0:4.2f} tokens a forward"
+        lines.append(f"{figures}   drafts of {length}" if length else figures)
     return lines

@@ -1,6 +1,7 @@
 """`specbranch`: finds the command, and turns errors into sentences.
 
-Owns the list of commands and the exit codes: 0 done, 1 a check failed, 2 the user can put it right, 130 interrupted.
+Owns the list of commands and the exit codes: 0 done, 1 a check failed, 2 an error that the user can fix, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def cli(debug: bool) -> None:
 def main() -> None:
     """Run the command line; never returns."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setLevel(logging.WARNING)  # what is told by the way is for progress lines
+    handler.setLevel(logging.WARNING)  # messages below that level go to progress lines
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[handler])
     sys.exit(run(sys.argv[1:]))
 
@@ -111,8 +112,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Take --debug out wherever it stands, so that it need not come before the command; what follows a '--' is no
-    option."""
+    """Remove --debug wherever it stands, so that it need not come before the command; arguments after '--' are no
+    options."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = [argument for argument in arguments[:end] if argument != "--debug"]
     return options + arguments[end:], len(options) < end

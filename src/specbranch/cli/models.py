@@ -87,8 +87,8 @@ def _pair_row(pair: Pair) -> ModelRow:
 def _draft(row: ModelRow) -> str:
     if row["path"] is None:
         return f"a draft that is not here: {row['problem']}"
-    told = ", ".join(
+    shares = ", ".join(
         f"{name} {row[key]:.2f}" for name, key in (("top-1", "top1"), ("top-3", "top3")) if row[key] is not None
     )
-    agreement = f", agreement on held-out text {told}" if told else ""
+    agreement = f", agreement on held-out text {shares}" if shares else ""
     return f"a draft of {row['layers']} layers, {row['megabytes']:.0f} MB{agreement}, in {row['path']}"

@@ -1,7 +1,7 @@
-"""Options that several commands share, and how they become parameters.
+"""Options that several commands share, and their translation into parameters.
 
-Owns names and help of the shared options; a value that was not given is not passed on, so that defaults live in
-`config` alone.
+Owns names and help of the shared options. A value that was not given is not passed on, so that defaults are in `config`
+alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLES = {
 
 
 def text(value: str) -> str:
-    """Refuse what the shell passed if it is not valid UTF-8, before a model is loaded."""
+    """Refuse invalid UTF-8 from the shell before a model is loaded."""
     from specbranch.text.tokenizer import check_text
 
     try:
@@ -40,7 +40,7 @@ def text(value: str) -> str:
 
 
 def bias(value: str) -> tuple[int, float]:
-    """Take a token id and what is added to its logit apart."""
+    """Split ID:BIAS into a token id and the number added to its logit."""
     token, _, added = value.partition(":")
     try:
         return int(token), float(added)
@@ -252,8 +252,8 @@ SAMPLING = (
 
 
 def writing_options(seconds: int, rows: int, material: str) -> tuple[Callable[[F], F], ...]:
-    """How a target writes what is learned from, where so many seconds and rows are usual; `material` is the help for
-    what was written before."""
+    """Return the options for writing training text, with default seconds and rows; `material` is the help of
+    --material."""
     return (
         _writing(
             "--seconds-writing",
@@ -297,7 +297,7 @@ def with_options(*groups: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """Build the sampling parameters from what was given on the command line."""
+    """Build the sampling parameters from the options."""
     names = SamplingParams.__dataclass_fields__
     values = {name: value for name, value in given.items() if name in names and value not in (None, ())}
     if "logit_bias" in values:
@@ -306,7 +306,8 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
-    """Collect the speculative settings: those of a file, then the JSON, then the options of their own, which win."""
+    """Collect the speculative settings: from the file, then from the JSON, then from single options, which override
+    them."""
     values = _from_file(given.get("config")) | _parsed(given.get("speculative_config"))
     values |= {k: given[k] for k in ("method", "rule", "policy", "num_speculative_tokens") if given.get(k) is not None}
     if given.get("without") is not None:
@@ -316,7 +317,7 @@ def speculative_config(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_llm(given: dict[str, Any]) -> LLM:
-    """Load the models that were asked for, with a progress bar where a fetch is needed."""
+    """Load the requested models, with a progress bar for a download."""
     from specbranch.cli.progress import narrated, pulled
 
     config = speculative_config(given)
@@ -343,7 +344,7 @@ def load_llm(given: dict[str, Any]) -> LLM:
     )
     chosen = {name: given[name] for name in names if given.get(name) is not None}
     target, draft = chosen_models(*(chosen.get(name) for name in ("pair", "target", "draft")))
-    drafting = _used_draft(config.get("method"), draft, aloud="draft" in chosen)
+    drafting = _used_draft(config.get("method"), draft, warn="draft" in chosen)
     if drafting is not None:
         pulled(draft_path(drafting))  # before the target: a pair's draft may be missing, and a fetch takes long
     pulled(target)
@@ -359,11 +360,12 @@ def load_llm(given: dict[str, Any]) -> LLM:
         return LLM(**chosen, speculative=config)
 
 
-def _used_draft(method: str | None, draft: str | None, aloud: bool) -> str | None:
-    """Refuse a method without the draft it needs; leave out, aloud if it was asked for, a draft that it does not."""
+def _used_draft(method: str | None, draft: str | None, warn: bool) -> str | None:
+    """Return the draft if the method uses one. Refuse a method without its draft; warn about an unused draft if it
+    was requested."""
     if method is None or find_method(method, draft is not None).uses_draft:
         return draft
-    if aloud:
+    if warn:
         click.echo(f"The draft model {draft} is not used: method {method!r} drafts without one.", err=True)
     return None
 
@@ -373,7 +375,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 
 
 def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str | None) -> None:
-    """Say in a line that settings were tuned for something else; they are used all the same."""
+    """Warn if settings were tuned for something else; they are used all the same."""
     from specbranch.assembly import identity
 
     file, settings = given["config"], read_settings(given["config"])
@@ -384,11 +386,11 @@ def _warn_of_other_circumstances(given: dict[str, Any], target: str, draft: str 
     if any(tuned.get(name) != value for name, value in here.items()):
         click.echo(f"{file} was tuned for another pair ({tuned.get('pair')}); it is used all the same.", err=True)
     elif tuned.get("overlap") and given.get("clock") is None and given.get("executor") in (None, "serial"):
-        told = (
+        sentence = (
             f"{file} was tuned for draft and target at work at once ({tuned.get('profile')}); here they take "
             "turns (see --executor)."
         )
-        click.echo(told, err=True)
+        click.echo(sentence, err=True)
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

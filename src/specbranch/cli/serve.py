@@ -92,7 +92,7 @@ def serve(new_key: str | None, without_keys: bool, **given: Any) -> None:
     if settings.keys is not None:
         from specbranch.serve.keys import KeyFile
 
-        KeyFile(settings.keys)  # what is wrong with it is told before the models are loaded
+        KeyFile(settings.keys)  # report its errors before the models are loaded
     from specbranch.serve.run import bound
     from specbranch.serve.run import serve as run
 

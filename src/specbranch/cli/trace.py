@@ -27,7 +27,7 @@ from specbranch.lab.traces.timeline_svg import draw_svg, subtitle
 if TYPE_CHECKING:
     from specbranch.engine import LLM
 
-TOKENS = 64  # of the answer, unless told: a timeline is to be looked at
+TOKENS = 64  # default length of the answer: a timeline must stay readable
 NAME = "timeline"  # of the files
 
 _option = options_of("Prompt and output")
@@ -120,8 +120,8 @@ def _write(
         drawn = draw_text(rounds, output.stats, Style(width=100), modelled)
         (folder / f"{NAME}.txt").write_text(f"{head}\n\n{drawn}\n", encoding="utf-8")
     except OSError as error:
-        told = f"The timeline could not be written to {folder}: {error}. Name another folder with --out."
-        raise BadParameter(told) from error
+        sentence = f"The timeline could not be written to {folder}: {error}. Name another folder with --out."
+        raise BadParameter(sentence) from error
 
 
 def _make_folder(out: Path) -> None:

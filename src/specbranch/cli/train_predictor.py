@@ -110,15 +110,15 @@ def train_predictor(
 def _summary(out: Path, predictor: Predictor) -> str:
     figures, learned = predictor.about.figures, predictor.about.provenance
     lines = [
-        f"The predictor is in {out}. On {figures['rounds']:,} rounds that were not learned from, drafts of "
+        f"The predictor is in {out}. On {figures['rounds']:,} held-out rounds, with drafts of "
         f"{figures['length']} tokens:",
-        f"  {figures['accuracy']:.1%} told rightly ("
+        f"  {figures['accuracy']:.1%} predicted correctly ("
         + ", ".join(f"{name} {share:.1%}" for name, share in figures["accuracy_by_class"].items())
-        + f"); chances are off by {figures['calibration_error']:.1%} on average.",
-        "  true \\ told   none    some     all",
+        + f"); probabilities are off by {figures['calibration_error']:.1%} on average.",
+        "  true \\ pred.  none    some     all",
         *(f"  {name:10} " + " ".join(f"{count:7,}" for count in row) for name, row in _confusion(figures)),
-        "How well each way foretells how much is taken, in nats a round (less is better; in brackets the difference "
-        "to H-RAD):",
+        "Log-loss of each way to predict the accepted length, in nats per round (less is better; in brackets the "
+        "difference to H-RAD):",
         *(
             f"  {name:23} {one['nats']:.3f} ({one['low']:+.3f} … {one['high']:+.3f})"
             for name, one in figures["rivals"].items()
@@ -127,10 +127,9 @@ def _summary(out: Path, predictor: Predictor) -> str:
     for name, one in figures.get("across_tasks", {}).items():
         more = one["nats_unseen"] / one["nats"] - 1
         lines.append(
-            f"  {name}: {one['nats']:.3f} nats, {one['nats_unseen']:.3f} had no such text been learned from "
-            f"({more:+.1%})"
+            f"  {name}: {one['nats']:.3f} nats, {one['nats_unseen']:.3f} without such text in training ({more:+.1%})"
         )
-    lines.append(f"{learned['rounds_learned']:,} rounds were learned from, in {learned['seconds']:.0f} s.")
+    lines.append(f"{learned['rounds_learned']:,} training rounds, in {learned['seconds']:.0f} s.")
     return "\n".join(lines)
 
 

@@ -119,8 +119,10 @@ def tune(as_json: bool, **given: Any) -> None:
     with counted() as progress:
         found = run_tuning(order, progress, pulled)
     found.save(out)
-    told = found.to_dict()
-    click.echo(json.dumps({**told, "out": str(out)}, ensure_ascii=False) if as_json else "\n".join(_table(told, out)))
+    report = found.to_dict()
+    click.echo(
+        json.dumps({**report, "out": str(out)}, ensure_ascii=False) if as_json else "\n".join(_table(report, out))
+    )
     if not found.complete:
         raise KeyboardInterrupt
 

@@ -161,9 +161,9 @@ def test_a_pair_with_inflated_models_says_what_the_source_says(
 def test_an_inflated_draft_is_no_target_and_no_other_targets(
     places: dict[str, str], pair: tuple[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="is a draft, which runs beside its target alone"):
+    with pytest.raises(ModelError, match="is a draft, which runs only with its target"):
         load_native(places["large whole"])
-    with pytest.raises(ModelError, match="is a draft, which runs beside"):
+    with pytest.raises(ModelError, match="is a draft, which runs only with"):
         LLM(places["large whole"], method="autoregressive", device="cpu")
     with pytest.raises(ModelError, match="was made for"):
         load_draft(places["large whole"], pair[1])

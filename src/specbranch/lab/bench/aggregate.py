@@ -74,13 +74,13 @@ def interval(
     than two."""
     if len(mine) < 2:
         return None
-    generator, places = random.Random(seed), range(len(mine))
+    generator, indices = random.Random(seed), range(len(mine))
     columns = [
         [getattr(timing, name) for timing in timings] for timings in (mine, base) for name in ("decoded", "seconds")
     ]
     found = []
     for _ in range(draws):
-        drawn = generator.choices(places, k=len(mine))
+        drawn = generator.choices(indices, k=len(mine))
         decoded, seconds, base_decoded, base_seconds = (sum(map(column.__getitem__, drawn)) for column in columns)
         found.append(decoded / seconds * base_seconds / base_decoded)
     found.sort()
@@ -125,20 +125,20 @@ def _counted(runs: list[PromptRun]) -> dict[str, Any]:
     """Return the figures that depend on counters alone, and the shares of decode time."""
     turns = [turn for run in runs for turn in run.turns]
     stats, emitted = pooled(turns), sum(turn["tokens"] for turn in turns)
-    told = stats.summary()
+    summary = stats.summary()
     drafted = stats.drafted > 0
     clocked = all("both_busy_seconds" in turn for turn in turns)  # methods from outside and old files lack it
     return {
-        "tokens_per_forward": told["tokens_per_forward"],
-        "rollback_rate": told["rollback_rate"] if drafted else None,
-        "run_between_rejections": told["run_between_rejections"],
-        "rollback": {reason: count / emitted for reason, count in told["rollback"].items() if drafted and emitted},
+        "tokens_per_forward": summary["tokens_per_forward"],
+        "rollback_rate": summary["rollback_rate"] if drafted else None,
+        "run_between_rejections": summary["run_between_rejections"],
+        "rollback": {reason: count / emitted for reason, count in summary["rollback"].items() if drafted and emitted},
         "accepted_lengths": accepted_lengths(stats),
-        "acceptance_by_position": tuple(told["acceptance_by_position"]),
+        "acceptance_by_position": tuple(summary["acceptance_by_position"]),
         "tested_by_position": tuple(stats.tested_at),
-        "branch_hit_rate": told["branch_hit_rate"],
-        "draft_idle": _share(told["draft_idle_seconds"], stats.decode_seconds),
-        "target_idle": _share(told["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
+        "branch_hit_rate": summary["branch_hit_rate"],
+        "draft_idle": _share(summary["draft_idle_seconds"], stats.decode_seconds),
+        "target_idle": _share(summary["target_idle_seconds"] if stats.target_busy else None, stats.decode_seconds),
         "draft_overlapped": _share(stats.both_busy, stats.draft_busy) if clocked else None,
         "host_share": _share(stats.host_seconds, stats.decode_seconds) if clocked else None,
         "begun_with_tree": _share(stats.rounds_begun, stats.target_forwards) if stats.rounds_overlapped else None,

@@ -183,8 +183,8 @@ def _warnings(before: Results, after: Results) -> tuple[str, ...]:
     for what in ("hardware", "versions", "settings", "commit", "Python"):
         mine, theirs = (getattr(results.provenance, what.lower()) for results in (before, after))
         if mine != theirs:
-            told = _differences(mine, theirs) if isinstance(mine, Mapping) else f"{mine} → {theirs}"
-            found.append(f"{what} {'differ' if what.endswith('s') else 'differs'}: {told}")
+            difference = _differences(mine, theirs) if isinstance(mine, Mapping) else f"{mine} → {theirs}"
+            found.append(f"{what} {'differ' if what.endswith('s') else 'differs'}: {difference}")
     return tuple(found)
 
 

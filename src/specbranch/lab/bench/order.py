@@ -44,7 +44,7 @@ class BenchOrder:
 
     pairs: tuple[PairOrder, ...]
     methods: tuple[str, ...]  # plain decoding first
-    settings: tuple[Setting, ...] = ()  # given by hand, run beside the methods
+    settings: tuple[Setting, ...] = ()  # given by hand, run in addition to the methods
     workloads: tuple[Workload, ...]  # they differ in temperature alone
     clocks: tuple[Clock, ...]  # the wall clock alone, or profiles
     running: Running

@@ -142,12 +142,12 @@ def _inflated(model: str, target: str, shape: ShapeChoice, folder: Path, asked: 
     try:
         found = sized(model, source, shape, target_path)
     except BadParameter as error:  # the sentence names the options of `inflate`
-        told = re.sub(
+        message = re.sub(
             r"--([a-z-]+)(?: (\d+))?",
             lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""),
             str(error),
         )
-        raise BadParameter(f"{asked}: {told}") from None
+        raise BadParameter(f"{asked}: {message}") from None
     write_inflation(folder, found.recipe)
     return str(folder)
 

@@ -74,13 +74,13 @@ def _scene(row: ResultRow) -> Scene:
 def _header(results: Results, title: str) -> str:
     bad = any(row.lossless is False for row in results.rows)
     kind = "bad" if bad else "good" if any(row.lossless for row in results.rows) else "plain"
-    told = results.provenance
-    machine = told.hardware.get("gpus", [told.hardware.get("processor", "")])
+    provenance = results.provenance
+    machine = provenance.hardware.get("gpus", [provenance.hardware.get("processor", "")])
     facts = [
         f"{len(results.rows)} rows",
         ", ".join(dict.fromkeys(row.pair for row in results.rows)),
         ", ".join(machine),
-        told.made,
+        provenance.made,
     ]
     clocks = "".join(
         f'<p class="clock">Times: {escape(clock_label(clock))}</p>'
@@ -213,17 +213,17 @@ def _added(columns: Any) -> list[float]:
 def _best(methods: ByMethod) -> str:
     """Describe the chart of speedups in words."""
     others = {name: rows for name, rows in methods.items() if rows[0].method != BASELINE}
-    told = []
+    winners = []
     for suite in _suites(methods):
         found = {
             name: row.speedup for name, rows in others.items() for row in rows if row.suite == suite and row.speedup
         }
         if found:
             best = max(found, key=found.__getitem__)
-            told.append(f"{suite}: {best} {found[best]:.2f}×")
+            winners.append(f"{suite}: {best} {found[best]:.2f}×")
     spread = any(row.speedup_spread for rows in methods.values() for row in rows)
     noise = "Whiskers: the spread of repeats. " if spread else ""
-    fastest = f"Fastest on {'; '.join(told)}." if told else ""
+    fastest = f"Fastest on {'; '.join(winners)}." if winners else ""
     return f"Over autoregressive decoding (AR) on the same prompts in the same run. {noise}{fastest}"
 
 
@@ -247,19 +247,19 @@ def _cell(column: Column, row: ResultRow) -> str:
 
 
 def _provenance_section(results: Results) -> str:
-    told = results.provenance
+    provenance = results.provenance
     facts = {
-        "Made": told.made,
-        "Commit": told.commit or "not from a checkout",
-        "Python": told.python,
-        "Versions": _listed(told.versions),
-        "Hardware": _listed(told.hardware),
-        **{f"Pair {name}": _listed(models) for name, models in told.pairs.items()},
-        "Suites": _listed(told.suites),
-        "Asked for": _listed(told.workload),
-        "Settings": _listed(told.settings),
+        "Made": provenance.made,
+        "Commit": provenance.commit or "not from a checkout",
+        "Python": provenance.python,
+        "Versions": _listed(provenance.versions),
+        "Hardware": _listed(provenance.hardware),
+        **{f"Pair {name}": _listed(models) for name, models in provenance.pairs.items()},
+        "Suites": _listed(provenance.suites),
+        "Asked for": _listed(provenance.workload),
+        "Settings": _listed(provenance.settings),
         "Clocks": "; ".join(clock_label(clock) for clock in dict.fromkeys(row.clock for row in results.rows)),
-        "Command": told.command or "",
+        "Command": provenance.command or "",
     }
     return _facts("Where this came from", facts)
 

@@ -55,7 +55,7 @@ def losslessness(rows: Sequence[ResultRow]) -> str:
         )
         return f"NOT LOSSLESS: other text than autoregressive decoding from {named}."
     if not checked:
-        return "Losslessness was not checked: no row had autoregressive decoding beside it under the match rule."
+        return "Losslessness was not checked: no row had autoregressive decoding to compare with under the match rule."
     left = len(rows) - len(checked)
     return f"Lossless: every run of {len(checked)} rows gave the text of autoregressive decoding." + (
         f" {left} not checked." if left else ""

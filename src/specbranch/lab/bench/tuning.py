@@ -184,8 +184,8 @@ class Tuner:
         for _ in range(self.goal.trials):
             self._look(method, self.goal.trials)
             trial = study.ask()
-            places = {name: trial.suggest_int(name, 0, len(values) - 1) for name, values in SPACES[method].items()}
-            config = config_with(method, {name: SPACES[method][name][place] for name, place in places.items()})
+            indices = {name: trial.suggest_int(name, 0, len(values) - 1) for name, values in SPACES[method].items()}
+            config = config_with(method, {name: SPACES[method][name][index] for name, index in indices.items()})
             if config not in known:
                 known[config] = self._seconds(config, self._part)
                 if known[config] <= min(known.values()) * CLOSE:

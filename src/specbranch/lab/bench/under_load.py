@@ -142,9 +142,9 @@ def _answered(
     assert config is not None
     llm, many = recorded.llm.using(speculative=config), list(prompts) * _rounds(count, len(prompts))
     llm.max_batch = count
-    begun = time.perf_counter()
+    started = time.perf_counter()
     outputs = llm.generate(many, replace(workload.params(), seed=workload.seed))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     for output in outputs:
         if output.error is not None:
             raise output.error
@@ -190,8 +190,8 @@ def _row(
     recorded: RecordedPair, clock: Clock, method: str, count: int, load: Load, plain: float, most: float
 ) -> LoadRow:
     rate, per_token = load.tokens_per_second, _percentiles(load.seconds_per_token)
-    told = (recorded.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
-    return LoadRow(*told, bound=most)
+    values = (recorded.pair, clock.name, method, count, len(load.requests), load.tokens, rate, rate / plain, per_token)
+    return LoadRow(*values, bound=most)
 
 
 def table(rows: Sequence[LoadRow]) -> list[str]:

@@ -26,7 +26,7 @@ AGAIN = "Make it again with `specbranch inflate`."
 class Inflation:
     """A small model in the shape of a larger one."""
 
-    kind: InflatedKind  # draft: made by `specbranch distill`, to be run beside its target
+    kind: InflatedKind  # draft: made by `specbranch distill`, to run with its target
     source: str  # a known name, a Hub id or a whole path
     source_identity: str
     shape: str  # the shape's name, or what it was made of
@@ -90,9 +90,7 @@ def read_model(folder: str | Path) -> Inflation:
     """Read the recipe of a model that can run alone; a draft cannot."""
     recipe = read_inflation(folder)
     if recipe.kind == "draft":
-        raise ModelError(
-            f"{folder} ({recipe.name}) is a draft, which runs beside its target alone. Name it with --draft."
-        )
+        raise ModelError(f"{folder} ({recipe.name}) is a draft, which runs only with its target. Name it with --draft.")
     return recipe
 
 

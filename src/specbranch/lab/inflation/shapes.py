@@ -69,8 +69,10 @@ class ShapeChoice:
         known = Shape.__dataclass_fields__
         for key, _, value in parts:
             if key not in known or not value.isdigit() or int(value) < 1:
-                told = f"expected a name such as 7b, NUMBER=VALUE, or both with commas; numbers: {', '.join(known)}"
-                raise BadParameter(f"The shape {text!r} has the part {key + (f'={value}' if value else '')!r}; {told}.")
+                wanted = f"expected a name such as 7b, NUMBER=VALUE, or both with commas; numbers: {', '.join(known)}"
+                raise BadParameter(
+                    f"The shape {text!r} has the part {key + (f'={value}' if value else '')!r}; {wanted}."
+                )
         return cls(first if named else None, {key: int(value) for key, _, value in parts})
 
     @property

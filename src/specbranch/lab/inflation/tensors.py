@@ -59,10 +59,10 @@ def inflated_architecture(small: Architecture, sizes: Shape, head_rows: int, nam
 def _refuse_what_does_not_fit(small: Architecture, sizes: Shape, name: str) -> None:
     short = [field for field in GROWN if getattr(sizes, field) < getattr(small, field)]
     if short:
-        told = ", ".join(f"{field} {getattr(sizes, field)} of at least {getattr(small, field)}" for field in short)
+        lacking = ", ".join(f"{field} {getattr(sizes, field)} of at least {getattr(small, field)}" for field in short)
         options = " ".join(f"--{field.replace('_', '-')} {getattr(small, field)}" for field in short)
         raise BadParameter(
-            f"{name}: the shape is smaller than the model: {told}. Choose a larger shape, or add {options}."
+            f"{name}: the shape is smaller than the model: {lacking}. Choose a larger shape, or add {options}."
         )
     if sizes.head_dim % small.head_dim:
         raise BadParameter(

@@ -44,12 +44,12 @@ def check(
 ) -> list[Compared]:
     """Decode the same requests on both clocks; return both times, by method."""
     effort = effort or Effort()
-    modelled, begun = pair.modelled(profile), time.perf_counter()
+    modelled, started = pair.modelled(profile), time.perf_counter()
     times: dict[str, list[float]] = {method: [] for method in CHECKED}
     done, total = 0, len(CHECKED) * (effort.check_repeats + 1)
     with closing(pair.real()) as real:
         for turn in range(effort.check_repeats + 1):  # the modelled one first, which warms up
-            if turn > 1 and time.perf_counter() - begun > effort.seconds:
+            if turn > 1 and time.perf_counter() - started > effort.seconds:
                 break
             for method in CHECKED:
                 times[method].append(_seconds(pair, real if turn else modelled, method, effort.check_tokens))

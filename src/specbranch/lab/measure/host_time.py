@@ -22,7 +22,10 @@ from specbranch.lab.measure.one_request import greedy_session, start
 
 METHODS_TIMED = ("autoregressive", "speculative", "specbranch")
 WORK = ("feed", "extend", "propose", "verify", "grow", "read_ahead")  # what a runner's model does
-BY_ITSELF: dict[ExecutorName, Who] = {"process": "draft", "streams": "target"}  # who works beside this thread
+BY_ITSELF: dict[ExecutorName, Who] = {
+    "process": "draft",
+    "streams": "target",
+}  # the model that runs in parallel with this thread
 
 
 def measure_host(pair: LoadedPair, executor: Executor, tokens: int, tick: Callable[[str], None]) -> float:
@@ -40,9 +43,9 @@ def _rests(pair: LoadedPair, executor: Executor, method: str, tokens: int) -> It
     loop = start(executor, greedy_session(pair.prompts()[0], tokens), method, trace)
     with watch.on(pair.verifier), watch.on(pair.drafter):
         while loop.live:
-            watch.seconds, seen, begun = 0.0, len(trace.events), time.perf_counter()
+            watch.seconds, seen, started = 0.0, len(trace.events), time.perf_counter()
             loop.step()
-            took = time.perf_counter() - begun
+            took = time.perf_counter() - started
             spans = [event.end - event.start for event in trace.events[seen:] if event.who == by_itself]
             if seen:  # the first round reads the prompt
                 yield max(took - max([watch.seconds, *spans]), 0.0)
@@ -68,11 +71,11 @@ class ModelTimer:
         """Time a function; for verdicts, also the wait for them."""
 
         def call(*arguments: Any) -> Any:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 found = function(*arguments)
             finally:
-                self.seconds += time.perf_counter() - begun
+                self.seconds += time.perf_counter() - started
             return Verdicts(self.timed(found), found.ready) if isinstance(found, Verdicts) else found
 
         return call

@@ -36,7 +36,7 @@ from specbranch.lab.suites.suite import load_suite
 if TYPE_CHECKING:
     from specbranch.text.tokenizer import Tokenizer
 
-CONTEXT = 2048  # tokens the caches hold, unless told: a long prompt and an answer
+CONTEXT = 2048  # default KV slots of each cache: a long prompt and an answer
 SUITES = ("own-code", "own-math", "own-chat")  # a prompt of each is decoded
 
 

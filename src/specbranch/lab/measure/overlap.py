@@ -19,10 +19,10 @@ from specbranch.core.request import Request
 from specbranch.errors import ModelError
 
 ROWS = 4  # that the target verifies
-FILL = 0.8  # share of a target forward that the draft steps beside it take when alone
+FILL = 0.8  # share of a target forward that its parallel draft steps take when alone
 MOST_STEPS = 16
-# How many steps are tried, as shares of those that fit. On one GPU a step may take much longer beside the target than
-# alone; then fewer of them end before it than were to fit, and the smaller numbers tell more.
+# Numbers of steps to try, as shares of those that fit. On one GPU a step may take much longer next to the target than
+# alone. Then fewer steps end before the target does, and the smaller numbers say more.
 SHARES: dict[ExecutorName, tuple[float, ...]] = {"process": (1.0,), "streams": (0.25, 0.5, 0.75, 1.0)}
 
 
@@ -81,7 +81,7 @@ class TrialRounds:
 
 def _timed(span: Span | None) -> Span:
     if span is None:
-        raise ModelError("The draft was lost while it was timed beside the target. Measure again.")
+        raise ModelError("The draft process ended while it was timed in parallel with the target. Measure again.")
     return span
 
 

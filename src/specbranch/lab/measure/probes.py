@@ -117,9 +117,9 @@ def take_turns(probes: Sequence[Probe], effort: Effort, tick: Callable[[str], No
     """Run all probes turn by turn, each turn in another order, because earlier probes change the state of the
     caches."""
     taken: dict[tuple[str, int], list[float]] = {(probe.name, probe.rows): [] for probe in probes}
-    order, begun = random.Random(0), time.perf_counter()
+    order, started = random.Random(0), time.perf_counter()
     for turn in range(WARM_UP + effort.repeats):
-        if turn >= WARM_UP + effort.least and time.perf_counter() - begun > effort.seconds:
+        if turn >= WARM_UP + effort.least and time.perf_counter() - started > effort.seconds:
             break
         reads = turn % effort.seldom == WARM_UP % effort.seldom or turn == 0
         for probe in order.sample(probes, len(probes)):

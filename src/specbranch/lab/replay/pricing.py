@@ -24,7 +24,7 @@ from specbranch.lab.replay.signals import RecordedSignals
 
 OPEN = 24  # decoders kept open: as many as there are records to tune on
 Forward = tuple[float, float]  # rows, and the tokens held before them
-# the target's (no rows if it had nothing to do), the draft's steps, and how it was begun
+# the target's (no rows if it had nothing to do), the draft's steps, and how it started
 PricedRound = tuple[Forward, tuple[Forward, ...], Beginning]
 
 
@@ -33,7 +33,7 @@ class PricedRounds:
     """The rounds of one replay."""
 
     counts: Stats  # its times mean nothing
-    # For each round: how many draft steps there were, how it was begun, the target's rows and context, and those
+    # For each round: how many draft steps there were, how it started, the target's rows and context, and those
     # of each step.
     entries: array[float]
 
@@ -182,9 +182,9 @@ class _Meter(CostProfile):
             self.rounds[-1][2].append((width, context or 0.0))
         return 1.0
 
-    def host_seconds(self, begun: Beginning) -> float:
+    def host_seconds(self, start: Beginning) -> float:
         """Record how a round started."""
-        self.rounds[-1][0].append(begun)
+        self.rounds[-1][0].append(start)
         return 0.0
 
 

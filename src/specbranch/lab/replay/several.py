@@ -28,7 +28,7 @@ from specbranch.lab.replay.reader import Reader
 from specbranch.lab.replay.record import Record
 from specbranch.lab.replay.runners import MemoRunner, PlainSlots, RecordedRunner
 
-ROOM = 256  # places beyond the end of a text
+ROOM = 256  # KV slots beyond the end of a text
 
 
 class OneEach:
@@ -120,7 +120,7 @@ class Load:
 
     seconds: float  # from the first one's beginning to the last one's end
     requests: tuple[Stats, ...]
-    tokens: int  # emitted in that time, those of requests among them that only kept places busy
+    tokens: int  # emitted in that time, including requests that only kept the batch full
 
     @property
     def tokens_per_second(self) -> float:

@@ -137,16 +137,16 @@ def _at_best(latency: Callable[[int], float], c: float, lengths: Iterable[int]) 
 def _toys_table(study: Study) -> str:
     rows = [["c", "method", "α", *(f"γ={gamma}" for gamma in MEASURED)]]
     for c, method, alpha in product(RATIOS, TITLES, AGREEMENT):
-        told = [f"{one.predicted:.2f} / {one.on_toys:.2f}" for one in study.at(method, alpha, c)]
-        rows.append([str(c), TITLES[method], f"{alpha}", *told])
+        cells = [f"{one.predicted:.2f} / {one.on_toys:.2f}" for one in study.at(method, alpha, c)]
+        rows.append([str(c), TITLES[method], f"{alpha}", *cells])
     return markdown(rows)
 
 
 def _map_table(study: Study) -> str:
     rows = [["costs", *STRATEGIES]]
     for name in study.profiles:
-        told = (" / ".join(f"{study.gains[name, pair, s].speedup:.2f}" for pair in PAIRS) for s in STRATEGIES)
-        rows.append([name, *told])
+        cells = (" / ".join(f"{study.gains[name, pair, s].speedup:.2f}" for pair in PAIRS) for s in STRATEGIES)
+        rows.append([name, *cells])
     return markdown(rows) if study.gains else ""
 
 
@@ -184,12 +184,12 @@ def _model_lines(
     study: Study, method: MethodName, alpha: float, c: float, hue: int, dashed: bool = False
 ) -> list[ChartLine]:
     """Return the model as a line and the charged latency as points."""
-    name, told = f"{TITLES[method]}, α = {alpha}", "charged on toys" if alpha == min(AGREEMENT) and not dashed else ""
+    name, label = f"{TITLES[method]}, α = {alpha}", "charged on toys" if alpha == min(AGREEMENT) and not dashed else ""
     latency = _latency(method, alpha, c)
     points = [(float(one.case.gamma), one.on_toys) for one in study.at(method, alpha, c)]
     return [
         ChartLine(name, [(float(g), latency(g)) for g in LENGTHS], dashed=dashed, colour=hue),
-        ChartLine(told, points, drawn=False, colour=hue),
+        ChartLine(label, points, drawn=False, colour=hue),
     ]
 
 

@@ -87,11 +87,11 @@ def _shares(spent: Times) -> list[str]:
     kinds = {"target alone": spent.target_alone, "outside both": spent.neither}
     if spent.has_draft:
         kinds = {"both at work": spent.together, **kinds, "draft alone": spent.draft_alone}
-    told = ", ".join(f"{name} {_share(value, spent.decoding)}" for name, value in kinds.items())
+    listed = ", ".join(f"{name} {_share(value, spent.decoding)}" for name, value in kinds.items())
     idle = f"target {_share(spent.target_idle, spent.decoding)}"
     if spent.has_draft:
         idle += f", draft {_share(spent.draft_idle, spent.decoding)}"
-    return [f"Time: {told}.", f"Idle: {idle}."]
+    return [f"Time: {listed}.", f"Idle: {idle}."]
 
 
 def _share(value: float, whole: float) -> str:
@@ -101,10 +101,10 @@ def _share(value: float, whole: float) -> str:
 def _tokens(stats: Mapping[str, Any]) -> list[str]:
     counts = {**stats, **stats["rollback"]}
     names = [FATE_NAMES[fate] for fate in ("accepted", *THROWN_AWAY, "unused")]
-    told = ", ".join(f"{counts[name.counted]} {name.told}" for name in names if counts[name.counted])
+    listed = ", ".join(f"{counts[name.counted]} {name.told}" for name in names if counts[name.counted])
     forward = stats["tokens_per_forward"]
     return [
-        f"Drafted tokens: {stats['drafted']}" + (f", of these {told}." if told else "."),
+        f"Drafted tokens: {stats['drafted']}" + (f", of these {listed}." if listed else "."),
         f"Tokens a target forward: {forward:.2f}." if forward is not None else "Only the first token was needed.",
     ]
 
@@ -214,8 +214,8 @@ def _drafting(one: TracedRound, event: Event) -> str:
 def _outcome(one: TracedRound, event: Event) -> str:
     if one.target is not None and event.kept is None and not one.fate.unused:
         return "none kept" if len(event.branches) > 1 else "rolled back"
-    told = f"number {event.kept + 1} kept" if event.kept is not None and len(event.branches) > 1 else ""
-    return ", ".join(part for part in (told, _became(replace(one.fate, losing=0))) if part) or "nothing came of it"
+    listed = f"number {event.kept + 1} kept" if event.kept is not None and len(event.branches) > 1 else ""
+    return ", ".join(part for part in (listed, _became(replace(one.fate, losing=0))) if part) or "nothing came of it"
 
 
 def _became(fate: Fates) -> str:

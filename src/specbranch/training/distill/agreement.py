@@ -19,7 +19,7 @@ from specbranch.core.request import Request
 from specbranch.core.runner import Ask, Feed, Proposal, Runner
 from specbranch.core.slots import ROOT
 
-LONGEST = 10  # draft lengths for which the accepted length is told
+LONGEST = 10  # the largest draft length with an acceptance length
 ROWS = 32  # tokens read in one forward
 GREEDY = Request(SamplingParams(), seed=0, prompt_length=0)
 

@@ -33,9 +33,9 @@ def write_checkpoint(
         f"optimiser.{index}.{name}": tensor for index, held in state["state"].items() for name, tensor in held.items()
     }
     tensors |= {f"random.{name}": tensor for name, tensor in _random_states().items()}
-    told = json.dumps({**notes, "groups": state["param_groups"]})
+    notes_text = json.dumps({**notes, "groups": state["param_groups"]})
     held = {name: one.contiguous().cpu() for name, one in tensors.items()}
-    write_durably(path, as_safetensors(held, {"format": FORMAT, "notes": told}))
+    write_durably(path, as_safetensors(held, {"format": FORMAT, "notes": notes_text}))
 
 
 @dataclass(frozen=True, slots=True)

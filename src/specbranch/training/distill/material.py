@@ -24,7 +24,7 @@ from specbranch.files import replacing
 from specbranch.models.files.disk import read_tensors
 
 FORMAT = "specbranch-material-1"
-PADDING = -1  # segment of the places no conversation fills
+PADDING = -1  # segment of positions without a conversation
 
 
 @dataclass(frozen=True, slots=True)

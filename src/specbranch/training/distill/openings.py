@@ -92,7 +92,7 @@ SUMS = (  # word problems in arithmetic
     ),
     *("A team", "Sofia saves", "The school", "It takes", "Five workers", "A garden", "Mr. Cole", "On Monday"),
 )
-CODE = (  # programs, asked for in words or begun
+CODE = (  # programs, described in words or started
     *("def",) * 6,
     *(
         "import",
@@ -140,7 +140,7 @@ KINDS = (TALK, SUMS, CODE, TEXTS)
 KIND_NAMES = ("talk", "sums", "code", "texts")
 GIVEN = "given"  # the kind of a prompt of the user's
 LEAST_TEXT = 160  # tokens of a text handed over
-LEAST_ANSWER = 16  # places that must be left behind a prompt of the user's
+LEAST_ANSWER = 16  # tokens that must be left after a user's prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +171,8 @@ class Script:
         frames, prompts = _frames(tokenizer, settings), _prompts(tokenizer, settings)
         bridge = frames[0].behind
         lines = list(_interleaved(_shuffled(frames, settings.seed), _shuffled(prompts, settings.seed)))
-        told = ((line.before, not line.behind, (line.least, line.most), line.kind) for line in lines)
-        openings, asked, limits, kinds = zip(*told, strict=True)
+        parts = ((line.before, not line.behind, (line.least, line.most), line.kind) for line in lines)
+        openings, asked, limits, kinds = zip(*parts, strict=True)
         script = cls(
             openings, asked, limits, bridge, _question_ends(tokenizer, ends, bridge[0], arch.vocabulary), ends, kinds
         )
@@ -183,8 +183,8 @@ class Script:
         """Return the kind of a conversation of this script, by its longest matching opening."""
         kinds = dict(zip(self.openings, self.kinds, strict=True))
         lengths = sorted({len(opening) for opening in self.openings}, reverse=True)
-        begun = (kinds.get(tuple(tokens[:length])) for length in lengths)
-        return next((kind for kind in begun if kind), GIVEN)
+        candidates = (kinds.get(tuple(tokens[:length])) for length in lengths)
+        return next((kind for kind in candidates if kind), GIVEN)
 
     def check(self, arch: Architecture) -> None:
         """Raise if the model lacks one of the ids."""
@@ -246,7 +246,7 @@ def _around(tokenizer: Tokenizer, system: str | None, starter: str) -> tuple[tup
     behind = _common(one[before:][::-1], other[before:][::-1])
     if not before or not behind:
         raise ModelError(
-            "The model's chat template puts nothing around a question, so nothing tells the target to ask or to answer."
+            "The model's chat template puts nothing around a question, so the target cannot know when to answer."
         )
     return tuple(one[:before]), tuple(one[-behind:])
 

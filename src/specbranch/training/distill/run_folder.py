@@ -54,8 +54,8 @@ class RunFolder:
     def note(self) -> None:
         """Write run.json; the settings of earlier writing stay if nothing is written now."""
         writing = (self._noted() or {}).get("writing") if self.writing is None else _told(self.writing)
-        told = {"target": self.target, "target_fingerprint": self.fingerprint, "writing": writing}
-        write_durably(self._note, json.dumps(told, indent=2).encode())
+        values = {"target": self.target, "target_fingerprint": self.fingerprint, "writing": writing}
+        write_durably(self._note, json.dumps(values, indent=2).encode())
 
     @property
     def _note(self) -> Path:
@@ -96,9 +96,9 @@ class RunFolder:
             return
         ours = _told(self.writing)
         if other := [name for name, value in ours.items() if theirs.get(name) != value]:
-            told = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
+            changed = ", ".join(f"{name} was {theirs.get(name)}, now {ours[name]}" for name in other)
             raise BadParameter(
-                f"{self.out} was started with other settings: {told}. Resume with the same, or name another folder."
+                f"{self.out} was started with other settings: {changed}. Resume with the same, or name another folder."
             )
 
 

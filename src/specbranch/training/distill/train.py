@@ -405,9 +405,9 @@ def _identity(settings: TrainSettings, material: Material, weights: Weights) -> 
 def _refuse_other_run(held: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     other = [name for name in ours if held.get(name) != ours[name]]
     if other:
-        told = ", ".join(f"{name} was {_short(held.get(name))}, now {_short(ours[name])}" for name in other)
+        changed = ", ".join(f"{name} was {_short(held.get(name))}, now {_short(ours[name])}" for name in other)
         raise BadParameter(
-            f"The checkpoint {path} is of another run: {told}. Resume with the same settings, or start in another "
+            f"The checkpoint {path} is of another run: {changed}. Resume with the same settings, or start in another "
             "folder."
         )
 

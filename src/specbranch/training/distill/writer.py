@@ -313,6 +313,6 @@ def _desk_or_none(target: WritingTarget, script: Script, settings: WriterSetting
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # what torch says on a CPU
             raise
-    gc.collect()  # what was set up so far hangs on the error just caught
+    gc.collect()  # the caught error still references what was set up
     torch.cuda.empty_cache()
     return None

@@ -25,20 +25,20 @@ def figures(network: Network, rounds: LabelledRounds, length: int) -> dict[str, 
     labels = rounds.labels()[:, length - 1]
     known = labels != UNKNOWN
     chances, labels = network.chances(rounds.features[known])[:, length - 1], labels[known]
-    told = chances.argmax(-1)
-    confusion = torch.bincount(labels * CLASSES + told, minlength=CLASSES**2).view(CLASSES, CLASSES)
+    predicted_class = chances.argmax(-1)
+    confusion = torch.bincount(labels * CLASSES + predicted_class, minlength=CLASSES**2).view(CLASSES, CLASSES)
     per_class = confusion.diagonal() / confusion.sum(1).clamp_min(1)
-    hard = told != 1
+    hard = predicted_class != 1
     return {
         "length": length,
         "rounds": labels.numel(),
-        "accuracy": float((told == labels).float().mean()),
+        "accuracy": float((predicted_class == labels).float().mean()),
         "accuracy_by_class": dict(zip(NAMES, per_class.tolist(), strict=True)),
         "shares": dict(zip(NAMES, (confusion.sum(1) / max(labels.numel(), 1)).tolist(), strict=True)),
-        "confusion": confusion.tolist(),  # a row for each true class, a column for each told
+        "confusion": confusion.tolist(),  # a row for each true class, a column for each predicted one
         "log_loss": float(torch.nn.functional.nll_loss(chances.clamp_min(1e-8).log(), labels)),
         "hard_share": float(hard.float().mean()),  # rounds settled by none or all
-        "hard_accuracy": float((told == labels)[hard].float().mean()) if bool(hard.any()) else None,
+        "hard_accuracy": float((predicted_class == labels)[hard].float().mean()) if bool(hard.any()) else None,
         "calibration": {name: calibration(chances[:, at], labels == at) for at, name in enumerate(NAMES)},
         "calibration_error": sum(_error(chances[:, at], labels == at) for at in range(CLASSES)) / CLASSES,
     }

@@ -40,7 +40,7 @@ from specbranch.training.making.writing import Fetch, WritingJob
 
 log = logging.getLogger("specbranch")
 
-SECONDS, ROWS = 120.0, 1024  # of the writing, unless told
+SECONDS, ROWS = 120.0, 1024  # defaults of the writing
 SEEDS = 2**53  # so many of them leave room for the slices'
 HELD_OUT, HELD_OUT_LEAST = 0.02, 32  # share of the conversations that is not trained on; at least so many, up to …
 HELD_OUT_MOST = 0.25  # … this share
@@ -136,7 +136,7 @@ def _plan(job: DraftJob, fetch: Fetch) -> _Plan:
     device, source = job.place, fetch(job.target)
     if is_inflation(source):
         raise BadParameter(
-            f"{source} is inflated. Distill from its source: the draft runs beside both, and can be inflated, too."
+            f"{source} is inflated. Distill from its source: the draft runs with both, and can be inflated too."
         )
     arch, file = open_model(locate(source))
     writing, training = job.writing(SECONDS, ROWS, job.seed), job.training(arch)

@@ -46,9 +46,9 @@ from specbranch.training.hrad.rounds import LabelledRounds
 from specbranch.training.hrad.train import DealtRounds, FitSettings, Fitted, dealt, fit
 from specbranch.training.making.writing import Fetch, WritingJob
 
-SECONDS, WRITING_ROWS = 30.0, 512  # of the writing, unless told
+SECONDS, WRITING_ROWS = 30.0, 512  # defaults of the writing
 ROWS = 512  # tokens read in one forward
-SHOWN = 8  # draft length that the figures and the picture tell of
+SHOWN = 8  # draft length of the figures and the chart
 TASKS = (*KIND_NAMES, GIVEN)
 
 
@@ -206,5 +206,5 @@ def save(predictor: Predictor, out: Path) -> None:
         f"Do chances come true? Drafts of {figures['length']} tokens, {figures['rounds']} rounds that were not learned "
         "from"
     )
-    picture = line_chart(title, lines, "chance told", "share that came true", y_from_zero=True)
+    picture = line_chart(title, lines, "predicted probability", "observed frequency", y_from_zero=True)
     write_durably(out / "report.svg", picture.encode())
