@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 def analyze(profiles: tuple[str, ...], out: Path | None, tokens: int, as_json: bool) -> None:
     """Show the trade-off between parallelism and rollback: latency over draft length, and where each strategy pays.
 
-    Latency comes from the paper's theorem, from our model of the mechanism, and from the real methods on toy models
-    with known agreement, timed by the virtual clock. The map tunes six strategies for each cost profile. No model is
-    needed; it takes about a minute.
+    Latency comes from three sources: the paper's theorem, our model of the mechanism, and the real methods. The
+    methods run on toy models with known agreement, timed by the virtual clock. The map tunes six strategies for each
+    cost profile. No model is needed; it takes about a minute.
     """
     from specbranch.cli.progress import counted
     from specbranch.lab.study.study import record, run_study, tables

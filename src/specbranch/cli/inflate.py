@@ -61,10 +61,10 @@ def inflate(shape: str | None, as_json: bool, **given: Any) -> None:
     specbranch inflate smollm2-weak --shape 68m --out weak-68m
     specbranch generate --target smollm2-7b --draft weak-68m "Once upon a time"
 
-    This is for benchmarks of speculative decoding without large weights: the agreement of draft and target is real, and
-    so is the time of a step. DIR holds a recipe of a few hundred bytes, and stands wherever a model is named. The
-    weights are generated when the model is loaded, from MODEL and the seed, and are never written. Added weights are
-    random, and their output is multiplied by zero. Tokenizer, context length and end tokens are those of MODEL.
+    This is for benchmarks of speculative decoding without large weights. The agreement of draft and target is real,
+    and so is the time of a step. DIR holds a recipe of a few hundred bytes, and stands wherever a model is named.
+    The weights are generated when the model is loaded, from MODEL and the seed, and are never written. Added weights
+    are random, and their output is multiplied by zero. Tokenizer, context length and end tokens are those of MODEL.
 
     The command loads both models once and compares their logits; if they differ, it writes nothing. A shape must be at
     least as large as MODEL in every size except the vocabulary; the output head gets the larger number of rows. MODEL

@@ -74,8 +74,8 @@ def cli(debug: bool) -> None:
       specbranch generate --method specbranch --target BIG --draft SMALL "Once upon a time"
       specbranch models
 
-    Without --pair, --target and --draft the default pair is used: SmolLM2-135M-Instruct, fetched once (93 MB) into the
-    cache folder, and a draft that ships with the package.
+    Without --pair, --target and --draft the default pair is used. Its target SmolLM2-135M-Instruct is fetched once
+    (93 MB) into the cache folder; its draft ships with the package.
     """
 
 
